@@ -1,0 +1,49 @@
+# Two commands do: `make demo` runs a small search on this machine, `make test` checks the tree.
+# Both set up .venv first, once; pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) choose where packages,
+# and with them the CPU, CUDA or ROCm build of torch, come from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+DEMO_DATA := .wattune/data/demo
+GPU_DEMO := $(if $(shell nvidia-smi -L 2>/dev/null),$(wildcard examples/tiny_gpu.yaml))
+DEMO_SPEC := $(or $(GPU_DEMO),examples/tiny_cpu.yaml)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Install everything, pinned, into .venv
+
+# DeepSpeed's build looks at the torch already there, and builds no extension ahead of time.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup $(DEMO_DATA).idx ## Prepare tokens and run a small search here
+	$(BIN)/wattune run $(DEMO_SPEC)
+
+# Text found on any machine: the sources of Python's own standard library.
+$(DEMO_DATA).idx: | setup
+	$(BIN)/wattune data --out $(DEMO_DATA) "$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')"/*.py
+
+test: setup ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: setup ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: setup ## Measure the figures under benchmarks/results
+	$(BIN)/python -m benchmarks
+
+clean: ## Remove .venv, caches and build output; searches under .wattune stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,23 @@
+"""Data-sheet facts of the accelerators that a spec can name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device as Ray schedules it: memory in GiB and dense bf16 peak in FLOP/s; None where there is no such figure."""
+
+    memory_gib: float | None
+    peak_flops: float | None
+
+
+ACCELERATORS: dict[str, Accelerator] = {
+    # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it.
+    "h100": Accelerator(79.6, 989.4e12),
+    "h200": Accelerator(140.4, 989.4e12),
+    # AMD Instinct MI250 data sheet: 128 GB and 362.1 TFLOP/s a card, two devices (GCDs) a card.
+    "mi250": Accelerator(64.0, 181.05e12),
+    "cpu": Accelerator(None, None),
+}

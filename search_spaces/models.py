@@ -1,0 +1,89 @@
+"""Model shapes: decoder-only transformers as the papers describe them, with exact parameter counts and FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FAMILIES = ("llama", "gpt")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of a decoder-only transformer.
+
+    `family` chooses the block: `llama` (RMSNorm, rotary positions, SwiGLU, no biases; Touvron et al. 2023) or `gpt`
+    (LayerNorm, learned positions up to `max_sequence_length`, GELU, biases; Brown et al. 2020).
+    `kv_heads` below `heads` is grouped-query attention (Ainslie et al. 2023). `rope_theta` is the rotary base.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn_hidden: int
+    vocab: int
+    max_sequence_length: int
+    tie_embeddings: bool = False
+    rope_theta: float = 10_000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one transformer block."""
+        kv_width = self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv_width
+        if self.family == "llama":
+            return attention + 3 * self.hidden * self.ffn_hidden + 2 * self.hidden
+        biases = 2 * self.hidden + 2 * kv_width + self.ffn_hidden + self.hidden
+        return attention + 2 * self.hidden * self.ffn_hidden + biases + 4 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters outside the blocks: token and position tables, final norm, output projection if untied."""
+        tables = self.vocab * self.hidden * (1 if self.tie_embeddings else 2)
+        if self.family == "llama":
+            return tables + self.hidden
+        return tables + self.max_sequence_length * self.hidden + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + self.embedding_parameters
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Model FLOPs of training on one token, forward and backward, recomputation not counted.
+
+        PaLM (Chowdhery et al. 2022), appendix B: 6 N + 12 L H Q T, with N the parameters that take part in matrix
+        multiplications (lookup tables do not, the output projection does), L layers, H Q the attention width, T the
+        sequence length. The attention term is not halved for causality, as there.
+        """
+        lookups = 0 if self.tie_embeddings else self.vocab * self.hidden
+        if self.family == "gpt":
+            lookups += self.max_sequence_length * self.hidden
+        return 6.0 * (self.parameters - lookups) + 12.0 * self.layers * self.hidden * sequence_length
+
+
+def _gpt3(layers: int, hidden: int, heads: int) -> ModelShape:
+    return ModelShape("gpt", layers, hidden, heads, heads, 4 * hidden, 51_200, 2048, tie_embeddings=True)
+
+
+def _llama3(layers: int, hidden: int, heads: int, ffn_hidden: int, tie: bool = False) -> ModelShape:
+    return ModelShape("llama", layers, hidden, heads, 8, ffn_hidden, 128_256, 131_072, tie, 500_000.0)
+
+
+PRESETS: dict[str, ModelShape] = {
+    # Brown et al. 2020, table 2.1; vocabulary padded to 51 200 as Megatron-LM does.
+    "gpt3-1.3b": _gpt3(24, 2048, 16),
+    "gpt3-13b": _gpt3(40, 5120, 40),
+    "gpt3-175b": _gpt3(96, 12_288, 96),
+    # Grattafiori et al. 2024, table 3; the 1B shape is Llama 3.2's.
+    "llama3-1b": _llama3(16, 2048, 32, 8192, tie=True),
+    "llama3-8b": _llama3(32, 4096, 32, 14_336),
+    "llama3-70b": _llama3(80, 8192, 64, 28_672),
+    # Small enough to train in milliseconds on two CPU cores, with the byte tokens of `wattune data`.
+    "tiny-llama": ModelShape("llama", 4, 64, 4, 2, 176, 512, 512),
+    "tiny-gpt": ModelShape("gpt", 4, 64, 4, 4, 256, 512, 512),
+}

@@ -1,0 +1,111 @@
+"""The Python client: the same questions and requests as the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from service import home, results
+from service.errors import InputError
+from service.results import Results, SearchInfo, TrialRecord
+
+if TYPE_CHECKING:
+    from service.spec import SearchSpec
+
+
+class Wattune:
+    """Runs searches and answers about them.
+
+    >>> from service import Wattune
+    >>> wattune = Wattune()
+    >>> wattune.best("a-search", minimize="joules_per_token", where=["peak_memory_gib<=70"]).config  # doctest: +SKIP
+
+    `tracking_uri` is the MLflow store (default: `MLFLOW_TRACKING_URI`, else the embedded one under `WATTUNE_HOME`).
+    `address` is the Ray cluster's job server, such as ``http://head:8265``; only `submit`, `logs` and `stop` need it.
+    A search is named by its id or by a unique beginning of it. Every method raises `service.InputError`, with one line,
+    for what the caller has to change. The methods that read need neither Ray nor a GPU.
+    """
+
+    def __init__(self, tracking_uri: str | None = None, address: str | None = None) -> None:
+        self.tracking_uri = home.tracking_uri(tracking_uri)
+        self.address = address
+
+    @cached_property
+    def _results(self) -> Results:
+        return Results(self.tracking_uri)
+
+    def searches(self) -> list[SearchInfo]:
+        """All searches, the latest first."""
+        return self._results.searches()
+
+    def status(self, search: str) -> SearchInfo:
+        """Where a search stands. With an `address`, a search whose job died unrecorded is told from a running one."""
+        info = results.describe(self._results.search(search))
+        if self.address and info.status == "running":
+            from service import jobs
+
+            job = jobs.job_status(info.id, self.address).lower()
+            if job in ("failed", "stopped"):
+                return replace(info, status=job)
+        return info
+
+    def trials(self, search: str) -> list[TrialRecord]:
+        """Every trial of a search, in the order of their start, failed ones included."""
+        return list(self._results.search(search).trials)
+
+    def pareto(self, search: str) -> list[TrialRecord]:
+        """The trials that no other beats on all objectives at once; see `service.results.pareto`."""
+        return results.pareto(self._results.search(search))
+
+    def best(
+        self,
+        search: str,
+        maximize: str | None = None,
+        minimize: str | None = None,
+        where: Sequence[str] = (),
+    ) -> TrialRecord:
+        """The best trial on one metric under conditions such as ``peak_gpu_temp_c<=80``; see `service.results.best`."""
+        return results.best(self._results.search(search), maximize, minimize, where)
+
+    def run(self, spec: SearchSpec | str | Path) -> str:
+        """Run a search here, to its end. Returns its id."""
+        loaded = _loaded(spec)
+        from service.search import run
+
+        return run(loaded, tracking_uri=self.tracking_uri)
+
+    def submit(self, spec: SearchSpec | str | Path) -> str:
+        """Hand a search to the Ray cluster at `address`, where it goes on without this process. Returns its id."""
+        loaded, address = _loaded(spec), self._cluster
+        from service.jobs import submit
+
+        return submit(loaded, address, self.tracking_uri)
+
+    def logs(self, search: str) -> Iterator[str]:
+        """The lines that a submitted search printed, as they come, until it ends."""
+        address = self._cluster
+        from service.jobs import logs
+
+        return logs(search, address)
+
+    def stop(self, search: str) -> None:
+        """Ask a submitted search to end; what it has recorded stays."""
+        address = self._cluster
+        from service.jobs import stop
+
+        stop(search, address)
+
+    @property
+    def _cluster(self) -> str:
+        if not self.address:
+            raise InputError("address: give the Ray cluster's job server, such as http://head:8265")
+        return self.address
+
+
+def _loaded(spec: SearchSpec | str | Path) -> SearchSpec:
+    from service.spec import load_spec
+
+    return load_spec(spec) if isinstance(spec, str | Path) else spec

@@ -1,0 +1,163 @@
+"""One trial as Ray Tune sees it: lease a gang, have the layout trained, and join what trained with what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import ray.tune
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError
+
+from search_spaces.config import TrialConfig
+from service.spec import SearchSpec
+from telemetry.window import WindowSummary, combine
+from trainables.child import Outcome
+from trainables.mailbox import Member
+from trainables.measure import Protocol
+from trainables.result import NodeWindow, TrialResult
+from trainables.trial import TrialRequest
+
+GANG_START_S = 300.0
+GRACE_S = 60.0
+
+
+def evaluate(
+    config: Mapping[str, Any],
+    *,
+    spec: SearchSpec,
+    pool: ActorHandle,
+    telemetry: Mapping[str, ActorHandle],
+    environment: Mapping[str, str],
+) -> None:
+    """A Tune function trainable: report the `TrialResult` of the layout `config`, once."""
+    trial_id = ray.tune.get_context().get_trial_id()
+    assert trial_id is not None
+    layout = TrialConfig.from_dict(config)
+    mailbox = ray.get(pool.lease.remote(trial_id))
+    try:
+        result = run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
+    finally:
+        ray.get(pool.release.remote(trial_id))
+    ray.tune.report({"result": result.to_dict()})
+
+
+def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec) -> TrialRequest:
+    """The trial as a gang gets it."""
+    timing = spec.measurement.model_dump()
+    deadline_s = timing.pop("deadline_s")
+    return TrialRequest(
+        trial_id=trial_id,
+        config=config,
+        model=spec.shape,
+        data=spec.data,
+        sequence_length=spec.sequence_length,
+        protocol=Protocol(**timing),
+        deadline_s=deadline_s,
+        seed=spec.seed,
+    )
+
+
+def run_on_gang(
+    request: TrialRequest,
+    spec: SearchSpec,
+    mailbox: ActorHandle,
+    telemetry: Mapping[str, ActorHandle],
+    environment: Mapping[str, str],
+) -> TrialResult:
+    """Have the gang behind `mailbox` run the trial. Whatever goes wrong becomes the result's status and cause."""
+    try:
+        ray.get(mailbox.ready.remote(), timeout=GANG_START_S)
+    except GetTimeoutError:
+        cause = f"the gang's workers did not start within {GANG_START_S:.0f} s; are the nodes of the cluster up?"
+        return TrialResult(request.trial_id, request.config, "crash", cause)
+    try:
+        outcomes, members, gang_s = ray.get(
+            mailbox.evaluate.remote(request), timeout=request.deadline_s + GRACE_S
+        )
+    except GetTimeoutError:
+        cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
+        ray.get(mailbox.give_up.remote(cause))
+        return TrialResult(request.trial_id, request.config, "hang", cause)
+    first = outcomes[0]
+    if first.status != "ok":
+        return TrialResult(request.trial_id, request.config, first.status, first.cause)
+    windows = node_windows(outcomes, members, telemetry)
+    summary = combine(
+        ray.get([telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in windows])
+    )
+    assert first.report is not None
+    return TrialResult(
+        trial_id=request.trial_id,
+        config=request.config,
+        status="ok",
+        metrics=metrics(outcomes, summary, spec, gang_s),
+        methods=methods(summary),
+        step_times_s=first.report.timing.window_steps_s,
+        losses=first.report.losses,
+        windows=windows,
+        environment=dict(environment) | first.report.environment,
+        cause="; ".join(summary.problems) or None,
+    )
+
+
+def node_windows(
+    outcomes: list[Outcome], members: list[Member], telemetry: Mapping[str, ActorHandle]
+) -> tuple[NodeWindow, ...]:
+    """The window on each node that took part, by the stamps of the node's first rank, with the GPUs that worked there.
+
+    On a node without GPUs the device is the node's own.
+    """
+    by_node: dict[str, list[Outcome]] = {}
+    for outcome, member in zip(outcomes, members, strict=False):
+        by_node.setdefault(member.node_id, []).append(outcome)
+    windows = []
+    for node_id, ranks in by_node.items():
+        reports = [rank.report for rank in ranks if rank.report is not None]
+        devices = tuple(report.device for report in reports if report.device is not None)
+        if not devices:
+            description = ray.get(telemetry[node_id].describe.remote())
+            devices = tuple(device["uuid"] for device in description["devices"])
+        windows.append(NodeWindow(node_id, reports[0].timing.start_ns, reports[0].timing.end_ns, devices))
+    return tuple(windows)
+
+
+def metrics(
+    outcomes: list[Outcome], summary: WindowSummary, spec: SearchSpec, gang_s: float
+) -> dict[str, float | None]:
+    """The figures of one trial by the names of the record; None is missing.
+
+    `gang_s` is all the time that the trial kept the gang from the next one; `trial_overhead_s` is what of it went
+    neither into compiling, nor into warm-up, nor into the window.
+    """
+    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+    timing, gpus = reports[0].timing, len(reports)
+    window_s = sum(timing.window_steps_s)
+    warmup_s = sum(timing.warmup_steps_s) - timing.compile_s
+    tokens = spec.global_batch_size * spec.sequence_length * len(timing.window_steps_s)
+    rate = tokens / window_s
+    peak_flops = spec.cluster.device.peak_flops
+    flops = spec.shape.flops_per_token(spec.sequence_length) * rate
+    memory = [report.peak_memory_gib for report in reports if report.peak_memory_gib is not None]
+    return {
+        "tokens_per_s": rate,
+        "tokens_per_s_per_gpu": rate / gpus,
+        "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
+        "step_time_s": statistics.median(timing.window_steps_s),
+        "joules_per_token": None if summary.energy_j is None else summary.energy_j / tokens,
+        **summary.metrics(),
+        "peak_memory_gib": max(memory, default=None),
+        "trial_overhead_s": gang_s - window_s - warmup_s - timing.compile_s,
+        "compile_time_s": timing.compile_s,
+        "warmup_time_s": warmup_s,
+        "window_time_s": window_s,
+        "final_loss": reports[0].losses[-1],
+    }
+
+
+def methods(summary: WindowSummary) -> dict[str, str]:
+    """How the energy and throttle figures were obtained, by metric."""
+    energy = {} if summary.energy_method is None else {"joules_per_token": summary.energy_method}
+    return summary.methods() | energy

@@ -1,0 +1,94 @@
+"""Gangs: long-lived Ray Train runs whose workers stay warm between trials, and the pool that lends them out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from service.spec import ClusterSpec
+from trainables.mailbox import Mailbox
+from trainables.worker import GangTorchConfig, worker_loop
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class Gang:
+    """`size` workers under one `TorchTrainer.fit()`, which a thread of the driver waits for.
+
+    Ray Train starts all workers anew when one dies, as often as that happens; should the whole run end early, the
+    thread starts another.
+    """
+
+    def __init__(self, name: str, size: int, cluster: ClusterSpec, storage: Path) -> None:
+        self.mailbox: ActorHandle = ray.remote(num_cpus=0, max_concurrency=1000)(Mailbox).remote(size)
+        self._closing = False
+        use_gpu = cluster.accelerator != "cpu"
+        # Ray Train looks for dead workers every 2 s unless told otherwise.
+        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+        self._trainer = lambda: TorchTrainer(
+            worker_loop,
+            train_loop_config={"mailbox": self.mailbox, "use_gpu": use_gpu},
+            torch_config=GangTorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=size, use_gpu=use_gpu, resources_per_worker=resources_per_worker(cluster)
+            ),
+            run_config=RunConfig(
+                name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)
+            ),
+        )
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            cause = "the gang's Ray Train run ended"
+            try:
+                self._trainer().fit()
+            except Exception as error:
+                cause = f"{cause}: {error}".splitlines()[0]
+            if not self._closing:
+                ray.get(self.mailbox.give_up.remote(cause))
+
+    def close(self) -> None:
+        """Send the workers home and wait for the run to end."""
+        self._closing = True
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self.mailbox.close.remote(), timeout=CLOSE_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+
+class Pool:
+    """Lends each gang to one trial at a time. An actor; all methods run on one event loop."""
+
+    def __init__(self, mailboxes: list[ActorHandle]) -> None:
+        self._free: asyncio.Queue[ActorHandle] = asyncio.Queue()
+        for mailbox in mailboxes:
+            self._free.put_nowait(mailbox)
+        self._lent: dict[str, ActorHandle] = {}
+
+    async def lease(self, trial_id: str) -> ActorHandle:
+        """A gang's mailbox for one trial, once one is free."""
+        mailbox = self._lent[trial_id] = await self._free.get()
+        return mailbox
+
+    async def release(self, trial_id: str) -> None:
+        """Take the gang of a trial back, whatever it is doing. Releasing twice does nothing."""
+        mailbox = self._lent.pop(trial_id, None)
+        if mailbox is not None:
+            await mailbox.give_up.remote("the trial was ended")
+            self._free.put_nowait(mailbox)
+
+
+def resources_per_worker(cluster: ClusterSpec) -> dict[str, float]:
+    """What Ray reserves for one worker of a gang."""
+    resources: dict[str, Any] = {"CPU": cluster.cpus_per_worker}
+    return resources if cluster.accelerator == "cpu" else resources | {"GPU": 1}

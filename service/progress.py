@@ -1,0 +1,69 @@
+"""What a running search tells the person who started it: a line per trial, the best so far and the time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from service.spec import BudgetSpec
+from trainables.result import TrialResult
+
+UNITS = {"tokens_per_s": "tok/s", "tokens_per_s_per_gpu": "tok/s/GPU", "joules_per_token": "J/tok"}
+
+
+@dataclass
+class Progress:
+    """Prints as it goes; plain lines, so that a log file reads the same as a terminal. `trials` is the most to expect."""
+
+    objectives: Mapping[str, str]
+    budget: BudgetSpec
+    trials: int
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def started(self, label: str) -> None:
+        self.say(f"[{self._clock()}] start  {label}")
+
+    def finished(self, result: TrialResult) -> None:
+        self.done += 1
+        if result.status == "ok":
+            self._keep_best(result)
+            told = ", ".join(
+                f"{self._figure(metric, value)}{'*' if result.methods.get(metric) == 'estimated' else ''}"
+                for metric in self.objectives
+                if (value := result.metrics.get(metric)) is not None
+            )
+        else:
+            told = result.cause or ""
+        self.say(f"[{self._clock()}] {result.status:6} {result.config.label}: {told}")
+        best = ", ".join(self._figure(metric, value) for metric, value in self.best.items()) or "none yet"
+        self.say(f"         trial {self.done} of at most {self.trials}; best so far: {best}; {self._left()} left")
+
+    def _keep_best(self, result: TrialResult) -> None:
+        for metric, direction in self.objectives.items():
+            value = result.metrics.get(metric)
+            if value is not None:
+                better = max if direction == "maximize" else min
+                self.best[metric] = better(self.best.get(metric, value), value)
+
+    @staticmethod
+    def _figure(metric: str, value: float) -> str:
+        unit = UNITS.get(metric)
+        return f"{value:.4g} {unit}" if unit else f"{metric} {value:.4g}"
+
+    def _clock(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
+        return f"{minutes:3d}:{seconds:02d}"
+
+    def _left(self) -> str:
+        """Time left by the pace so far, and by the wall-time budget where that is nearer."""
+        elapsed = time.monotonic() - self.began
+        left = elapsed / self.done * (self.trials - self.done)
+        if self.budget.wall_time_s is not None:
+            left = min(left, max(0.0, self.budget.wall_time_s - elapsed))
+        return f"about {left / 60:.0f} min" if left >= 120 else f"about {left:.0f} s"

@@ -1,0 +1,140 @@
+"""The shape of the record in MLflow, shared by its writer (`tracking`) and its readers (`results`).
+
+One experiment, `wattune`; one parent run per search and one nested child run per trial. Tags under `wattune.` say
+what a run is. Final metrics have plain names; a metric key with a slash (`step/loss`, `power_w/gpu0`) is a time
+series. Parameters under `env.` are the environment; all others are the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.errors import InputError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+EXPERIMENT = "wattune"
+ROLE = "wattune.role"
+SEARCH = "search"
+TRIAL = "trial"
+SEARCH_ID = "wattune.search_id"
+TRIAL_ID = "wattune.trial_id"
+STATUS = "wattune.status"
+CAUSE = "wattune.cause"
+ENERGY = "wattune.energy"
+OBJECTIVES = "wattune.objectives"
+CONSTRAINTS = "wattune.constraints"
+NOTICES = "wattune.notices"
+METHOD = "wattune.method."
+ENVIRONMENT = "env."
+PARENT = "mlflow.parentRunId"
+
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_SERVERS = ("http", "https")
+_PROBE_S = 5.0
+
+
+def open_client(tracking_uri: str) -> MlflowClient:
+    """MLflow's client for `tracking_uri`, without its log lines and usage reports.
+
+    Raises `InputError` if MLflow has no such kind of store, or if the server cannot be reached.
+    """
+    scheme = tracking_uri.partition(":")[0].partition("+")[0]
+    if scheme not in _DATABASES + _SERVERS:
+        allowed = ", ".join(_DATABASES + _SERVERS)
+        raise InputError(
+            f"tracking URI {shown(tracking_uri)!r}: MLflow needs a database or a server; allowed: {allowed}"
+        )
+    if not reachable(tracking_uri):
+        raise InputError(f"tracking URI {shown(tracking_uri)!r}: no server answers there")
+    database = sqlite_file(tracking_uri)
+    if database and not database.parent.is_dir():
+        raise InputError(f"tracking URI {shown(tracking_uri)!r}: there is no directory {database.parent}")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "4")  # about 15 s, where MLflow's default takes minutes
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with readable(tracking_uri):
+        return MlflowClient(tracking_uri)
+
+
+@contextmanager
+def readable(tracking_uri: str) -> Iterator[None]:
+    """Turns what MLflow raises for a store that it cannot open or read into an `InputError`."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, ImportError) as error:
+        raise InputError(f"tracking URI {shown(tracking_uri)!r}: {first_line(error)}") from error
+
+
+def shown(tracking_uri: str) -> str:
+    """The URI without the user and password that it may hold."""
+    return re.sub(r"//[^/@]*@", "//***@", tracking_uri)
+
+
+def is_server(tracking_uri: str) -> bool:
+    return tracking_uri.startswith(_SERVERS)
+
+
+def sqlite_file(tracking_uri: str) -> Path | None:
+    """The file of a SQLite store, None for any other kind."""
+    prefix, _, path = tracking_uri.partition(":///")
+    return Path(path) if prefix.partition("+")[0] == "sqlite" and path else None
+
+
+def reachable(tracking_uri: str) -> bool:
+    """Whether the tracking server answers within a few seconds, whatever it says; a database is always reachable."""
+    if not is_server(tracking_uri):
+        return True
+    import requests
+
+    try:
+        requests.get(f"{tracking_uri.rstrip('/')}/health", timeout=_PROBE_S)
+    except requests.exceptions.SSLError:
+        return True  # something listens; MLflow's own TLS settings decide the rest
+    except requests.exceptions.RequestException:
+        return False
+    return True
+
+
+def find_runs(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> Iterator[Run]:
+    """Every run of the experiment that has these tags, oldest first."""
+    clause = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    token: str | None = None
+    while True:
+        page = client.search_runs([experiment_id], clause, order_by=["attributes.start_time ASC"], page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def to_param(value: Any) -> str:
+    """Text of a parameter; `from_param` restores the type."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def from_param(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

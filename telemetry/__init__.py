@@ -1,0 +1,1 @@
+"""What the hardware did: devices -> samples -> windows -> energy, throttling, temperature."""

@@ -1,0 +1,33 @@
+"""What every kind of device offers the sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What does not change while a device is watched.
+
+    `energy_method` is `counter` where the hardware counts its energy, `estimated` where `energy_mj` is a model's.
+    """
+
+    uuid: str
+    index: int
+    name: str
+    kind: str
+    energy_method: str
+    driver_version: str | None = None
+    power_limit_w: float | None = None
+
+
+class Device(Protocol):
+    """One device of this node."""
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def read(self) -> dict[str, Any]:
+        """One sample: columns of `telemetry.samples.SCHEMA`; what the device cannot say is None or left out."""
+        ...

@@ -1,0 +1,93 @@
+"""The samples of a node's devices: one row a device and a tick, columnar in bulk.
+
+Units are in the column names (`_w` watts, `_mj` millijoules, `_ns` nanoseconds, `_mhz`, `_c` degrees Celsius,
+`_gib`); a utilisation is a share from 0 to 1. What a device cannot say is null. Columns of type uint64 with `_mj` or
+`_ns` are cumulative counters that start at an arbitrary value; everything else is the state at the tick.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+THROTTLE_CAUSES = ("power_cap", "sw_thermal", "hw_thermal", "hw_brake", "sync_boost", "thermal_policy")
+
+GAUGES = (
+    "power_w",
+    "power_average_w",
+    "sm_clock_mhz",
+    "memory_clock_mhz",
+    "gpu_temp_c",
+    "hbm_temp_c",
+    "gpu_utilisation",
+    "memory_used_gib",
+    "cpu_utilisation",
+    "process_cpu_utilisation",
+    "cpu_clock_mhz",
+    "cpu_temp_c",
+)
+"""Columns that hold a state rather than a running total."""
+
+SCHEMA = pa.schema(
+    [
+        pa.field("time_ns", pa.int64(), nullable=False),
+        pa.field("node", pa.string(), nullable=False),
+        pa.field("device", pa.string(), nullable=False),
+        ("index", pa.int32()),
+        ("kind", pa.string()),
+        ("energy_method", pa.string()),
+        ("energy_mj", pa.uint64()),
+        *((name, pa.float64()) for name in GAUGES),
+        *((f"throttle_{cause}_ns", pa.uint64()) for cause in THROTTLE_CAUSES),
+        ("throttle_reasons", pa.uint64()),
+    ]
+)
+"""`time_ns` is the node's `time.monotonic_ns()`, `device` a GPU's UUID or `cpu:<hostname>`, `kind` `nvidia` or `cpu`,
+`energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`; `throttle_reasons` is the driver's
+bitmask."""
+
+
+class SampleBuffer:
+    """The latest samples of a node, in memory and bounded; safe to append to and read from several threads.
+
+    Rows are sealed into record batches of about `batch_rows`; whole batches are dropped, oldest first. At least the
+    latest `capacity_rows` rows are kept, and little more.
+    """
+
+    def __init__(self, capacity_rows: int, batch_rows: int = 256) -> None:
+        self._batch_rows = batch_rows
+        self._sealed: deque[pa.RecordBatch] = deque(maxlen=-(-capacity_rows // batch_rows))
+        self._open: list[Mapping[str, Any]] = []
+        self._appended = threading.Condition()
+        self._latest_ns: int | None = None
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add the rows of one tick, later than all before it; columns a row lacks are null."""
+        with self._appended:
+            self._open.extend(rows)
+            self._latest_ns = max(row["time_ns"] for row in rows)
+            if len(self._open) >= self._batch_rows:
+                self._sealed.append(pa.RecordBatch.from_pylist(self._open, schema=SCHEMA))
+                self._open = []
+            self._appended.notify_all()
+
+    def between(self, start_ns: int, end_ns: int) -> pa.Table:
+        """The samples with `start_ns <= time_ns <= end_ns`, in order of time."""
+        with self._appended:
+            sealed, unsealed = list(self._sealed), list(self._open)
+        batches = [batch for batch in sealed if batch["time_ns"][-1].as_py() >= start_ns]
+        batches.append(pa.RecordBatch.from_pylist(unsealed, schema=SCHEMA))
+        table = pa.Table.from_batches(batches, schema=SCHEMA)
+        return table.filter((pc.field("time_ns") >= start_ns) & (pc.field("time_ns") <= end_ns))
+
+    def wait_for(self, time_ns: int, timeout_s: float) -> bool:
+        """Block until a sample at or after `time_ns` is held; False if none comes within `timeout_s` seconds."""
+        with self._appended:
+            return self._appended.wait_for(
+                lambda: self._latest_ns is not None and self._latest_ns >= time_ns, timeout=timeout_s
+            )

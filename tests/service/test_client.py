@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import service
+from search_spaces.config import TrialConfig
+from service import InputError, Wattune
+from service.home import Home
+from service.tracking import Tracker
+from trainables.result import TrialResult
+
+FAST = TrialConfig("megatron", 2, 2, 1, 0, 4, 16, "none", False, False, "fp32")
+FRUGAL = TrialConfig("megatron", 2, 1, 1, 3, 4, 16, "none", False, False, "fp32")
+
+
+@pytest.fixture
+def wattune(home: Home) -> Wattune:
+    tracker = Tracker(home.tracking_uri, home)
+    objectives = {"tokens_per_s": "maximize", "joules_per_token": "minimize"}
+    tracker.start_search("tiny-1", "", {"model": "tiny-llama"}, {}, {}, name="tiny", objectives=objectives)
+    for trial_id, config, speed, energy in (("t0", FAST, 20.0, 3.0), ("t1", FRUGAL, 10.0, 1.0)):
+        tracker.start_trial(trial_id, config, {})
+        metrics: dict[str, float | None] = {"tokens_per_s": speed, "joules_per_token": energy}
+        tracker.finish_trial(TrialResult(trial_id, config, "ok", None, metrics))
+    return Wattune()
+
+
+def test_the_client_answers_from_the_store_that_the_environment_names(wattune: Wattune) -> None:
+    assert [info.id for info in wattune.searches()] == ["tiny-1"]
+    assert wattune.status("tiny").status == "running"
+    assert wattune.status("tiny").trials == {"ok": 2}
+    assert [trial.trial_id for trial in wattune.trials("tiny")] == ["t0", "t1"]
+    assert [trial.trial_id for trial in wattune.pareto("tiny")] == ["t0", "t1"]
+    assert TrialConfig.from_dict(wattune.best("tiny").config) == FAST
+    assert wattune.best("tiny", minimize="joules_per_token").trial_id == "t1"
+    assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).trial_id == "t1"
+
+
+def test_what_needs_a_cluster_says_so(wattune: Wattune) -> None:
+    with pytest.raises(InputError, match="address"):
+        wattune.stop("tiny")
+    with pytest.raises(InputError, match="address"):
+        wattune.logs("tiny")
+
+
+def test_a_missing_spec_is_refused_before_anything_starts(wattune: Wattune, tmp_path: Path) -> None:
+    for start in (wattune.run, Wattune(address="http://127.0.0.1:9").submit):
+        with pytest.raises(InputError, match=r"missing\.yaml"):
+            start(tmp_path / "missing.yaml")
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = ("ray", "torch", "mlflow", "pydantic", "pyarrow")
+    code = f"import sys; from service import Wattune; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_package_offers_what_it_names() -> None:
+    assert all(hasattr(service, name) for name in service.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = service.Nothing

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.home import Home, tracking_uri
+
+
+def test_default_is_an_absolute_directory_under_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WATTUNE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert Home.locate().path == tmp_path / ".wattune"
+    monkeypatch.setenv("WATTUNE_HOME", "elsewhere")
+    assert Home.locate().path == tmp_path / "elsewhere"
+
+
+def test_everything_lies_in_the_directory_and_asking_creates_nothing(tmp_path: Path) -> None:
+    home = Home(tmp_path / "state")
+    assert home.tracking_uri == f"sqlite:///{tmp_path}/state/mlflow.db"
+    assert home.optuna_storage == f"sqlite:///{tmp_path}/state/optuna.db"
+    assert home.artifacts == f"file://{tmp_path}/state/artifacts"
+    assert home.spool("a-search").is_relative_to(home.path)
+    assert home.data.is_relative_to(home.path)
+    assert not home.path.exists()
+    assert home.create().path.is_dir()
+
+
+def test_tracking_uri_prefers_what_is_asked_for_then_mlflow_then_the_embedded_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATTUNE_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    assert tracking_uri("http://asked:5000") == "http://asked:5000"
+    assert tracking_uri() == "http://mlflow:5000"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+
+from telemetry.devices import CpuDevice, cpu_uuid
+from telemetry.devices.base import DeviceInfo
+from telemetry.devices.cpu import IDLE_WATTS_PER_CPU, WATTS_PER_BUSY_CPU
+from telemetry.sampler import Sampler
+from telemetry.samples import SampleBuffer
+from telemetry.window import summarise
+
+
+class Failing:
+    """A device whose driver call fails each second time."""
+
+    info = DeviceInfo(uuid="GPU-lost", index=1, name="lost", kind="nvidia", energy_method="counter")
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self) -> dict[str, Any]:
+        self.reads += 1
+        if self.reads % 2 == 0:
+            raise OSError("GPU is lost")
+        return {"power_w": 1.0}
+
+
+class Slow:
+    info = DeviceInfo(uuid="GPU-slow", index=0, name="slow", kind="nvidia", energy_method="counter")
+
+    def read(self) -> dict[str, Any]:
+        time.sleep(0.07)
+        return {}
+
+
+def watch(device: Any, seconds: float, period_s: float) -> tuple[int, SampleBuffer]:
+    buffer = SampleBuffer(capacity_rows=10_000)
+    sampler = Sampler([device], buffer, "n", period_s)
+    began = time.monotonic_ns()
+    sampler.start()
+    time.sleep(seconds)
+    sampler.stop()
+    return began, buffer
+
+
+def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
+    cpu = CpuDevice(os.getpid())
+    buffer = SampleBuffer(capacity_rows=10_000)
+    sampler = Sampler([cpu], buffer, "n", period_s=0.05)
+    began = time.monotonic_ns()
+    sampler.start()
+    time.sleep(0.5)
+    start_ns = time.monotonic_ns()
+    spin_until = time.process_time() + 0.7
+    while time.process_time() < spin_until:
+        pass
+    end_ns = time.monotonic_ns()
+    assert buffer.wait_for(end_ns + 200_000_000, timeout_s=5)
+    sampler.stop()
+
+    rows = buffer.between(began, time.monotonic_ns())
+    times = rows["time_ns"].to_numpy()
+    late_ns = (times - times[0] + 25_000_000) % 50_000_000 - 25_000_000
+    assert np.median(np.abs(late_ns)) < 10_000_000  # on the grid of the first tick, however many were skipped
+    assert set(rows["device"].to_pylist()) == {cpu_uuid()}
+    assert set(rows["energy_method"].to_pylist()) == {"estimated"}
+    assert pc.max(rows["process_cpu_utilisation"]).as_py() > 0.2 / (os.cpu_count() or 1)
+    assert 0 <= pc.min(rows["cpu_utilisation"]).as_py() <= pc.max(rows["cpu_utilisation"]).as_py() <= 1
+    assert rows["gpu_temp_c"].null_count == rows.num_rows
+
+    summary = summarise(rows, start_ns, end_ns, [cpu_uuid()])
+    seconds, cpus = (end_ns - start_ns) / 1e9, os.cpu_count() or 1
+    assert summary.energy_method == "estimated"
+    assert summary.energy_j is not None
+    idle_j = IDLE_WATTS_PER_CPU * cpus * seconds
+    assert idle_j + WATTS_PER_BUSY_CPU * 0.5 < summary.energy_j < 1.1 * (idle_j + WATTS_PER_BUSY_CPU * cpus * seconds)
+    assert summary.problems == ()
+
+
+def test_a_failing_read_leaves_a_row_of_nulls() -> None:
+    began, buffer = watch(Failing(), 0.3, 0.02)
+    power = buffer.between(began, time.monotonic_ns())["power_w"].to_pylist()
+    assert len(power) >= 6
+    assert power[:6] == [1.0, None, 1.0, None, 1.0, None]
+
+
+def test_missed_ticks_are_skipped_and_the_schedule_holds() -> None:
+    began, buffer = watch(Slow(), 0.65, 0.05)
+    times = buffer.between(began, time.monotonic_ns())["time_ns"].to_numpy()
+    assert 3 <= len(times) <= 8
+    assert np.median(np.diff(times)) == pytest.approx(100e6, abs=30e6)  # each second tick

@@ -1,0 +1,140 @@
+"""A process per trial and rank, forked from a server that has imported everything already.
+
+A leak, a hang or a broken communicator dies with its process; DeepSpeed does not survive a second trial in one process
+at all. The fork costs milliseconds, since torch and DeepSpeed are imported once, in the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from trainables.trial import Place, RankReport, TrialRequest, WrongTraining, run_trial
+
+PRELOAD = [
+    "trainables.child",
+    "trainables.engines.megatron",
+    "trainables.engines.deepspeed",
+]
+POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank's trial ended: `ok` with a report, or another status with its cause.
+
+    `aborted` is a rank that was stopped because another rank failed. `phase` is the last phase it reached.
+    """
+
+    status: str
+    cause: str | None = None
+    phase: str = "start"
+    report: RankReport | None = None
+
+
+class Nursery:
+    """Starts the children of one worker process."""
+
+    def __init__(self, use_gpu: bool) -> None:
+        # The server must not touch CUDA, or its forks could not: no check may open the driver.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        os.environ["DS_ACCELERATOR"] = "cuda" if use_gpu else "cpu"
+        # Children would import the script of a Ray worker again as their main module.
+        sys.modules["__main__"].__file__ = None
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        # The server comes up with the first child: pay that before the first trial is measured.
+        first = self._context.Process(target=_nothing)
+        first.start()
+        first.join()
+
+    def run(
+        self, request: TrialRequest, place: Place, elapsed_s: Callable[[], float], aborted: Callable[[], bool]
+    ) -> Outcome:
+        """Run one rank in a child until it ends, `aborted()` turns true or the request's deadline has passed."""
+        ours, theirs = self._context.Pipe(duplex=False)
+        child = self._context.Process(target=_child, args=(request, place, theirs), daemon=True)
+        child.start()
+        theirs.close()
+        phase = "start"
+        try:
+            while True:
+                if ours.poll(POLL_S):
+                    try:
+                        message = ours.recv()
+                    except EOFError:
+                        child.join(5)
+                        return Outcome("crash", _death(child.exitcode, phase), phase)
+                    if isinstance(message, Outcome):
+                        return message
+                    phase = message
+                elif aborted():
+                    return Outcome("aborted", None, phase)
+                elif elapsed_s() > request.deadline_s:
+                    return Outcome("hang", f"no result after {request.deadline_s:.0f} s, in phase {phase}", phase)
+        finally:
+            ours.close()
+            child.kill()
+            child.join()
+
+
+def _nothing() -> None:
+    """The body of a child whose only purpose is to bring the fork server up."""
+
+
+def _death(exit_code: int | None, phase: str) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"the process was killed by {signal.Signals(-exit_code).name} in phase {phase}"
+    return f"the process ended with exit code {exit_code} in phase {phase}"
+
+
+def _child(request: TrialRequest, place: Place, connection: Connection) -> None:
+    # Should the worker die, its fork server ends, and with that this process must end as well.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    phase = "start"
+
+    def on_phase(name: str) -> None:
+        nonlocal phase
+        phase = name
+        connection.send(name)
+
+    try:
+        report = run_trial(request, place, on_phase)
+        outcome = Outcome("ok", None, phase, report)
+    except WrongTraining as error:
+        outcome = Outcome("invalid", str(error), phase)
+    except BaseException as error:
+        status = "oom" if is_out_of_memory(error) else "crash"
+        outcome = Outcome(status, describe(error, phase), phase)
+        traceback.print_exc()
+    connection.send(outcome)
+    connection.close()
+    os._exit(0)  # communicators and CUDA contexts go with the process; their orderly end would only cost time
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, or what caused it, is the device's or the host's memory having run out."""
+    import torch
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(cause).lower():
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def describe(error: BaseException, phase: str) -> str:
+    """One line: the phase, the kind of error and the first line of what it says, from the root of the chain."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().splitlines()
+    return f"{phase}: {type(error).__name__}: {text[0][:300] if text else 'no message'}"

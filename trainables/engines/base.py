@@ -1,0 +1,54 @@
+"""The protocol that both engines speak, and what a trial gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+
+Microbatch = tuple[Tensor, Tensor]
+
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+GRADIENT_CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's share of a trial; `rank` is in the trial's own world of `config.num_gpus` processes."""
+
+    config: TrialConfig
+    model: ModelShape
+    sequence_length: int
+    seed: int
+    rank: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """`loss`: this rank's contribution, which summed over all ranks is the mean loss of the global batch.
+    `grad_norm`: norm of the whole model's gradient before clipping, the same on every rank."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Engine(Protocol):
+    """A model laid out over the ranks, ready to train."""
+
+    data_parallel_rank: int
+
+    def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
+        """One optimizer step over this rank's `gradient_accumulation_steps` microbatches of (inputs, labels).
+
+        Each is an int64 tensor (micro_batch_size, sequence_length) on the engine's device.
+        """
+        ...

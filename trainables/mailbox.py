@@ -1,0 +1,139 @@
+"""The actor through which a gang's workers get their trials and hand in what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from trainables.child import Outcome
+from trainables.trial import TrialRequest
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker of a gang. Rank 0 also keeps the key-value store at which the ranks of a trial meet."""
+
+    rank: int
+    local_rank: int
+    node_id: str
+    host: str
+    store_port: int | None
+
+
+@dataclass(frozen=True)
+class Order:
+    """One trial for the gang; `store` is the (host, port) of rank 0's key-value store."""
+
+    number: int
+    request: TrialRequest
+    store: tuple[str, int]
+
+
+@dataclass
+class _Round:
+    """The trial under way."""
+
+    order: Order
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    failure: Outcome | None = None
+
+
+class Mailbox:
+    """State of one gang. All methods run on one event loop, so that none sees another half done.
+
+    When Ray Train restarts the workers after one died, they join again under a new `incarnation`, and the trial that
+    was under way is over: it crashed.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.incarnation = ""
+        self.members: dict[int, Member] = {}
+        self.round: _Round | None = None
+        self.number = 0
+        self.closed = False
+        self.free_since = time.monotonic()
+        self.changed = asyncio.Condition()
+
+    async def join(self, incarnation: str, member: Member) -> None:
+        async with self.changed:
+            if incarnation != self.incarnation:
+                self.incarnation, self.members = incarnation, {}
+                self._fail("a worker process of the gang died; the gang was started anew")
+            self.members[member.rank] = member
+            self.free_since = time.monotonic()
+            self.changed.notify_all()
+
+    async def next(self, rank: int, after: int) -> Order | None:
+        """Wait for the first trial numbered above `after` that rank `rank` takes part in; None ends the worker."""
+        async with self.changed:
+            while not self.closed:
+                if (
+                    self.round is not None
+                    and self.round.order.number > after
+                    and rank < self.round.order.request.config.num_gpus
+                ):
+                    return self.round.order
+                await self.changed.wait()
+            return None
+
+    async def aborted(self, number: int) -> None:
+        """Return once trial `number` need not go on: a rank failed, or it is over."""
+        async with self.changed:
+            while self.round is not None and self.round.order.number == number and self.round.failure is None:
+                await self.changed.wait()
+
+    async def hand_in(self, rank: int, number: int, outcome: Outcome) -> None:
+        async with self.changed:
+            if self.round is None or self.round.order.number != number:
+                return  # of a trial that was given up
+            self.round.outcomes[rank] = outcome
+            if outcome.status not in ("ok", "aborted") and self.round.failure is None:
+                self.round.failure = Outcome(outcome.status, f"rank {rank}: {outcome.cause}", outcome.phase)
+            self.changed.notify_all()
+
+    async def ready(self) -> list[Member]:
+        """Wait until every worker has joined."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.members) == self.world_size)
+            return [self.members[rank] for rank in range(self.world_size)]
+
+    async def evaluate(self, request: TrialRequest) -> tuple[list[Outcome], list[Member], float]:
+        """Run one trial.
+
+        Returns the ranks' outcomes, or the one outcome that ended it, the gang's members, and the seconds that the
+        gang spent on it: since it was last free, so that waiting for this trial counts.
+        """
+        members = await self.ready()
+        async with self.changed:
+            self.number += 1
+            port = members[0].store_port
+            assert port is not None, "rank 0 keeps the store"
+            self.round = current = _Round(Order(self.number, request, (members[0].host, port)))
+            self.changed.notify_all()
+            ranks = request.config.num_gpus
+            await self.changed.wait_for(lambda: len(current.outcomes) == ranks or self.round is not current)
+            self.round = None
+            gang_s, self.free_since = time.monotonic() - self.free_since, time.monotonic()
+            self.changed.notify_all()
+        if current.failure is not None:
+            return [current.failure], members, gang_s
+        return [current.outcomes[rank] for rank in range(ranks)], members, gang_s
+
+    async def give_up(self, cause: str) -> None:
+        """End the trial under way, if any, as crashed: its gang is gone."""
+        async with self.changed:
+            self._fail(cause)
+            self.changed.notify_all()
+
+    async def close(self) -> None:
+        """Send the workers home."""
+        async with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def _fail(self, cause: str) -> None:
+        if self.round is not None:
+            self.round.failure = Outcome("crash", cause)
+            self.round = None

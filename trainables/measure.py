@@ -1,0 +1,71 @@
+"""Timing of optimizer steps: warm up until they are steady, then time a window of whole steps.
+
+A step is a full optimizer step at the fixed global batch: all microbatches, gradient reduction, clipping, optimizer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """When warm-up ends and how long the window is; the fields are the spec's `measurement` section."""
+
+    steady_steps: int
+    warmup_tolerance: float
+    warmup_max_s: float
+    window_s: float
+    window_min_steps: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every step, and the stamps in ns at the window's edges, on this node's monotonic clock.
+
+    `compile_s` is what the first steps took longer than a steady one, where the layout is compiled; else 0.
+    """
+
+    warmup_steps_s: tuple[float, ...]
+    window_steps_s: tuple[float, ...]
+    start_ns: int
+    end_ns: int
+    compile_s: float
+
+
+def is_steady(steps: list[float], protocol: Protocol) -> bool:
+    """Whether the last `steady_steps` steps, the very first never counted, agree within the tolerance."""
+    recent = steps[1:][-protocol.steady_steps :]
+    return len(recent) == protocol.steady_steps and max(recent) <= min(recent) * (1 + protocol.warmup_tolerance)
+
+
+def time_steps(
+    step: Callable[[], tuple[float, int]],
+    protocol: Protocol,
+    compiled: bool,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> Timing:
+    """Run `step` through warm-up and window.
+
+    `step` trains one optimizer step and returns its seconds, the same number on every rank so that all ranks take the
+    same decisions, and this node's `time.monotonic_ns()` after it.
+    """
+    on_phase("warmup")
+    warmup: list[float] = []
+    now = 0
+    while not is_steady(warmup, protocol):
+        seconds, now = step()
+        warmup.append(seconds)
+        # The first step carries compilation and the creation of communicators: it has no say in the limit.
+        if len(warmup) > protocol.steady_steps and sum(warmup[1:]) >= protocol.warmup_max_s:
+            break
+    on_phase("window")
+    start, window = now, []
+    while len(window) < protocol.window_min_steps or sum(window) < protocol.window_s:
+        seconds, now = step()
+        window.append(seconds)
+    steady = statistics.median(window)
+    compile_s = sum(max(0.0, seconds - steady) for seconds in warmup[:-1]) if compiled else 0.0
+    return Timing(tuple(warmup), tuple(window), start, now, compile_s)

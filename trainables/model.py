@@ -1,0 +1,193 @@
+"""Decoder-only transformers in plain torch, built whole or as one pipeline stage, with a layout-independent start.
+
+Every parameter is drawn from a generator seeded by its own name, so that each layout trains the very same model.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from search_spaces.models import ModelShape
+
+INIT_STD = 0.02
+
+
+def rotary_table(head_dim: int, sequence_length: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines of rotary positions (Su et al. 2021), fp32, shape (2, sequence_length, head_dim)."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(sequence_length, device=device, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Apply rotary positions to x of shape (batch, heads, sequence, head_dim)."""
+    cos, sin = table[0], table[1]
+    left, right = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, grouped-query where `kv_heads` is below `heads`. Heads may be a tensor-parallel share."""
+
+    def __init__(self, shape: ModelShape, rotary: Tensor | None) -> None:
+        super().__init__()
+        bias, kv_width = shape.family == "gpt", shape.kv_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.rotary = rotary  # a plain attribute: dtype casts of the module must leave it in fp32
+        self.wq = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+        self.wk = nn.Linear(shape.hidden, kv_width, bias=bias)
+        self.wv = nn.Linear(shape.hidden, kv_width, bias=bias)
+        self.wo = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in (self.wq(x), self.wk(x), self.wv(x))
+        )
+        if self.rotary is not None:
+            q, k = rotate(q, self.rotary), rotate(k, self.rotary)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward network (Shazeer 2020)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn_hidden, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn_hidden, bias=False)
+        self.down = nn.Linear(shape.ffn_hidden, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GELU(nn.Module):
+    """Feed-forward network of GPT-2 and GPT-3."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.ffn_hidden)
+        self.down = nn.Linear(shape.ffn_hidden, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def make_norm(shape: ModelShape) -> nn.Module:
+    return nn.RMSNorm(shape.hidden, eps=1e-5) if shape.family == "llama" else nn.LayerNorm(shape.hidden)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: (batch, sequence, hidden) to the same shape."""
+
+    def __init__(self, shape: ModelShape, rotary: Tensor | None) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(shape)
+        self.attention = Attention(shape, rotary)
+        self.ffn_norm = make_norm(shape)
+        self.ffn = SwiGLU(shape) if shape.family == "llama" else GELU(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Embedding(nn.Module):
+    """Token ids (batch, sequence) to hidden states, with learned positions for `gpt`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.positions = nn.Embedding(shape.max_sequence_length, shape.hidden) if shape.family == "gpt" else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0))
+        return x
+
+
+class Head(nn.Module):
+    """Hidden states to logits (batch, sequence, vocab)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.norm = make_norm(shape)
+        self.output = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.norm(x))
+
+
+class Parts:
+    """Makes the parts of a model of one shape on one device in fp32, each parameter drawn by its name.
+
+    Parts are made one by one, so that an engine can shard each before it makes the next.
+    """
+
+    def __init__(self, shape: ModelShape, sequence_length: int, seed: int, device: torch.device) -> None:
+        self.shape, self.seed, self.device = shape, seed, device
+        self.rotary = (
+            rotary_table(shape.head_dim, sequence_length, shape.rope_theta, device)
+            if shape.family == "llama"
+            else None
+        )
+
+    def embedding(self) -> Embedding:
+        return self._make("embedding", lambda: Embedding(self.shape))
+
+    def block(self, layer: int) -> Block:
+        return self._make(f"blocks.{layer}", lambda: Block(self.shape, self.rotary))
+
+    def head(self) -> Head:
+        return self._make("head", lambda: Head(self.shape))
+
+    def _make(self, name, build):  # type: ignore[no-untyped-def]
+        with self.device:
+            module = build()
+        for key, parameter in module.named_parameters():
+            self._draw(f"{name}.{key}", parameter)
+        return module
+
+    @torch.no_grad()
+    def _draw(self, name: str, parameter: Tensor) -> None:
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            residual = name.endswith(("wo.weight", "down.weight"))  # scaled by depth as in GPT-2
+            std = INIT_STD / math.sqrt(2 * self.shape.layers) if residual else INIT_STD
+            generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
+            parameter.normal_(0.0, std, generator=generator)
+
+
+def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in fp32 of logits (batch, sequence, vocab) against labels (batch, sequence)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+class Stage(nn.Module):
+    """A run of consecutive parts: the whole model, or what one pipeline stage holds of it."""
+
+    def __init__(self, embedding: nn.Module | None, blocks: list[nn.Module], head: nn.Module | None) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids (batch, sequence) on the first stage, else hidden states; logits on the last, else hidden states."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)

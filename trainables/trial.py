@@ -1,0 +1,170 @@
+"""One rank of one trial, from an empty process to a report. Runs in a process that ends with the trial."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from trainables.batches import microbatches
+from trainables.data import open_tokens
+from trainables.engines import Job, build_engine
+from trainables.measure import Protocol, Timing, time_steps
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """All that a gang needs to know to run one trial. `data` is a source of `trainables.data.open_tokens`."""
+
+    trial_id: str
+    config: TrialConfig
+    model: ModelShape
+    data: str
+    sequence_length: int
+    protocol: Protocol
+    deadline_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: its rank, its device on the node, and the key-value store at which the ranks meet."""
+
+    rank: int
+    local_rank: int
+    store_host: str
+    store_port: int
+    use_gpu: bool
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured. `device` is the GPU's UUID, None on CPU. Losses are those of the global batch."""
+
+    rank: int
+    device: str | None
+    timing: Timing
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    peak_memory_gib: float | None
+    environment: dict[str, str]
+
+
+class WrongTraining(Exception):
+    """The trial ran, but what it ran is not training: its loss is not finite or does not fall."""
+
+
+def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], None]) -> RankReport:
+    """Train and time `request.config` as rank `place.rank`. Collective over the trial's ranks.
+
+    Raises `WrongTraining`, `torch.OutOfMemoryError` and whatever torch or DeepSpeed raise.
+    """
+    _quieten()
+    config = request.config
+    on_phase("start")
+    device = _join(request, place)
+    on_phase("build")
+    engine = build_engine(
+        Job(config, request.model, request.sequence_length, request.seed, place.rank, device)
+    )
+    stream = open_tokens(request.data, request.model.vocab)
+    losses: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
+    synchronize = torch.cuda.synchronize if place.use_gpu else lambda: None
+    began = time.monotonic_ns()
+
+    def step() -> tuple[float, int]:
+        nonlocal began
+        batch = microbatches(
+            stream, config, request.sequence_length, len(losses), engine.data_parallel_rank, device
+        )
+        output = engine.step(batch)
+        losses.append(output.loss.float())
+        norms.append(output.grad_norm)
+        synchronize()
+        # The slowest rank's time is the step's. The exchange keeps the ranks in step, too.
+        seconds = torch.tensor((time.monotonic_ns() - began) / 1e9, device=device, dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        result = seconds.item()
+        began = time.monotonic_ns()
+        return result, began
+
+    timing = time_steps(step, request.protocol, config.compile, on_phase)
+    on_phase("report")
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    history = tuple(total.tolist())
+    check_learning(history)
+    report = RankReport(
+        rank=place.rank,
+        device=_device_uuid(device),
+        timing=timing,
+        losses=history,
+        grad_norms=tuple(float(norm) for norm in norms),
+        peak_memory_gib=torch.cuda.max_memory_reserved(device) / 2**30 if place.use_gpu else None,
+        environment=_environment(device),
+    )
+    dist.barrier()
+    return report
+
+
+def check_learning(losses: tuple[float, ...]) -> None:
+    """Raise `WrongTraining` unless all losses are finite and the last third lies below the first loss on average."""
+    if not all(math.isfinite(loss) for loss in losses):
+        raise WrongTraining(f"the loss is not finite: {losses[0]:.4g} at first, {losses[-1]:.4g} at last")
+    tail = losses[-max(1, len(losses) // 3) :]
+    if sum(tail) / len(tail) >= losses[0]:
+        raise WrongTraining(f"the loss does not fall: {losses[0]:.4f} at first, {sum(tail) / len(tail):.4f} at last")
+
+
+def _join(request: TrialRequest, place: Place) -> torch.device:
+    """Take the device and the place in the trial's own process group."""
+    size = request.config.num_gpus
+    # DeepSpeed reads its place from the environment.
+    os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(size))
+    device = torch.device("cuda", place.local_rank) if place.use_gpu else torch.device("cpu")
+    if place.use_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    timeout = timedelta(seconds=request.deadline_s)
+    store = dist.TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if place.use_gpu else "gloo",
+        store=dist.PrefixStore(request.trial_id, store),
+        rank=place.rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if place.use_gpu else None,
+    )
+    return device
+
+
+def _device_uuid(device: torch.device) -> str | None:
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    found = {"torch": torch.__version__}
+    if device.type == "cuda":
+        found["gpu_name"] = torch.cuda.get_device_name(device)
+        found["cuda"] = str(torch.version.cuda or torch.version.hip)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _quieten() -> None:
+    """Keep the libraries' advice to their developers out of the logs; errors reach the report."""
+    warnings.filterwarnings("ignore", module="torch|deepspeed")
+    for name in ("torch.distributed", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,64 @@
+"""The training function of a gang's Ray Train run: take a trial from the mailbox, run it in a child, hand it in."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train.torch import TorchConfig
+from torch.distributed import TCPStore
+
+from trainables.child import Nursery
+from trainables.mailbox import Member
+from trainables.trial import Place
+
+
+class GangTorchConfig(TorchConfig):
+    """A gloo world for the workers themselves. They must not open CUDA contexts: their children own the GPUs."""
+
+    @property
+    def train_func_context(self) -> Any:
+        return contextlib.nullcontext
+
+
+def worker_loop(config: dict[str, Any]) -> None:
+    """Serve trials until the mailbox is closed. `config`: `mailbox`, the actor's handle, and `use_gpu`."""
+    mailbox = config["mailbox"]
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    host = ray.util.get_node_ip_address()
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    nursery = Nursery(config["use_gpu"])
+    member = Member(
+        rank=rank,
+        local_rank=context.get_local_rank(),
+        node_id=ray.get_runtime_context().get_node_id(),
+        host=host,
+        store_port=store.port if store else None,
+    )
+    ray.get(mailbox.join.remote(_incarnation(), member))
+    number = 0
+    while (order := ray.get(mailbox.next.remote(rank, number))) is not None:
+        number, began = order.number, time.monotonic()
+        over = mailbox.aborted.remote(number)
+        place = Place(rank, member.local_rank, *order.store, use_gpu=config["use_gpu"])
+        outcome = nursery.run(
+            order.request,
+            place,
+            elapsed_s=lambda: time.monotonic() - began,  # noqa: B023
+            aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
+        )
+        ray.get(mailbox.hand_in.remote(rank, number, outcome))
+
+
+def _incarnation() -> str:
+    """A name that the workers of one start of the gang share: rank 0's actor id, told to all by broadcast."""
+    import torch.distributed as dist
+
+    names = [ray.get_runtime_context().get_actor_id()]
+    dist.broadcast_object_list(names, src=0, device=torch.device("cpu"))
+    return names[0]
