@@ -17,7 +17,7 @@ DEMO_SPEC := $(or $(GPU_DEMO),examples/tiny_cpu.yaml)
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Install everything, pinned, into .venv
+setup: $(STAMP) $(DEMO_DATA).idx ## Install everything, pinned, into .venv, and prepare tokens for the examples
 
 # DeepSpeed's build looks at the torch already there, and builds no extension ahead of time.
 $(STAMP): pyproject.toml constraints.txt
@@ -26,11 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup $(DEMO_DATA).idx ## Prepare tokens and run a small search here
+demo: setup ## Run a small search here
 	$(BIN)/wattune run $(DEMO_SPEC)
 
 # Text found on any machine: the sources of Python's own standard library.
-$(DEMO_DATA).idx: | setup
+$(DEMO_DATA).idx: | $(STAMP)
 	$(BIN)/wattune data --out $(DEMO_DATA) "$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')"/*.py
 
 test: setup ## Run the tests

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device as Ray schedules it: memory in GiB and dense bf16 peak in FLOP/s; None where there is no such figure."""
+    """One device as Ray schedules it: memory in GiB, dense bf16 peak in FLOP/s; None where there is no such figure."""
 
     memory_gib: float | None
     peak_flops: float | None
@@ -19,5 +19,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     "h200": Accelerator(140.4, 989.4e12),
     # AMD Instinct MI250 data sheet: 128 GB and 362.1 TFLOP/s a card, two devices (GCDs) a card.
     "mi250": Accelerator(64.0, 181.05e12),
+    # Any other GPU: nothing is known ahead, so memory is not checked and there is no MFU.
+    "gpu": Accelerator(None, None),
     "cpu": Accelerator(None, None),
 }

@@ -31,11 +31,12 @@ def canonical(config: TrialConfig) -> TrialConfig:
     """The same layout without settings that have no effect in it, so that equal layouts are equal values."""
     # DeepSpeed's tensor parallelism has no sequence-parallel form.
     sequence_parallel = config.sequence_parallel and config.tensor_parallel_size > 1 and config.engine != "deepspeed"
-    return replace(
-        config,
-        sequence_parallel=sequence_parallel,
-        zero_stage=config.zero_stage if config.data_parallel_size > 1 else 0,
-    )
+    zero_stage = config.zero_stage
+    if config.data_parallel_size <= 1:
+        zero_stage = 0
+    elif config.engine == "megatron" and zero_stage == 1 and config.gradient_accumulation_steps == 1:
+        zero_stage = 2  # with a single microbatch, reducing once a step is reducing every microbatch
+    return replace(config, sequence_parallel=sequence_parallel, zero_stage=zero_stage)
 
 
 def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:

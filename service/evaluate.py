@@ -74,9 +74,7 @@ def run_on_gang(
         cause = f"the gang's workers did not start within {GANG_START_S:.0f} s; are the nodes of the cluster up?"
         return TrialResult(request.trial_id, request.config, "crash", cause)
     try:
-        outcomes, members, gang_s = ray.get(
-            mailbox.evaluate.remote(request), timeout=request.deadline_s + GRACE_S
-        )
+        outcomes, members, gang_s = ray.get(mailbox.evaluate.remote(request), timeout=request.deadline_s + GRACE_S)
     except GetTimeoutError:
         cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
         ray.get(mailbox.give_up.remote(cause))
@@ -85,9 +83,7 @@ def run_on_gang(
     if first.status != "ok":
         return TrialResult(request.trial_id, request.config, first.status, first.cause)
     windows = node_windows(outcomes, members, telemetry)
-    summary = combine(
-        ray.get([telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in windows])
-    )
+    summary = combine(ray.get([telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in windows]))
     assert first.report is not None
     return TrialResult(
         trial_id=request.trial_id,

@@ -41,9 +41,7 @@ class Gang:
             scaling_config=ScalingConfig(
                 num_workers=size, use_gpu=use_gpu, resources_per_worker=resources_per_worker(cluster)
             ),
-            run_config=RunConfig(
-                name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)
-            ),
+            run_config=RunConfig(name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)),
         )
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()

@@ -14,7 +14,10 @@ UNITS = {"tokens_per_s": "tok/s", "tokens_per_s_per_gpu": "tok/s/GPU", "joules_p
 
 @dataclass
 class Progress:
-    """Prints as it goes; plain lines, so that a log file reads the same as a terminal. `trials` is the most to expect."""
+    """Prints as it goes; plain lines, so that a log file reads the same as a terminal.
+
+    `trials` is the most to expect. Figures that are estimated, not measured, carry a '*'.
+    """
 
     objectives: Mapping[str, str]
     budget: BudgetSpec
@@ -22,6 +25,7 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
     done: int = 0
     best: dict[str, float] = field(default_factory=dict)
+    estimated: set[str] = field(default_factory=set)
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -31,10 +35,11 @@ class Progress:
 
     def finished(self, result: TrialResult) -> None:
         self.done += 1
+        self.estimated |= {metric for metric, method in result.methods.items() if method == "estimated"}
         if result.status == "ok":
             self._keep_best(result)
             told = ", ".join(
-                f"{self._figure(metric, value)}{'*' if result.methods.get(metric) == 'estimated' else ''}"
+                self._figure(metric, value)
                 for metric in self.objectives
                 if (value := result.metrics.get(metric)) is not None
             )
@@ -51,10 +56,10 @@ class Progress:
                 better = max if direction == "maximize" else min
                 self.best[metric] = better(self.best.get(metric, value), value)
 
-    @staticmethod
-    def _figure(metric: str, value: float) -> str:
+    def _figure(self, metric: str, value: float) -> str:
         unit = UNITS.get(metric)
-        return f"{value:.4g} {unit}" if unit else f"{metric} {value:.4g}"
+        mark = "*" if metric in self.estimated else ""
+        return f"{value:.4g}{mark} {unit}" if unit else f"{metric} {value:.4g}{mark}"
 
     def _clock(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)

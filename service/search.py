@@ -7,14 +7,13 @@ import logging
 import math
 import os
 import platform
-import secrets
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pyarrow as pa
@@ -31,20 +30,14 @@ from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.progress import Progress
 from service.searcher import StudySearcher, outcome_of
-from service.spec import SearchSpec, dump_spec
+from service.spec import SearchSpec, dump_spec, new_search_id
 from service.study import SearchStudy
 from service.tracking import Tracker
 from telemetry.actor import start_telemetry
-from trainables.data import SYNTHETIC, DataError, open_tokens
+from trainables.data import SYNTHETIC, DataError, located, open_tokens
 from trainables.result import TrialResult
 
-
 TRIAL_CPUS = 0.01  # a Tune trial only waits for its gang; Ray wants more than nothing reserved for it
-
-
-def new_search_id(spec: SearchSpec) -> str:
-    """A name that sorts by time and that no other search has."""
-    return f"{spec.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def check_data(spec: SearchSpec) -> None:
@@ -62,10 +55,11 @@ def run(spec: SearchSpec, tracking_uri: str | None = None, search_id: str | None
     tracking store that does not answer.
     """
     check_data(spec)
+    spec = spec.model_copy(update={"data": located(spec.data)})
     home = Home.locate().create()
     search_id = search_id or new_search_id(spec)
     tracker = Tracker(store_uri(tracking_uri), home)
-    with _ray(spec):
+    with ray_session(spec):
         _check_cluster(spec)
         return _Driver(spec, search_id, home, tracker).run()
 
@@ -97,9 +91,7 @@ class _Recorder(ray.tune.Callback):
 
     def _samples(self, result: TrialResult) -> pa.Table | None:
         """The raw telemetry of the trial's windows, from all nodes."""
-        references = [
-            self.telemetry[w.node_id].samples.remote(w.start_ns, w.end_ns, w.devices) for w in result.windows
-        ]
+        references = [self.telemetry[w.node_id].samples.remote(w.start_ns, w.end_ns, w.devices) for w in result.windows]
         tables = []
         for reference in references:
             with contextlib.suppress(ray.exceptions.RayError):  # a node that was lost takes its samples along
@@ -118,8 +110,8 @@ class _Driver:
         spec, points = self.spec, self.spec.legal.points
         trials = min(spec.budget.trials, len(points))
         progress = Progress(spec.objectives, spec.budget, trials)
-        progress.say(f"search {self.search_id}: {len(points)} legal layouts, at most {trials} trials")
-        environment = _environment()
+        telemetry = start_telemetry()
+        environment = _environment() | _hardware(telemetry)
         self.tracker.start_search(
             self.search_id,
             dump_spec(spec),
@@ -130,9 +122,9 @@ class _Driver:
             objectives=spec.objectives,
             constraints=spec.constraints,
         )
+        progress.say(f"search {self.search_id}: {len(points)} legal layouts, at most {trials} trials")
         status = "failed"
         try:
-            telemetry = start_telemetry()
             spool = self.home.spool(self.search_id)
             count = max(1, min(spec.cluster.size // spec.gang_size, trials))
             self.gangs = [
@@ -140,7 +132,6 @@ class _Driver:
             ]
             pool = ray.remote(num_cpus=0, max_concurrency=1000)(Pool).remote([gang.mailbox for gang in self.gangs])
             recorder = _Recorder(self.tracker, progress, pool, telemetry)
-            environment |= _hardware(telemetry)
             searcher = StudySearcher(self._study(), spec.budget)
             self._tune(searcher, recorder, pool, telemetry, environment, spool)
             status = "stopped" if searcher.stopped else "finished"
@@ -186,9 +177,7 @@ class _Driver:
                 trial_name_creator=lambda trial: trial.trial_id,
                 trial_dirname_creator=lambda trial: trial.trial_id,
             ),
-            run_config=ray.tune.RunConfig(
-                name="tune", storage_path=str(spool), callbacks=[recorder], verbose=0
-            ),
+            run_config=ray.tune.RunConfig(name="tune", storage_path=str(spool), callbacks=[recorder], verbose=0),
         )
         with _stop_on_signal(searcher, recorder.progress):
             tuner.fit()
@@ -200,7 +189,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _ray(spec: SearchSpec) -> Iterator[None]:
+def ray_session(spec: SearchSpec) -> Iterator[None]:
     """Ray for one search: the running one if there is one to join, else one of its own that ends with the search."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
@@ -210,11 +199,13 @@ def _ray(spec: SearchSpec) -> Iterator[None]:
         yield
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
         try:
+            _knock(address)
             ray.init(**quiet)
-        except (ConnectionError, RuntimeError) as error:
-            raise InputError(f"RAY_ADDRESS: no Ray cluster answers there: {str(error).splitlines()[0]}") from None
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
     else:
         cpus = max(os.cpu_count() or 1, math.ceil(spec.cluster.size * spec.cluster.cpus_per_worker))
         ray.init(
@@ -228,6 +219,13 @@ def _ray(spec: SearchSpec) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` if nothing listens at HOST:PORT; Ray itself would go on trying for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 @contextlib.contextmanager
@@ -281,8 +279,10 @@ def _params(spec: SearchSpec) -> dict[str, Any]:
 
 def _environment() -> dict[str, str]:
     """Versions of what the driver runs, and the git commit of the working directory if it is a checkout."""
-    found = {name: version(name) for name in ("wattune", "ray", "optuna", "deepspeed")}
-    found["python"] = platform.python_version()
+    found = {"python": platform.python_version()}
+    for name in ("wattune", "ray", "optuna", "deepspeed"):
+        with contextlib.suppress(PackageNotFoundError):  # code on the path that was never installed
+            found[name] = version(name)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if commit.returncode == 0:
         found["git_commit"] = commit.stdout.strip()

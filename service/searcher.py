@@ -25,7 +25,8 @@ class StudySearcher(Searcher):
         self.gpu_seconds = 0.0
         self.stopped = False
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:  # type: ignore[override]  # Ray leaves FINISHED out
+        """The fields of the next layout, or `Searcher.FINISHED`."""
         if self.stopped or self._spent() or (config := self.study.ask()) is None:
             return Searcher.FINISHED
         self.suggested[trial_id] = config

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import secrets
+from collections.abc import Hashable, Iterable
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -19,7 +24,17 @@ from service.errors import InputError
 
 Direction = Literal["maximize", "minimize"]
 Positive = Annotated[int, Field(strict=True, ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+# Numbers in strings are let in: YAML 1.1 reads 1e-2 as one.
+Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
 
 METRICS = (
     "tokens_per_s",
@@ -46,8 +61,8 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-def Axis(item: Any) -> Any:  # noqa: N802
-    """A non-empty list of distinct values; a single value stands for a list of one."""
+def Axis(item: Any) -> Any:
+    """A non-empty list of values; a single value stands for a list of one."""
     return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
 
 
@@ -66,8 +81,8 @@ class ModelSpec(Strict):
     ffn_hidden: Positive
     vocab: Positive
     max_sequence_length: Positive = 8192
-    tie_embeddings: bool = False
-    rope_theta: float = 10_000.0
+    tie_embeddings: Switch = False
+    rope_theta: Amount = 10_000.0
 
     @model_validator(mode="after")
     def _divides(self) -> ModelSpec:
@@ -87,7 +102,7 @@ class ClusterSpec(Strict):
     nodes: Positive = 1
     gpus_per_node: Positive
     accelerator: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
-    cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
+    cpus_per_worker: Amount = 1.0
 
     @property
     def size(self) -> int:
@@ -108,8 +123,8 @@ class SpaceSpec(Strict):
     zero_stage: Axis(Annotated[int, Field(strict=True, ge=0, le=3)]) = [0]  # type: ignore[valid-type]
     micro_batch_size: Axis(Positive) = [1]  # type: ignore[valid-type]
     recompute: Axis(Literal[RECOMPUTE]) = ["none"]  # type: ignore[valid-type]
-    sequence_parallel: Axis(Annotated[bool, Field(strict=True)]) = [True]  # type: ignore[valid-type]
-    compile: Axis(Annotated[bool, Field(strict=True)]) = [False]  # type: ignore[valid-type]
+    sequence_parallel: Axis(Switch) = [True]  # type: ignore[valid-type]
+    compile: Axis(Switch) = [False]  # type: ignore[valid-type]
     precision: Axis(Literal[PRECISIONS]) = ["bf16"]  # type: ignore[valid-type]
 
 
@@ -121,19 +136,19 @@ class MeasurementSpec(Strict):
     """
 
     steady_steps: Annotated[int, Field(strict=True, ge=2)] = 3
-    warmup_tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    warmup_max_s: Seconds = 30.0
-    window_s: Seconds = 10.0
+    warmup_tolerance: Annotated[Amount, Field(lt=1)] = 0.02
+    warmup_max_s: Amount = 30.0
+    window_s: Amount = 10.0
     window_min_steps: Positive = 5
-    deadline_s: Seconds = 600.0
+    deadline_s: Amount = 600.0
 
 
 class BudgetSpec(Strict):
     """The search ends at the first of these that is reached; trials under way are finished."""
 
     trials: Positive = 30
-    wall_time_s: Seconds | None = None
-    gpu_hours: Annotated[float, Field(gt=0)] | None = None
+    wall_time_s: Amount | None = None
+    gpu_hours: Amount | None = None
 
 
 class SearchSpec(Strict):
@@ -141,7 +156,7 @@ class SearchSpec(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
     model: str | ModelSpec
-    data: str
+    data: Annotated[str, Field(min_length=1)]
     sequence_length: Positive
     global_batch_size: Positive
     cluster: ClusterSpec
@@ -154,7 +169,7 @@ class SearchSpec(Strict):
     measurement: MeasurementSpec = MeasurementSpec()
     budget: BudgetSpec = BudgetSpec()
     sampler: Literal["tpe", "gp", "nsga2", "random"] = "tpe"
-    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -188,11 +203,10 @@ class SearchSpec(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpec:
         if isinstance(self.model, str) and self.model not in PRESETS:
-            raise ValueError(f"model: unknown model {self.model!r}; known: {', '.join(PRESETS)}, or an inline shape")
+            raise ValueError(f"model: unknown model {self.model!r}; must be {_choice(PRESETS)}, or an inline shape")
         if self.shape.family == "gpt" and self.sequence_length > self.shape.max_sequence_length:
-            raise ValueError(
-                f"sequence_length: {self.sequence_length} exceeds the model's {self.shape.max_sequence_length} positions"
-            )
+            positions = self.shape.max_sequence_length
+            raise ValueError(f"sequence_length: {self.sequence_length} exceeds the model's {positions} positions")
         _ = self.limits
         self._axes_fit()
         if not self.legal.points:
@@ -202,24 +216,26 @@ class SearchSpec(Strict):
 
     def _axes_fit(self) -> None:
         """Refuse values that no other choice on the other axes could make legal."""
-        shape, axes = self.shape, self.axes
+        shape, axes, most = self.shape, self.axes, self.cluster.size
         for size in axes["num_gpus"]:
-            if size > self.cluster.size:
-                raise ValueError(f"space.num_gpus: {size} is more than the cluster's {self.cluster.size}")
-        allowed = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]
+            if size > most:
+                raise ValueError(f"space.num_gpus: {size} is more than the cluster's {most}")
         for size in axes["tensor_parallel_size"]:
-            if size not in allowed:
+            if shape.heads % size or shape.kv_heads % size:
+                widest = min(most, shape.kv_heads)
+                allowed = [n for n in range(1, widest + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]
                 raise ValueError(
                     f"space.tensor_parallel_size: {size} does not divide the model's {shape.heads} heads and "
                     f"{shape.kv_heads} key-value heads; allowed: {', '.join(map(str, allowed))}"
                 )
-        allowed = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
         for size in axes["pipeline_parallel_size"]:
-            if size not in allowed:
+            if shape.layers % size:
+                allowed = [n for n in range(1, min(most, shape.layers) + 1) if shape.layers % n == 0]
                 raise ValueError(
                     f"space.pipeline_parallel_size: {size} does not divide the model's {shape.layers} layers; "
                     f"allowed: {', '.join(map(str, allowed))}"
                 )
+
     def _batch_is_to_blame(self) -> bool:
         """Whether points failed on the batch and none got any further through the rules."""
         names = [rule.__name__ for rule in RULES]
@@ -230,35 +246,69 @@ class SearchSpec(Strict):
         return "; ".join(f"{rule} refused {n} ({self.legal.reasons[rule]})" for rule, n in self.legal.refused.items())
 
 
+SECTIONS: dict[str, type[BaseModel]] = {
+    "": SearchSpec,
+    "model": ModelSpec,
+    "cluster": ClusterSpec,
+    "space": SpaceSpec,
+    "measurement": MeasurementSpec,
+    "budget": BudgetSpec,
+}
+
+
 def parse_constraint(text: str) -> tuple[str, str, float]:
+    """(metric, '<=' or '>=', bound) of a text such as ``peak_memory_gib<=70``. Raises `ValueError`."""
     match = CONSTRAINT.match(text)
     if match is None or match[1] not in METRICS:
-        raise ValueError(f"constraints: {text!r} is not 'METRIC<=NUMBER' or 'METRIC>=NUMBER' of {', '.join(METRICS)}")
+        raise ValueError(f"constraints: {text!r} is not METRIC<=NUMBER or METRIC>=NUMBER, METRIC {_choice(METRICS)}")
     try:
-        return match[1], match[2], float(match[3])
+        bound = float(match[3])
     except ValueError:
-        raise ValueError(f"constraints: {match[3]!r} in {text!r} is not a number") from None
+        bound = math.inf
+    if not math.isfinite(bound):
+        raise ValueError(f"constraints: {match[3]!r} in {text!r} is not a finite number")
+    return match[1], match[2], bound
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a field that is given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                    )
+                names.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def parse_spec(text: str, source: str = "spec") -> SearchSpec:
     """Read a spec from YAML text. Raises `InputError` with one line for whatever is wrong with it."""
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2025-13-01 is no date
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"{source}: not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+        raise _input_error(f"{source}: not valid YAML{where}: {getattr(error, 'problem', error)}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{source}: a spec is a mapping of fields such as name, model, data, cluster; see examples/")
+        raise _input_error(f"{source}: a spec is a mapping with the fields {_fields('')}")
     try:
         return SearchSpec.model_validate(values)
     except ValidationError as error:
-        raise InputError(f"{source}: {_first_line(error)}") from None
+        raise _input_error(f"{source}: {_explanation(error)}") from None
 
 
 def dump_spec(spec: SearchSpec) -> str:
     """The spec as YAML, defaults filled in; `parse_spec` reads it back."""
     return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+
+
+def new_search_id(spec: SearchSpec) -> str:
+    """A name that sorts by time and that no other search has."""
+    return f"{spec.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def load_spec(path: str | Path) -> SearchSpec:
@@ -271,31 +321,49 @@ def load_spec(path: str | Path) -> SearchSpec:
     return parse_spec(text, str(path))
 
 
-def _allowed_fields(location: tuple[str | int, ...]) -> str:
-    model: Any = SearchSpec
-    for name in location[:-1]:
-        annotation = model.model_fields[name].annotation if name in model.model_fields else None
-        model = annotation if isinstance(annotation, type) else next(
-            (a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), model
-        )
-    return ", ".join(model.model_fields)
+def _input_error(text: str) -> InputError:
+    return InputError(" ".join(text.split()))
 
 
-def _first_line(error: ValidationError) -> str:
-    """The most telling of pydantic's errors as one line: the field, what is wrong, what is allowed."""
-    details = error.errors(include_url=False)
+def _choice(values: Iterable[object]) -> str:
+    return f"one of {', '.join(map(str, values))}"
+
+
+def _fields(section: str) -> str:
+    return ", ".join(SECTIONS[section].model_fields)
+
+
+def _explanation(error: ValidationError) -> str:
+    """The most telling of pydantic's errors: the field, what is wrong with it and what is allowed."""
     # A model given inline fails as a string too; that half of the union says nothing.
-    detail = next((d for d in details if d["loc"][:2] != ("model", "str")), details[0])
-    location = tuple(
-        part for part in detail["loc"] if part != "[key]" and not str(part).startswith(("function-", "ModelSpec"))
+    details = [d for d in error.errors(include_url=False) if d["loc"][:2] != ("model", "str")]
+    # A misspelt field is both unknown and missing.
+    detail = min(details, key=lambda d: d["type"] != "extra_forbidden")
+    path = tuple(
+        part
+        for part in detail["loc"]
+        if isinstance(part, str) and part not in ("[key]", "ModelSpec") and not part.startswith("function-")
     )
-    field = ".".join(str(part) for part in location)
-    if detail["type"] == "extra_forbidden":
-        return f"{field}: unknown field; allowed: {_allowed_fields(location)}"
-    if detail["type"] == "missing":
-        return f"{field}: this field is required"
-    message = detail["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:] if field else message
-    value = detail.get("input")
-    given = f" (given: {value!r})" if field and isinstance(value, str | int | float | bool) else ""
-    return f"{field}: {message}{given}" if field else message
+    field = ".".join(path)
+    if not field:
+        return detail["msg"].removeprefix("Value error, ")
+    value = detail["input"]
+    given = f" (given: {json.dumps(value, ensure_ascii=False)})" if isinstance(value, str | int | float | None) else ""
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{field}: unknown field; allowed: {_fields('.'.join(path[:-1]))}"
+        case "missing":
+            return f"{field}: this field is required"
+        case "model_type" if field == "model":
+            message = f"must be {_choice(PRESETS)}, or an inline shape with the fields {_fields(field)}"
+        case "model_type":
+            message = f"must be a mapping with the fields {_fields(field)}"
+        case "dict_type":
+            message = "must be a mapping of metric to maximize or minimize"
+        case "string_pattern_mismatch":
+            message = "must be letters, digits, '.', '_' and '-', at most 63, the first a letter or a digit"
+        case "too_short" | "string_too_short":
+            message = "must not be empty"
+        case _:
+            message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    return f"{field}: {message}{given}"

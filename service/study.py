@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
-from optuna.trial import Trial, TrialState
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from trainables.result import TrialResult
@@ -27,6 +28,45 @@ def make_sampler(name: str, seed: int) -> BaseSampler:
         "random": lambda: RandomSampler(seed=seed),
     }
     return samplers[name]()
+
+
+class SnappingSampler(BaseSampler):
+    """Moves each suggestion of another sampler to the point that `snap` answers with.
+
+    So every trial of the study is one that is really run; samplers that breed from their own trials need that.
+    """
+
+    def __init__(
+        self,
+        inner: BaseSampler,
+        space: dict[str, BaseDistribution],
+        snap: Callable[[Mapping[str, Any]], dict[str, Any]],
+    ) -> None:
+        self.inner, self.space, self.snap = inner, space, snap
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self.space
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        known = self.inner.infer_relative_search_space(study, trial)
+        wanted = self.inner.sample_relative(study, trial, known)
+        rest = {name: axis for name, axis in search_space.items() if name not in wanted}
+        return self.snap(
+            wanted | {name: self.inner.sample_independent(study, trial, name, axis) for name, axis in rest.items()}
+        )
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self.inner.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self.inner.before_trial(study, trial)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        self.inner.after_trial(study, trial, state, values)
 
 
 class SearchStudy:
@@ -60,6 +100,7 @@ class SearchStudy:
             else IntDistribution(0, len(values) - 1)
             for axis, values in self.axes.items()
         }
+        self.spans = [None if isinstance(values[0], str) else len(values) - 1 for values in self.axes.values()]
         self.unseen = {self._coordinates(point): point for point in points}
         self.trials: dict[TrialConfig, Trial] = {}
         self.worst: dict[str, float] = {}
@@ -67,8 +108,8 @@ class SearchStudy:
         self.study = optuna.create_study(
             storage=storage,
             study_name=name,
-            sampler=make_sampler(sampler, seed),
-            directions=list(self.objectives.values()),
+            sampler=SnappingSampler(make_sampler(sampler, seed), self.distributions, self._nearest),
+            directions=[StudyDirection[direction.upper()] for direction in self.objectives.values()],
         )
 
     def ask(self) -> TrialConfig | None:
@@ -76,13 +117,7 @@ class SearchStudy:
         if not self.unseen:
             return None
         trial = self.study.ask(self.distributions)
-        wanted = tuple(trial.params[axis] for axis in self.axes)
-        chosen = min(self.unseen, key=lambda point: self._distance(point, wanted))
-        if chosen != wanted:
-            self.study.tell(trial, state=TrialState.FAIL)
-            self.study.enqueue_trial(dict(zip(self.axes, chosen, strict=True)))
-            trial = self.study.ask(self.distributions)
-        config = self.unseen.pop(chosen)
+        config = self.unseen.pop(tuple(trial.params[axis] for axis in self.axes))
         self.trials[config] = trial
         return config
 
@@ -106,9 +141,12 @@ class SearchStudy:
             excess = 0.0 if value is None else (value - bound) / scale
             trial.set_constraint(f"{metric}{sense}{bound}", excess if sense == "<=" else -excess)
         if ok:
-            # A metric that this machine cannot measure is the same for all points and so decides nothing.
-            values = {metric: result.metrics.get(metric) or 0.0 for metric in self.objectives}
-            for metric, value in values.items():
+            values = {}
+            for metric in self.objectives:
+                value = result.metrics.get(metric)
+                if value is None:  # one that this machine never measures is the same for all and so decides nothing
+                    value = self.worst.get(metric, 0.0)
+                values[metric] = value
                 worse = min if self.objectives[metric] == "maximize" else max
                 self.worst[metric] = worse(self.worst.get(metric, value), value)
         else:
@@ -119,12 +157,15 @@ class SearchStudy:
         values = point.to_dict()
         return tuple(choices.index(values[axis]) for axis, choices in self.axes.items())
 
-    def _distance(self, point: tuple[int, ...], wanted: tuple[Any, ...]) -> float:
-        """Steps along the ordinal axes, each axis scaled to 1; another category is as far as the whole axis."""
-        total = 0.0
-        for axis, here, there in zip(self.axes, point, wanted, strict=True):
-            if isinstance(self.distributions[axis], CategoricalDistribution):
-                total += here != there
-            else:
-                total += abs(here - there) / max(1, len(self.axes[axis]) - 1)
-        return total
+    def _nearest(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """The unseen point fewest steps from `wanted`, each axis scaled to 1; another category is a whole axis away."""
+        goal = tuple(wanted[axis] for axis in self.axes)
+
+        def distance(point: tuple[int, ...]) -> float:
+            return sum(
+                (here != there) if span is None else abs(here - there) / span
+                for span, here, there in zip(self.spans, point, goal, strict=True)
+            )
+
+        chosen = goal if goal in self.unseen else min(self.unseen, key=distance)
+        return dict(zip(self.axes, chosen, strict=True))

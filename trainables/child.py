@@ -6,15 +6,17 @@ at all. The fork costs milliseconds, since torch and DeepSpeed are imported once
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import multiprocessing
 import os
+import re
 import signal
-import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 from trainables.trial import Place, RankReport, TrialRequest, WrongTraining, run_trial
 
@@ -22,9 +24,10 @@ PRELOAD = [
     "trainables.child",
     "trainables.engines.megatron",
     "trainables.engines.deepspeed",
+    "torch._inductor.compile_fx",
 ]
 POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
+_NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  # CUDA's words, and the host's
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,6 @@ class Nursery:
         # The server must not touch CUDA, or its forks could not: no check may open the driver.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         os.environ["DS_ACCELERATOR"] = "cuda" if use_gpu else "cpu"
-        # Children would import the script of a Ray worker again as their main module.
-        sys.modules["__main__"].__file__ = None
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         # The server comes up with the first child: pay that before the first trial is measured.
@@ -56,34 +57,50 @@ class Nursery:
         first.start()
         first.join()
 
-    def run(
+    @contextlib.contextmanager
+    def trial(
         self, request: TrialRequest, place: Place, elapsed_s: Callable[[], float], aborted: Callable[[], bool]
-    ) -> Outcome:
-        """Run one rank in a child until it ends, `aborted()` turns true or the request's deadline has passed."""
+    ) -> Iterator[Outcome]:
+        """Run one rank in a child until it ends, `aborted()` turns true or the request's deadline has passed.
+
+        The child lives on until the block ends. The ranks that wait for it would see it die, and should not be heard
+        before the cause is known.
+        """
         ours, theirs = self._context.Pipe(duplex=False)
         child = self._context.Process(target=_child, args=(request, place, theirs), daemon=True)
         child.start()
         theirs.close()
-        phase = "start"
         try:
-            while True:
-                if ours.poll(POLL_S):
-                    try:
-                        message = ours.recv()
-                    except EOFError:
-                        child.join(5)
-                        return Outcome("crash", _death(child.exitcode, phase), phase)
-                    if isinstance(message, Outcome):
-                        return message
-                    phase = message
-                elif aborted():
-                    return Outcome("aborted", None, phase)
-                elif elapsed_s() > request.deadline_s:
-                    return Outcome("hang", f"no result after {request.deadline_s:.0f} s, in phase {phase}", phase)
+            yield _watch(child, ours, request.deadline_s, elapsed_s, aborted)
         finally:
             ours.close()
             child.kill()
             child.join()
+
+
+def _watch(
+    child: BaseProcess,
+    messages: Connection,
+    deadline_s: float,
+    elapsed_s: Callable[[], float],
+    aborted: Callable[[], bool],
+) -> Outcome:
+    """What the child said last, or what kept it from saying anything."""
+    phase = "start"
+    while True:
+        if messages.poll(POLL_S):
+            try:
+                message = messages.recv()
+            except EOFError:
+                child.join(5)
+                return Outcome("crash", _death(child.exitcode, phase), phase)
+            if isinstance(message, Outcome):
+                return message
+            phase = message
+        elif aborted():
+            return Outcome("aborted", None, phase)
+        elif elapsed_s() > deadline_s:
+            return Outcome("hang", f"no result after {deadline_s:.0f} s, in phase {phase}", phase)
 
 
 def _nothing() -> None:
@@ -97,8 +114,7 @@ def _death(exit_code: int | None, phase: str) -> str:
 
 
 def _child(request: TrialRequest, place: Place, connection: Connection) -> None:
-    # Should the worker die, its fork server ends, and with that this process must end as well.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_worker, daemon=True).start()
     phase = "start"
 
     def on_phase(name: str) -> None:
@@ -116,8 +132,15 @@ def _child(request: TrialRequest, place: Place, connection: Connection) -> None:
         outcome = Outcome(status, describe(error, phase), phase)
         traceback.print_exc()
     connection.send(outcome)
-    connection.close()
-    os._exit(0)  # communicators and CUDA contexts go with the process; their orderly end would only cost time
+    signal.pause()  # until killed: communicators and CUDA contexts go with the process, an orderly end only costs time
+
+
+def _end_with_worker() -> None:
+    """The fork server lasts as long as its children: it does not end them when the worker dies."""
+    worker = multiprocessing.parent_process()
+    assert worker is not None
+    worker.join()
+    os._exit(1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -126,7 +149,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(cause).lower():
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(str(cause)):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -58,6 +58,11 @@ class DataError(ValueError):
     """The tokens cannot be used; its text is one line that says which file and why."""
 
 
+def located(source: str) -> str:
+    """The same source for a process with another working directory: a path is made absolute."""
+    return source if source == SYNTHETIC else os.path.abspath(source)
+
+
 class _Tokens(Protocol):
     """What a stream reads from: tokens by position."""
 

@@ -96,8 +96,7 @@ class Mailbox:
     async def ready(self) -> list[Member]:
         """Wait until every worker has joined."""
         async with self.changed:
-            await self.changed.wait_for(lambda: len(self.members) == self.world_size)
-            return [self.members[rank] for rank in range(self.world_size)]
+            return await self._all_members()
 
     async def evaluate(self, request: TrialRequest) -> tuple[list[Outcome], list[Member], float]:
         """Run one trial.
@@ -105,8 +104,8 @@ class Mailbox:
         Returns the ranks' outcomes, or the one outcome that ended it, the gang's members, and the seconds that the
         gang spent on it: since it was last free, so that waiting for this trial counts.
         """
-        members = await self.ready()
         async with self.changed:
+            members = await self._all_members()
             self.number += 1
             port = members[0].store_port
             assert port is not None, "rank 0 keeps the store"
@@ -114,7 +113,8 @@ class Mailbox:
             self.changed.notify_all()
             ranks = request.config.num_gpus
             await self.changed.wait_for(lambda: len(current.outcomes) == ranks or self.round is not current)
-            self.round = None
+            if self.round is current:
+                self.round = None
             gang_s, self.free_since = time.monotonic() - self.free_since, time.monotonic()
             self.changed.notify_all()
         if current.failure is not None:
@@ -132,6 +132,10 @@ class Mailbox:
         async with self.changed:
             self.closed = True
             self.changed.notify_all()
+
+    async def _all_members(self) -> list[Member]:
+        await self.changed.wait_for(lambda: len(self.members) == self.world_size)
+        return [self.members[rank] for rank in range(self.world_size)]
 
     def _fail(self, cause: str) -> None:
         if self.round is not None:

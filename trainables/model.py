@@ -136,9 +136,7 @@ class Parts:
     def __init__(self, shape: ModelShape, sequence_length: int, seed: int, device: torch.device) -> None:
         self.shape, self.seed, self.device = shape, seed, device
         self.rotary = (
-            rotary_table(shape.head_dim, sequence_length, shape.rope_theta, device)
-            if shape.family == "llama"
-            else None
+            rotary_table(shape.head_dim, sequence_length, shape.rope_theta, device) if shape.family == "llama" else None
         )
 
     def embedding(self) -> Embedding:

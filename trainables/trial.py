@@ -74,9 +74,7 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
     on_phase("start")
     device = _join(request, place)
     on_phase("build")
-    engine = build_engine(
-        Job(config, request.model, request.sequence_length, request.seed, place.rank, device)
-    )
+    engine = build_engine(Job(config, request.model, request.sequence_length, request.seed, place.rank, device))
     stream = open_tokens(request.data, request.model.vocab)
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
@@ -85,9 +83,7 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
 
     def step() -> tuple[float, int]:
         nonlocal began
-        batch = microbatches(
-            stream, config, request.sequence_length, len(losses), engine.data_parallel_rank, device
-        )
+        batch = microbatches(stream, config, request.sequence_length, len(losses), engine.data_parallel_rank, device)
         output = engine.step(batch)
         losses.append(output.loss.float())
         norms.append(output.grad_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import Any
 
@@ -32,6 +33,7 @@ def worker_loop(config: dict[str, Any]) -> None:
     rank = context.get_world_rank()
     host = ray.util.get_node_ip_address()
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    sys.modules["__main__"].__file__ = None  # or each child would import the script of a Ray worker as its own
     nursery = Nursery(config["use_gpu"])
     member = Member(
         rank=rank,
@@ -46,13 +48,14 @@ def worker_loop(config: dict[str, Any]) -> None:
         number, began = order.number, time.monotonic()
         over = mailbox.aborted.remote(number)
         place = Place(rank, member.local_rank, *order.store, use_gpu=config["use_gpu"])
-        outcome = nursery.run(
+        trial = nursery.trial(
             order.request,
             place,
             elapsed_s=lambda: time.monotonic() - began,  # noqa: B023
             aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
         )
-        ray.get(mailbox.hand_in.remote(rank, number, outcome))
+        with trial as outcome:
+            ray.get(mailbox.hand_in.remote(rank, number, outcome))
 
 
 def _incarnation() -> str:

@@ -7,7 +7,7 @@ in one process, so that this module must only be used in a process that ends wit
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -19,7 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
-from trainables.engines.base import BETAS, GRADIENT_CLIP, LEARNING_RATE, WEIGHT_DECAY, Job, Microbatch, StepOutput
+from trainables.engines.base import (
+    BETAS,
+    GRADIENT_CLIP,
+    WEIGHT_DECAY,
+    Job,
+    Microbatch,
+    StepOutput,
+    learning_rate,
+    set_learning_rate,
+)
 from trainables.model import Block, Embedding, Head, Parts, Stage, language_model_loss
 
 # Without this DeepSpeed compiles a C++ shared-memory all-reduce on CPU machines; gloo serves.
@@ -54,15 +63,14 @@ def configuration(config: TrialConfig) -> dict[str, Any]:
 
 
 class PartSpec(LayerSpec):
-    """A part of the model that DeepSpeed builds only on the stage that holds it."""
+    """A part of the model that DeepSpeed builds only on the stage that holds it; its type is what stages are cut by."""
 
-    def __init__(self, part: type[nn.Module], parts: Parts, *layer: int) -> None:
+    def __init__(self, part: type[nn.Module], make: Callable[[], nn.Module]) -> None:
         super().__init__(part)
-        self.parts, self.layer = parts, layer
+        self.make = make
 
     def build(self, log: bool = False) -> nn.Module:
-        makers = {Embedding: self.parts.embedding, Block: self.parts.block, Head: self.parts.head}
-        return makers[self.typename](*self.layer)
+        return self.make()
 
 
 class Recomputed(nn.Module):
@@ -81,24 +89,25 @@ class DeepSpeedEngine:
 
     def __init__(self, job: Job) -> None:
         self.config = config = job.config
+        self.parameters, self.steps = job.model.parameters, 0
         deepspeed.init_distributed(dist_init_required=False)
         parts = Parts(job.model, job.sequence_length, job.seed, job.device)
+        self.loss_function = torch.compile(language_model_loss) if config.compile else language_model_loss
         self.pipelined = config.pipeline_parallel_size > 1
         model = self._pipeline(parts, job.model) if self.pipelined else self._whole(parts, job.model)
         optimizer = torch.optim.AdamW(
             model.parameters(),
-            lr=LEARNING_RATE,
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             fused=job.device.type == "cuda",
         )
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(config))
         group = config.tensor_parallel_size
-        self.data_parallel_rank = (
-            self.engine.grid.get_data_parallel_rank() if self.pipelined else job.rank // group
-        )
+        self.data_parallel_rank = self.engine.grid.get_data_parallel_rank() if self.pipelined else job.rank // group
 
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
+        set_learning_rate(self.engine.optimizer, learning_rate(self.parameters, self.steps))
+        self.steps += 1
         ranks = self.config.num_gpus
         if self.pipelined:
             # DeepSpeed averages over the data-parallel ranks and tells every stage.
@@ -106,7 +115,7 @@ class DeepSpeedEngine:
         else:
             losses = []
             for inputs, labels in microbatches:
-                loss = language_model_loss(self.engine(inputs), labels)
+                loss = self.loss_function(self.engine(inputs), labels)
                 self.engine.backward(loss)
                 self.engine.step()
                 losses.append(loss.detach())
@@ -120,23 +129,29 @@ class DeepSpeedEngine:
             block: nn.Module = parts.block(layer)
             if self.config.recompute == "full":
                 block = Recomputed(block)
-            if self.config.compile:
-                block.compile()
-            blocks.append(block)
+            blocks.append(self._compiled(block))
         stage = Stage(parts.embedding(), blocks, parts.head())
         if model.tie_embeddings:
             stage.head.output.weight = stage.embedding.tokens.weight  # type: ignore[union-attr]
         return stage
 
+    def _compiled(self, block: nn.Module) -> nn.Module:
+        if self.config.compile:
+            block.compile()
+        return block
+
     def _pipeline(self, parts: Parts, model: ModelShape) -> PipelineModule:
         config = self.config
-        blocks = [PartSpec(Block, parts, layer) for layer in range(model.layers)]
+        blocks = [
+            PartSpec(Block, lambda layer=layer: self._compiled(parts.block(layer)))  # type: ignore[misc]
+            for layer in range(model.layers)
+        ]
         return PipelineModule(
-            layers=[PartSpec(Embedding, parts), *blocks, PartSpec(Head, parts)],
+            layers=[PartSpec(Embedding, parts.embedding), *blocks, PartSpec(Head, parts.head)],
             topology=PipeModelDataParallelTopology(
                 num_pp=config.pipeline_parallel_size, num_mp=1, num_dp=config.data_parallel_size
             ),
-            loss_fn=language_model_loss,
+            loss_fn=self.loss_function,
             partition_method="type:Block",
             activation_checkpoint_interval=1 if config.recompute == "full" else 0,
         )

@@ -40,7 +40,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from search_spaces.config import TrialConfig
-from trainables.engines.base import BETAS, GRADIENT_CLIP, LEARNING_RATE, WEIGHT_DECAY, Job, Microbatch, StepOutput
+from trainables.engines.base import (
+    BETAS,
+    GRADIENT_CLIP,
+    WEIGHT_DECAY,
+    Job,
+    Microbatch,
+    StepOutput,
+    learning_rate,
+    set_learning_rate,
+)
 from trainables.model import Block, Embedding, Head, Parts, Stage, language_model_loss
 
 
@@ -124,6 +133,7 @@ class MegatronEngine:
 
     def __init__(self, job: Job) -> None:
         self.config = config = job.config
+        self.parameters, self.steps = job.model.parameters, 0
         self.layout = Layout(config, job.device)
         self.data_parallel_rank = self.layout.data_parallel_rank
         stage_index, stages = self.layout.mesh.get_local_rank("pp"), config.pipeline_parallel_size
@@ -132,7 +142,6 @@ class MegatronEngine:
         self.groups = self._parameters_by_mesh()
         self.optimizer = torch.optim.AdamW(
             [{"params": parameters} for parameters in self.groups],
-            lr=LEARNING_RATE,
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             fused=True,
@@ -142,12 +151,12 @@ class MegatronEngine:
             self.loss_function = torch.compile(language_model_loss)
         self.schedule = None
         if stages > 1:
-            stage = PipelineStage(
-                self.stage, stage_index, stages, job.device, group=self.layout.mesh.get_group("pp")
-            )
+            stage = PipelineStage(self.stage, stage_index, stages, job.device, group=self.layout.mesh.get_group("pp"))
             self.schedule = Schedule1F1B(stage, config.gradient_accumulation_steps, loss_fn=self.loss_function)
 
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
+        set_learning_rate(self.optimizer, learning_rate(self.parameters, self.steps))
+        self.steps += 1
         self.optimizer.zero_grad()
         with loss_parallel() if self.config.tensor_parallel_size > 1 else contextlib.nullcontext():
             losses = self._accumulate(microbatches) if self.schedule is None else self._pipeline(microbatches)

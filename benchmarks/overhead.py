@@ -1,0 +1,88 @@
+"""What a trial costs beside training: on a warm gang, and with a Ray Train run started for it alone.
+
+    python -m benchmarks.overhead examples/tiny_cpu.yaml --trials 3
+
+Runs the first legal layouts of a spec, one after the other, in one gang; then each of them again in a gang of its own.
+Overhead is all the time that a trial holds the devices less compiling, warm-up and window; the median is to be quoted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from search_spaces.config import TrialConfig
+from service.evaluate import make_request, run_on_gang
+from service.gang import Gang
+from service.search import ray_session
+from service.spec import SearchSpec, load_spec
+from telemetry.actor import start_telemetry
+from trainables.result import TrialResult
+
+USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
+
+
+def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any], storage: Path) -> list[float]:
+    """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
+    gang = Gang("warm", spec.gang_size, spec.cluster, storage)
+    ray.get(gang.mailbox.ready.remote())
+    seconds = []
+    for number, point in enumerate(points):
+        result = run_on_gang(make_request(f"warm-{number}", point, spec), spec, gang.mailbox, telemetry, {})
+        seconds.append(_require_ok(result)["trial_overhead_s"])
+        _say("warm", point, seconds[-1])
+    gang.close()
+    return seconds
+
+
+def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any], storage: Path) -> list[float]:
+    """Seconds of overhead of each trial in a `TorchTrainer.fit()` of its own, from its start to its end."""
+    seconds = []
+    for number, point in enumerate(points):
+        began = time.monotonic()
+        gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage)
+        result = run_on_gang(make_request(f"cold-{number}", point, spec), spec, gang.mailbox, telemetry, {})
+        gang.close()
+        figures = _require_ok(result)
+        seconds.append(time.monotonic() - began - sum(figures[name] for name in USEFUL))
+        _say("cold", point, seconds[-1])
+    return seconds
+
+
+def _require_ok(result: TrialResult) -> dict[str, float]:
+    if result.status != "ok":
+        raise SystemExit(f"{result.config.label}: {result.status}: {result.cause}")
+    return {name: value for name, value in result.metrics.items() if value is not None}
+
+
+def _say(kind: str, point: TrialConfig, seconds: float) -> None:
+    print(f"{kind}  {point.label:56}  {seconds:6.2f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--trials", type=int, default=3)
+    arguments = parser.parse_args()
+    spec = load_spec(arguments.spec)
+    points = list(spec.legal.points[: arguments.trials])
+    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
+        telemetry = start_telemetry()
+        figures = {
+            "warm_s": warm(spec, points, telemetry, Path(storage)),
+            "cold_s": cold(spec, points, telemetry, Path(storage)),
+        }
+    medians = {name: statistics.median(seconds) for name, seconds in figures.items()}
+    print(f"median overhead of a trial: warm {medians['warm_s']:.2f} s, cold {medians['cold_s']:.2f} s")
+    print(json.dumps({"spec": str(arguments.spec), **figures}))
+
+
+if __name__ == "__main__":
+    main()

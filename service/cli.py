@@ -1,0 +1,286 @@
+"""The `wattune` command. Bad input is one line on standard error and exit code 2; a search with no result is 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from service import store
+from service.client import Wattune
+from service.errors import InputError
+from service.home import Home, tracking_uri
+from service.results import Results, SearchInfo, SearchRecord, best, export, notices, pareto
+from service.spec import SearchSpec, load_spec
+from service.tables import FIGURES, heading, render, searches_table, trials_table
+
+TRACKING = click.option(
+    "--tracking-uri", metavar="URI", help="MLflow store; default: MLFLOW_TRACKING_URI, else the one in WATTUNE_HOME."
+)
+ADDRESS = click.option(
+    "--address",
+    metavar="URL",
+    envvar="RAY_API_SERVER_ADDRESS",
+    required=True,
+    help="Ray's job server, such as http://head:8265.",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
+def refusing_bad_input(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn an `InputError` of `command` into one line and exit code 2."""
+
+    @wraps(command)
+    def guarded(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except InputError as error:
+            click.echo(f"wattune: {error}", err=True)
+            sys.exit(2)
+
+    return guarded
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="wattune")
+def main() -> None:
+    """Find how to split LLM training over a cluster for speed, energy and heat at once, by training short trials."""
+
+
+@main.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@JSON
+@refusing_bad_input
+def plan(spec: Path, as_json: bool) -> None:
+    """Print the legal layouts of SPEC and what each rule refuses. Starts nothing."""
+    _print_plan(load_spec(spec), as_json)
+
+
+@main.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@TRACKING
+@click.option("--search-id", hidden=True, help="Id of the search, when a job was submitted under it.")
+@refusing_bad_input
+def run(spec: Path, tracking_uri: str | None, search_id: str | None) -> None:
+    """Run a search here, on the Ray cluster of RAY_ADDRESS or on this machine alone."""
+    loaded = load_spec(spec)
+    from service.search import run as run_search
+
+    uri = _uri(tracking_uri)
+    found = run_search(loaded, uri, search_id)
+    record = Results(uri).search(found)
+    if not any(trial.status == "ok" for trial in record.trials):
+        click.echo(f"search {found}: no trial came to a result; see `wattune status {found}`", err=True)
+        sys.exit(1)
+    _print_front(record)
+    click.echo(f"\nThe record: search {found} at {uri}")
+    click.echo(f"  wattune best {found}     the best configuration, to launch with")
+    click.echo("  wattune ui    every trial, in the browser")
+
+
+@main.command()
+@click.argument("spec", type=click.Path(path_type=Path))
+@ADDRESS
+@TRACKING
+@JSON
+@refusing_bad_input
+def submit(spec: Path, address: str, tracking_uri: str | None, as_json: bool) -> None:
+    """Hand a search to a Ray cluster, where it goes on without this terminal."""
+    search = Wattune(tracking_uri, address).submit(spec)
+    click.echo(json.dumps({"search_id": search}) if as_json else search)
+
+
+@main.command()
+@click.argument("search")
+@click.option("--address", metavar="URL", envvar="RAY_API_SERVER_ADDRESS", help="Ray's job server, for its own view.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def status(search: str, address: str | None, tracking_uri: str | None, as_json: bool) -> None:
+    """How a search stands: its trials, the failed ones with their causes, and the best so far."""
+    client = Wattune(tracking_uri, address)
+    info = client.status(search)
+    failures = [t for t in client.trials(info.id) if t.status not in ("ok", "running")]
+    if as_json:
+        click.echo(json.dumps(_info(info) | {"failures": [asdict(trial) for trial in failures]}, indent=2))
+        return
+    click.echo(searches_table([info]))
+    for trial in failures:
+        click.echo(f"{trial.status}: {trial.label}: {trial.cause}")
+
+
+@main.command()
+@click.argument("search")
+@ADDRESS
+@refusing_bad_input
+def logs(search: str, address: str) -> None:
+    """Follow what a submitted search prints."""
+    for line in Wattune(address=address).logs(search):
+        click.echo(line, nl=False)
+
+
+@main.command()
+@click.argument("search")
+@ADDRESS
+@refusing_bad_input
+def stop(search: str, address: str) -> None:
+    """End a submitted search. What it has recorded stays."""
+    Wattune(address=address).stop(search)
+
+
+@main.command("list")
+@TRACKING
+@JSON
+@refusing_bad_input
+def list_searches(tracking_uri: str | None, as_json: bool) -> None:
+    """All recorded searches, the latest first."""
+    searches = Wattune(tracking_uri).searches()
+    if as_json:
+        click.echo(json.dumps([_info(info) for info in searches], indent=2))
+    elif searches:
+        click.echo(searches_table(searches))
+    else:
+        click.echo(f"no searches at {_uri(tracking_uri)}")
+
+
+@main.command("pareto")
+@click.argument("search")
+@TRACKING
+@JSON
+@refusing_bad_input
+def pareto_command(search: str, tracking_uri: str | None, as_json: bool) -> None:
+    """The configurations that no other beats on all objectives at once."""
+    record = Results(_uri(tracking_uri)).search(search)
+    if as_json:
+        front = [export(record, trial) for trial in pareto(record)]
+        click.echo(json.dumps({"search_id": record.id, "pareto": front, "notices": notices(record)}, indent=2))
+    else:
+        _print_front(record)
+
+
+@main.command("best")
+@click.argument("search")
+@click.option("--maximize", metavar="METRIC", help="Metric to rank by; default: the first objective of the search.")
+@click.option("--minimize", metavar="METRIC", help="As --maximize, the other way.")
+@click.option("--where", multiple=True, metavar="'METRIC<=X'", help="Condition; may be given several times.")
+@click.option("--format", "style", type=click.Choice(["json", "yaml", "table"]), default="yaml", show_default=True)
+@TRACKING
+@refusing_bad_input
+def best_command(
+    search: str,
+    maximize: str | None,
+    minimize: str | None,
+    where: tuple[str, ...],
+    style: str,
+    tracking_uri: str | None,
+) -> None:
+    """The best configuration, for the program that launches the real run."""
+    record = Results(_uri(tracking_uri)).search(search)
+    trial = best(record, maximize, minimize, where)
+    if style == "table":
+        click.echo(trials_table(record, [trial]))
+    elif style == "json":
+        click.echo(json.dumps(export(record, trial), indent=2))
+    else:
+        click.echo(yaml.safe_dump(export(record, trial), sort_keys=False), nl=False)
+    for notice in notices(record, maximize or minimize):
+        click.echo(f"note: {notice}", err=True)
+
+
+@main.command()
+@click.argument("text", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Prefix of the .bin and .idx to write.")
+@refusing_bad_input
+def data(text: tuple[Path, ...], out: Path) -> None:
+    """Prepare training tokens (one a byte, 257 in all) from text files and folders."""
+    from trainables.data import DataError, prepare
+
+    try:
+        made = prepare(text, out)
+    except DataError as error:
+        raise InputError(str(error)) from None
+    skipped = f", {made.skipped_files} files skipped" if made.skipped_files else ""
+    click.echo(f"{made.tokens:,} tokens of {made.documents:,} documents in {made.prefix}.bin and .idx{skipped}")
+
+
+@main.command()
+@click.option("--port", default=5000, show_default=True, help="Port on this machine's loopback address.")
+@TRACKING
+@refusing_bad_input
+def ui(port: int, tracking_uri: str | None) -> None:
+    """Open MLflow's web pages on the record, for this machine alone."""
+    uri = _uri(tracking_uri)
+    if uri.startswith(("http://", "https://")):
+        raise InputError(f"{uri} serves its own pages; open it in a browser")
+    if not Wattune(uri).searches():
+        raise InputError(f"nothing is recorded at {uri} yet")
+    found = store.open_client(uri).get_experiment_by_name(store.EXPERIMENT)
+    assert found is not None
+    experiment = found.experiment_id
+    page = f"http://127.0.0.1:{port}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+    click.echo(f"{page}    (Ctrl-C ends it)")
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--workers", "1"]
+    command += ["--default-artifact-root", Home.locate().artifacts, "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    try:
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+def _uri(explicit: str | None) -> str:
+    return tracking_uri(explicit)
+
+
+def _info(info: SearchInfo) -> dict[str, Any]:
+    return asdict(info) | {"started": info.started.isoformat()}
+
+
+def _print_front(record: SearchRecord) -> None:
+    front = pareto(record)
+    click.echo(f"\nPareto front of {', '.join(record.objectives)}, of {len(record.trials)} trials:\n")
+    click.echo(trials_table(record, front))
+    if front:
+        click.echo("\nBest on each objective:")
+        for metric, direction in record.objectives.items():
+            if any(metric in trial.metrics for trial in front):
+                trial = best(record, **{direction: metric})
+                figure = format(trial.metrics[metric], FIGURES.get(metric, ("", ".4g"))[1])
+                click.echo(f"  {heading(metric)}: {figure}  {trial.label}")
+    for notice in notices(record):
+        click.echo(f"note: {notice}")
+
+
+def _print_plan(spec: SearchSpec, as_json: bool) -> None:
+    space = spec.legal
+    if as_json:
+        counts = {"combinations": space.combinations, "distinct": space.distinct, "refused": space.refused}
+        points = [point.to_dict() for point in space.points]
+        click.echo(json.dumps(counts | {"reasons": space.reasons, "points": points}, indent=2))
+        return
+    click.echo(
+        f"{spec.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
+        f"{len(space.points)} legal"
+    )
+    if space.refused:
+        rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
+        click.echo("\n" + render(["refused by", "layouts", "for example"], rows))
+    columns = {
+        "layout": lambda p: p.label,
+        "microbatches": lambda p: str(p.gradient_accumulation_steps),
+        "precision": lambda p: p.precision,
+    }
+    click.echo("\n" + render(list(columns), [[show(point) for show in columns.values()] for point in space.points]))
+
+
+if __name__ == "__main__":
+    main()

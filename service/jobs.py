@@ -1,0 +1,193 @@
+"""Searches as jobs of a Ray cluster: hand one in, follow what it prints, end it.
+
+An address is the URL of the cluster's job server, which is Ray's dashboard: `http://head:8265`. RAY_ADDRESS and
+RAY_API_SERVER_ADDRESS, which Ray itself would put above it, do not change it.
+
+A cluster with token authentication, which `ray start` turns on where it finds a token, wants the same token from
+everybody. It is taken from RAY_AUTH_TOKEN, else from the file that RAY_AUTH_TOKEN_PATH names, else from
+~/.ray/auth_token; RAY_AUTH_MODE need not be set.
+
+A search's id is also its job's. The job runs `wattune run` on the head node, with the `wattune` that is on the PATH of
+`ray start`, else with the submitter's own where the head has it at the same path. Its state directory is the
+WATTUNE_HOME that `ray start` had, by default ~/.wattune on the head: Ray throws a job's working directory away.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from service import store
+from service.errors import InputError
+from service.spec import SearchSpec, dump_spec, new_search_id
+from trainables.data import located
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+PROBE_S = 5.0
+POLL_S = 1.0
+START_S = 60.0
+STOP_S = 30  # what a driver gets to close its record; Ray's own 3 s are short for a tracking server far away
+_MARK = "wattune.search"  # the metadata by which a search is told from other jobs of the cluster
+
+
+def submit(spec: SearchSpec, address: str, tracking_uri: str) -> str:
+    """Hand a search to the cluster at `address`, where it goes on without this process, and return its id.
+
+    Returns once the search's record has begun; or after a minute, should the cluster be too busy to start it.
+    `tracking_uri` has to be an MLflow server that this process and the cluster's head both reach under that URL. The
+    MLFLOW_TRACKING_* variables of this process, such as user and password, go to the search as well. A relative path
+    in `data` is taken from the working directory here; the file must be at that absolute path on every node.
+
+    Raises `InputError`, with nothing submitted, for a store that is no server or an address that cannot be used; and
+    with the reason of the search itself, should it find its data, its cluster or its store unusable over there.
+    """
+    if not tracking_uri.startswith(("http://", "https://")):
+        raise InputError(
+            f"tracking URI {store.shown(tracking_uri)!r}: a cluster needs an MLflow server to record in; "
+            "start one with `mlflow server` and give its URL by --tracking-uri or MLFLOW_TRACKING_URI"
+        )
+    if not store.reachable(tracking_uri):
+        raise InputError(f"tracking URI {store.shown(tracking_uri)!r}: no server answers there")
+    search_id = new_search_id(spec)
+    bin_directory = shlex.quote(str(Path(sys.executable).parent))
+    variables = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_TRACKING_")}
+    with _cluster(address) as client, tempfile.TemporaryDirectory() as directory:
+        Path(directory, "spec.yaml").write_text(
+            dump_spec(spec.model_copy(update={"data": located(spec.data)})), encoding="utf-8"
+        )
+        client.submit_job(
+            submission_id=search_id,
+            entrypoint=f'export PATH="$PATH":{bin_directory} WATTUNE_HOME="${{WATTUNE_HOME:-$HOME/.wattune}}"; '
+            f"exec wattune run spec.yaml --search-id {search_id}",
+            runtime_env={
+                "working_dir": directory,
+                "env_vars": variables | {"MLFLOW_TRACKING_URI": tracking_uri, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)},
+            },
+            metadata={_MARK: spec.name},
+        )
+        _await_start(client, search_id)
+    return search_id
+
+
+def logs(search: str, address: str) -> Iterator[str]:
+    """The lines, each with its line end, that a search has printed and goes on to print until its job has ended."""
+    with _cluster(address) as client:
+        search_id, _ = _find(client, search, address)
+        told = 0
+        while True:
+            ended = client.get_job_status(search_id).is_terminal()
+            text = client.get_job_logs(search_id)[told:]
+            whole = len(text) if ended else text.rfind("\n") + 1
+            yield from text[:whole].splitlines(keepends=True)
+            if ended:
+                return
+            told += whole
+            time.sleep(POLL_S)
+
+
+def stop(search: str, address: str) -> None:
+    """Ask a search to end at once. Its record is closed as `stopped`, and what was recorded stays."""
+    with _cluster(address) as client:
+        search_id, status = _find(client, search, address)
+        if status.is_terminal():
+            raise InputError(f"search {search_id} is not running: its job has {status.lower()}")
+        client.stop_job(search_id)
+
+
+def job_status(search: str, address: str) -> str:
+    """Ray's word for the state of the search's job: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+    with _cluster(address) as client:
+        return _find(client, search, address)[1].value
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[JobSubmissionClient]:
+    """Ray's client for the job server at `address`; its failures become one line each."""
+    headers = _probe(address)
+    import requests
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # they tell of every package they send
+    try:
+        with patch.dict(os.environ):
+            for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+                os.environ.pop(name, None)
+            client = JobSubmissionClient(address, headers=headers)
+        yield client
+    except (RuntimeError, ConnectionError, AuthenticationError, requests.RequestException) as error:
+        raise InputError(f"address {address}: {store.first_line(error)}") from error
+
+
+def _await_start(client: JobSubmissionClient, search_id: str) -> None:
+    """Return once the search says that it has begun. Raises `InputError` with its last words if it ends before that."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        job = client.get_job_info(search_id)
+        if f"\nsearch {search_id}:" in client.get_job_logs(search_id):
+            return
+        if job.status.is_terminal():
+            words = (job.message or "").strip().splitlines() or [f"its job has {job.status.lower()}"]
+            raise InputError(f"search {search_id} did not start: {words[-1].removeprefix('wattune: ')}")
+        time.sleep(POLL_S)
+
+
+def _probe(address: str) -> dict[str, str]:
+    """The headers with which the job server at `address` answers, within `PROBE_S`; Ray's client waits without end."""
+    import requests
+
+    if not address.startswith(("http://", "https://")):
+        raise InputError(f"address {address!r}: give the URL of Ray's job server, such as http://head:8265")
+    token = _token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = requests.get(f"{address.rstrip('/')}/api/version", headers=headers, timeout=PROBE_S)
+        known = "ray_version" in answer.text
+    except requests.RequestException as error:
+        raise InputError(f"address {address}: no Ray job server answers there ({type(error).__name__})") from None
+    if answer.status_code == 401:
+        raise InputError(
+            f"address {address}: the cluster asks for its token; put it into ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+    if answer.status_code == 403:
+        raise InputError(f"address {address}: the token in use is not the cluster's; see ~/.ray/auth_token")
+    if not known:
+        raise InputError(f"address {address}: what answers there is not Ray's job server; its port is 8265 by default")
+    return headers
+
+
+def _token() -> str | None:
+    """The cluster's token, from where Ray looks for it, in Ray's order."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        return None
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token.strip()
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def _find(client: JobSubmissionClient, search: str, address: str) -> tuple[str, JobStatus]:
+    """Id and state of the search with this id, or with the only id that starts so."""
+    jobs = {
+        job.submission_id: job.status
+        for job in client.list_jobs()
+        if job.submission_id and _MARK in (job.metadata or {})
+    }
+    matches = [search] if search in jobs else [known for known in jobs if search and known.startswith(search)]
+    if len(matches) > 1:
+        raise InputError(f"search {search!r} is ambiguous: {', '.join(sorted(matches))}")
+    if not matches:
+        raise InputError(f"search {search!r} is unknown at {address}: no such search was submitted there")
+    return matches[0], jobs[matches[0]]

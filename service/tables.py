@@ -1,0 +1,78 @@
+"""Plain-text tables for terminals and log files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.results import SearchInfo, SearchRecord, TrialRecord
+
+# Columns of a table of trials: heading, metric, number format. The objectives of a search come first, whatever they are.
+FIGURES = {
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tokens_per_s_per_gpu": ("tokens/s/GPU", ",.0f"),
+    "joules_per_token": ("J/token", ".4g"),
+    "throttle_ratio": ("throttle", ".2%"),
+    "power_cap_ratio": ("power cap", ".1%"),
+    "mean_power_w": ("power W", ",.0f"),
+    "mfu": ("MFU", ".1%"),
+    "step_time_s": ("step s", ".4g"),
+    "peak_memory_gib": ("memory GiB", ".1f"),
+    "peak_gpu_temp_c": ("GPU degC", ".0f"),
+}
+ALWAYS = ("tokens_per_s_per_gpu", "mfu", "peak_memory_gib")
+
+
+def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; all but the first are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = [headings, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def trials_table(search: SearchRecord, trials: Sequence[TrialRecord]) -> str:
+    """One row a trial: its layout and its figures. Estimated figures are marked with an asterisk, missing with a dash."""
+    metrics = list(dict.fromkeys([*search.objectives, *ALWAYS]))
+    metrics = [m for m in metrics if m in search.objectives or any(m in trial.metrics for trial in trials)]
+    headings = ["layout", *(FIGURES.get(metric, (metric, ""))[0] for metric in metrics)]
+    return render(headings, [[trial.label, *(_cell(trial, metric) for metric in metrics)] for trial in trials])
+
+
+def searches_table(searches: Sequence[SearchInfo]) -> str:
+    """One row a search: what it tried, how it stands and its best figures."""
+    rows = [
+        [
+            info.id,
+            info.status,
+            f"{info.started:%Y-%m-%d %H:%M} UTC",
+            info.model,
+            info.accelerator,
+            " ".join(f"{count} {status}" for status, count in info.trials.items()) or "none",
+            ", ".join(
+                f"{_figure(metric, value)}{'*' if metric in info.estimated else ''} {heading(metric)}"
+                for metric, value in info.best.items()
+            )
+            or "-",
+        ]
+        for info in searches
+    ]
+    return render(["search", "status", "started", "model", "accelerator", "trials", "best"], rows)
+
+
+def heading(metric: str) -> str:
+    return FIGURES.get(metric, (metric, ""))[0]
+
+
+def _figure(metric: str, value: float) -> str:
+    return format(value, FIGURES.get(metric, ("", ".4g"))[1])
+
+
+def _cell(trial: TrialRecord, metric: str) -> str:
+    if metric not in trial.metrics:
+        return "-"
+    return _figure(metric, trial.metrics[metric]) + ("*" if trial.methods.get(metric) == "estimated" else "")

@@ -1,0 +1,85 @@
+"""Parameter and FLOP counts against the papers, and against the model that is really built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from search_spaces.models import PRESETS, ModelShape
+from trainables.model import Parts
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("llama3-1b", 1_235_814_400), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+)
+def test_llama3_sizes_as_published(preset: str, parameters: int) -> None:
+    assert PRESETS[preset].parameters == parameters
+
+
+@pytest.mark.parametrize("preset", ["gpt3-1.3b", "gpt3-13b", "gpt3-175b"])
+def test_gpt3_sizes(preset: str) -> None:
+    """Narayanan et al. 2021, equation 2: 12 l h^2 (1 + 13 / 12h + (V + s) / 12lh); it leaves out the final norm."""
+    shape = PRESETS[preset]
+    layers, hidden, tables = shape.layers, shape.hidden, shape.vocab + shape.max_sequence_length
+    final_norm = 2 * hidden
+    assert shape.parameters == 12 * layers * hidden**2 + 13 * layers * hidden + tables * hidden + final_norm
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("gpt3-1.3b", 1.3), ("gpt3-13b", 13.0), ("gpt3-175b", 175.0)])
+def test_gpt3_names_tell_the_size(preset: str, billions: float) -> None:
+    assert PRESETS[preset].parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 3))
+    return ModelShape(
+        family=draw(st.sampled_from(["llama", "gpt"])),
+        layers=draw(st.integers(1, 3)),
+        hidden=heads * 2 * draw(st.integers(1, 4)),
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_hidden=draw(st.integers(1, 40)),
+        vocab=draw(st.integers(1, 50)),
+        max_sequence_length=draw(st.integers(8, 20)),
+        tie_embeddings=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_counts_equal_the_model_that_is_built(shape: ModelShape) -> None:
+    parts = Parts(shape, 8, 0, torch.device("cpu"))
+    embedding, blocks, head = parts.embedding(), [parts.block(i) for i in range(shape.layers)], parts.head()
+    if shape.tie_embeddings:
+        head.output.weight = embedding.tokens.weight
+    whole = nn.ModuleList([embedding, *blocks, head])
+    assert shape.parameters == sum(parameter.numel() for parameter in whole.parameters())
+    assert shape.block_parameters == sum(parameter.numel() for parameter in blocks[0].parameters())
+
+
+def test_flops_of_llama3_8b_worked_by_hand() -> None:
+    """PaLM, appendix B: 6 (8 030 261 248 - 128 256 x 4096 of the token table) + 12 x 32 x 4096 x 8192."""
+    assert PRESETS["llama3-8b"].flops_per_token(8192) == 45_029_548_032 + 12_884_901_888
+
+
+@pytest.mark.parametrize("preset", ["gpt3-1.3b", "gpt3-13b", "gpt3-175b"])
+def test_flops_agree_with_the_megatron_paper(preset: str) -> None:
+    """Narayanan et al. 2021, equation 3, with 72 for 96 as nothing is recomputed; no norms, no biases."""
+    shape, sequence = PRESETS[preset], 2048
+    layers, hidden = shape.layers, shape.hidden
+    head = shape.vocab / (12 * layers * hidden)
+    expected = 72 * layers * hidden**2 * (1 + sequence / (6 * hidden) + head)
+    assert shape.flops_per_token(sequence) == pytest.approx(expected, rel=1e-3)
+
+
+def test_tying_the_embeddings_saves_parameters_but_no_flops() -> None:
+    untied = PRESETS["tiny-llama"]
+    tied = ModelShape(**{**vars(untied), "tie_embeddings": True})
+    assert untied.parameters - tied.parameters == untied.vocab * untied.hidden
+    assert untied.flops_per_token(128) == tied.flops_per_token(128)

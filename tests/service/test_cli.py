@@ -1,0 +1,143 @@
+"""The command line as a person or a program meets it: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from service.cli import main
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "model": "tiny-llama",
+    "data": "synthetic",
+    "sequence_length": 64,
+    "global_batch_size": 8,
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu"},
+    "space": {"engine": ["megatron"], "tensor_parallel_size": [1, 2], "precision": "fp32"},
+}
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with no store named in the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WATTUNE_HOME", "MLFLOW_TRACKING_URI", "RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def spec_file(folder: Path, **changes: Any) -> str:
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(TINY | changes))
+    return str(path)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """One clear line on standard error, nothing on standard output, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    line = result.stderr.rstrip("\n")
+    assert "\n" not in line and line.startswith("wattune: "), result.stderr
+    for word in words:
+        assert word in line
+
+
+BAD_SPECS = {
+    "unknown field": ({"colour": 1}, ("colour", "sequence_length")),
+    "tensor parallel size that does not divide heads": (
+        {"space": {"tensor_parallel_size": [3]}},
+        ("space.tensor_parallel_size", "3", "4 heads", "1, 2"),
+    ),
+    "global batch that no layout divides": (
+        {"global_batch_size": 7, "space": {"micro_batch_size": [2, 4]}},
+        ("global_batch_size", "7"),
+    ),
+    "empty space": ({"space": {"engine": []}}, ("space.engine",)),
+    "space without a legal layout": (
+        {"space": {"zero_stage": [2, 3], "pipeline_parallel_size": 2}, "cluster": {**TINY["cluster"], "gpus_per_node": 4}},
+        ("space", "zero_with_pipeline"),
+    ),
+    "unknown model": ({"model": "llama9"}, ("model", "llama9", "llama3-8b")),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "submit"])
+@pytest.mark.parametrize(("changes", "words"), BAD_SPECS.values(), ids=list(BAD_SPECS))
+def test_bad_spec_is_refused_by_every_command(
+    command: str, changes: dict[str, Any], words: tuple[str, ...], empty: Path
+) -> None:
+    address = ["--address", "http://127.0.0.1:1"] if command == "submit" else []
+    assert_refused(call(command, spec_file(empty, **changes), *address), *words)
+    assert [path.name for path in empty.iterdir()] == ["spec.yaml"]
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_spec_that_cannot_be_read_is_refused(command: str, empty: Path) -> None:
+    assert_refused(call(command, "nowhere.yaml"), "nowhere.yaml")
+    (empty / "broken.yaml").write_text("name: [tiny\nmodel: x")
+    assert_refused(call(command, "broken.yaml"), "broken.yaml", "line 2")
+
+
+def test_data_that_are_not_tokens_are_refused_before_anything_starts(empty: Path) -> None:
+    assert_refused(call("run", spec_file(empty, data="nothing/here")), "data", "nothing/here")
+    (empty / "notes.npy").write_text("these are no tokens")
+    assert_refused(call("run", spec_file(empty, data="notes.npy")), "data", "notes.npy")
+    assert not (empty / ".wattune").exists()
+
+
+def test_unreachable_addresses_are_refused(empty: Path) -> None:
+    spec = spec_file(empty)
+    nobody = "http://127.0.0.1:1"
+    assert_refused(call("submit", spec, "--address", nobody, "--tracking-uri", nobody), nobody)
+    assert_refused(call("logs", "some-search", "--address", nobody), nobody)
+    assert_refused(call("stop", "some-search", "--address", nobody), nobody)
+    assert_refused(call("run", spec, "--tracking-uri", nobody), nobody)
+    assert_refused(call("best", "some-search", "--tracking-uri", nobody), nobody)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:1"])
+def test_ray_address_that_does_not_answer_is_refused(
+    address: str, empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert_refused(call("run", spec_file(empty)), "RAY_ADDRESS")
+
+
+@pytest.mark.parametrize("command", ["status", "pareto", "best"])
+def test_unknown_search_is_refused(command: str, empty: Path) -> None:
+    assert_refused(call(command, "no-such-search"), "no-such-search")
+    assert list(empty.iterdir()) == []
+
+
+def test_plan_counts_and_explains(empty: Path) -> None:
+    space = {"engine": ["megatron", "deepspeed"], "tensor_parallel_size": [1, 2], "pipeline_parallel_size": [1, 2]}
+    spec = spec_file(empty, space=space)
+    told = json.loads(call("plan", spec, "--json").stdout)
+    assert told["combinations"] == 8
+    assert told["distinct"] == len(told["points"]) + sum(told["refused"].values())
+    assert set(told["refused"]) == set(told["reasons"]) == {"gpus_divide"}
+    shown = call("plan", spec).stdout
+    assert "8 combinations" in shown and "gpus_divide" in shown
+    assert all(f"dp{p['data_parallel_size']} tp{p['tensor_parallel_size']}" in shown for p in told["points"])
+
+
+def test_data_prepares_tokens_that_plan_and_run_accept(empty: Path) -> None:
+    (empty / "book.txt").write_text("It was the best of times. " * 50)
+    assert call("data", "book.txt", "--out", "tokens").exit_code == 0
+    assert sorted(path.name for path in empty.iterdir()) == ["book.txt", "tokens.bin", "tokens.idx"]
+    assert_refused(call("data", "missing.txt", "--out", "other"), "missing.txt")
+
+
+def test_list_of_an_empty_home_says_so(empty: Path) -> None:
+    assert "no searches" in call("list").stdout
+    assert json.loads(call("list", "--json").stdout) == []

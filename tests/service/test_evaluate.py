@@ -1,0 +1,233 @@
+"""The arithmetic between what a gang's ranks and the nodes' telemetry report and what the record holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+
+from search_spaces.config import TrialConfig
+from service.evaluate import make_request, methods, metrics, node_windows, run_on_gang
+from service.spec import METRICS, SearchSpec
+from telemetry.samples import THROTTLE_CAUSES
+from telemetry.window import DeviceWindow, WindowSummary
+from trainables.child import Outcome
+from trainables.mailbox import Mailbox, Member
+from trainables.measure import Protocol, Timing
+from trainables.result import NodeWindow, TrialResult
+from trainables.trial import RankReport
+
+SECOND = 1_000_000_000
+
+
+def make_spec(accelerator: str = "h200") -> SearchSpec:
+    return SearchSpec.model_validate(
+        {
+            "name": "arithmetic",
+            "model": "tiny-llama",
+            "data": "synthetic",
+            "sequence_length": 128,
+            "global_batch_size": 16,
+            "cluster": {"gpus_per_node": 8, "accelerator": accelerator},
+            "space": {"num_gpus": [4]},
+            "measurement": {"steady_steps": 4, "window_s": 7, "deadline_s": 99},
+            "seed": 5,
+        }
+    )
+
+
+CONFIG = TrialConfig("megatron", 4, 1, 1, 0, 1, 16, "none", False, False, "bf16")
+TIMING = Timing(
+    warmup_steps_s=(9.0, 2.0, 2.0),
+    window_steps_s=(2.0, 2.0, 4.0, 2.0),
+    start_ns=100 * SECOND,
+    end_ns=110 * SECOND,
+    compile_s=7.0,
+)
+
+
+def ranks(count: int, peaks: list[float | None], device: str | None = "GPU") -> list[Outcome]:
+    return [
+        Outcome(
+            "ok",
+            phase="report",
+            report=RankReport(
+                rank=rank,
+                device=device and f"{device}-{rank}",
+                timing=replace(TIMING, start_ns=TIMING.start_ns + rank, end_ns=TIMING.end_ns + rank),
+                losses=(6.0, 5.0, 4.5),
+                grad_norms=(1.0, 1.0, 1.0),
+                peak_memory_gib=peaks[rank],
+                environment={"torch": "2"},
+            ),
+        )
+        for rank in range(count)
+    ]
+
+
+def device_window(device: str, energy_j: float | None, **changes: Any) -> DeviceWindow:
+    return replace(
+        DeviceWindow(
+            device=device,
+            duration_s=10.0,
+            energy_j=energy_j,
+            energy_method="counter",
+            throttle_s=dict.fromkeys(THROTTLE_CAUSES, 0.0) | {"power_cap": 5.0},
+            thermal_throttle_s=(1.0, 2.0),
+            mean_sm_clock_mhz=1500.0,
+            mean_gpu_temp_c=60.0,
+            peak_gpu_temp_c=65.0,
+            peak_hbm_temp_c=None,
+            sample_count=100,
+            problems=(),
+        ),
+        **changes,
+    )
+
+
+SUMMARY = WindowSummary(tuple(device_window(f"GPU-{rank}", 2560.0) for rank in range(4)), peak_power_w=1400.0)
+
+
+def test_speed_and_efficiency_follow_from_the_window() -> None:
+    spec = make_spec()
+    found = metrics(ranks(4, [1.0, 3.5, 2.0, 3.0]), SUMMARY, spec, gang_s=25.0)
+    tokens = 16 * 128 * 4
+    assert found["tokens_per_s"] == pytest.approx(tokens / 10)
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens / 10 / 4)
+    flops = spec.shape.flops_per_token(128) * tokens / 10
+    assert found["mfu"] == pytest.approx(flops / (4 * 989.4e12))
+    assert found["step_time_s"] == 2.0  # the median: one slow step does not move it
+    assert found["joules_per_token"] == pytest.approx(4 * 2560 / tokens)
+    assert found["mean_power_w"] == pytest.approx(4 * 256)
+    assert found["peak_power_w"] == 1400.0
+    assert found["throttle_ratio"] == pytest.approx(0.1)
+    assert found["power_cap_ratio"] == pytest.approx(0.5)
+    assert found["peak_memory_gib"] == 3.5
+    assert found["final_loss"] == 4.5
+
+
+def test_the_gang_s_time_is_split_into_compile_warm_up_window_and_overhead() -> None:
+    found = metrics(ranks(4, [None] * 4), SUMMARY, make_spec(), gang_s=25.0)
+    parts = [found[name] for name in ("compile_time_s", "warmup_time_s", "window_time_s", "trial_overhead_s")]
+    assert parts == [7.0, 6.0, 10.0, 2.0]
+
+
+def test_every_metric_that_a_spec_can_name_is_given() -> None:
+    assert set(METRICS) <= set(metrics(ranks(4, [None] * 4), SUMMARY, make_spec(), gang_s=25.0))
+
+
+def test_what_is_not_known_is_none() -> None:
+    unknown = replace(SUMMARY, devices=(device_window("node", None, energy_method=None),), peak_power_w=None)
+    found = metrics(ranks(4, [None] * 4, device=None), unknown, make_spec("cpu"), gang_s=25.0)
+    names = ("mfu", "joules_per_token", "mean_power_w", "peak_power_w", "peak_hbm_temp_c", "peak_memory_gib")
+    assert [found[name] for name in names] == [None] * len(names)
+    assert found["tokens_per_s"] == pytest.approx(16 * 128 * 4 / 10)
+    assert "joules_per_token" not in methods(unknown)
+
+
+def test_energy_per_token_is_labelled_as_the_energy_is() -> None:
+    assert methods(SUMMARY)["joules_per_token"] == "counter"
+    estimated = replace(SUMMARY, devices=(device_window("node", 10.0, energy_method="estimated"),))
+    assert methods(estimated)["joules_per_token"] == "estimated"
+    assert methods(estimated)["mean_power_w"] == "estimated"
+
+
+def members(nodes: list[str]) -> list[Member]:
+    return [Member(rank, rank, node, "host", 1 if rank == 0 else None) for rank, node in enumerate(nodes)]
+
+
+def test_each_node_has_its_own_window_with_the_gpus_that_worked() -> None:
+    windows = node_windows(ranks(4, [None] * 4), members(["a", "a", "b", "b"]), {})
+    assert windows == (
+        NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("GPU-0", "GPU-1")),
+        NodeWindow("b", TIMING.start_ns + 2, TIMING.end_ns + 2, ("GPU-2", "GPU-3")),
+    )
+
+
+def test_workers_that_a_trial_leaves_idle_are_not_measured() -> None:
+    windows = node_windows(ranks(3, [None] * 3), members(["a", "b", "a", "b", "c", "c"]), {})
+    assert [(window.node_id, window.devices) for window in windows] == [("a", ("GPU-0", "GPU-2")), ("b", ("GPU-1",))]
+
+
+class NodeTelemetry:
+    """Answers for a node as `telemetry.actor.Telemetry` does, with the figures it was given."""
+
+    def __init__(self, device: str, energy_j: float, problems: tuple[str, ...] = ()) -> None:
+        self.device, self.energy_j, self.problems = device, energy_j, problems
+
+    def describe(self) -> dict[str, Any]:
+        return {"devices": [{"uuid": self.device}]}
+
+    def window(self, start_ns: int, end_ns: int, devices: tuple[str, ...]) -> WindowSummary:
+        assert (start_ns, end_ns) == (TIMING.start_ns, TIMING.end_ns)
+        windows = [device_window(device, self.energy_j, problems=self.problems) for device in devices]
+        return WindowSummary(tuple(windows), peak_power_w=300.0)
+
+
+@pytest.mark.timeout(120)
+def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None:
+    telemetry = {"a": ray.remote(num_cpus=0)(NodeTelemetry).remote("cpu-of-a", 1.0)}
+    outcomes = ranks(2, [None] * 2, device=None)
+    assert node_windows(outcomes, members(["a", "a"]), telemetry) == (
+        NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("cpu-of-a",)),
+    )
+
+
+def test_a_request_carries_the_spec_s_own_words() -> None:
+    spec = make_spec()
+    request = make_request("t1", CONFIG, spec)
+    assert (request.trial_id, request.config, request.model) == ("t1", CONFIG, spec.shape)
+    assert (request.data, request.sequence_length, request.seed) == ("synthetic", 128, 5)
+    assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5)
+    assert request.deadline_s == 99.0
+
+
+def answering(outcomes: list[Outcome]) -> Any:
+    """A gang's mailbox with one worker a rank, each of which hands in the outcome that is written for it."""
+    size = len(outcomes)
+    mailbox = ray.remote(num_cpus=0, max_concurrency=100)(Mailbox).remote(size)
+
+    @ray.remote(num_cpus=0)
+    def worker(rank: int, mailbox: Any) -> None:
+        member = Member(rank, rank, "a", "host", 1 if rank == 0 else None)
+        ray.get(mailbox.join.remote("first", member))
+        order = ray.get(mailbox.next.remote(rank, 0))
+        timing = replace(TIMING)
+        outcome = outcomes[rank]
+        if outcome.report is not None:
+            outcome = replace(outcome, report=replace(outcome.report, timing=timing))
+        ray.get(mailbox.hand_in.remote(rank, order.number, outcome))
+
+    for rank in range(size):
+        worker.remote(rank, mailbox)
+    return mailbox
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None:
+    spec = make_spec()
+    telemetry = {"a": ray.remote(num_cpus=0)(NodeTelemetry).remote("unused", 2560.0, ("GPU-1: was reset",))}
+    result = run_on_gang(
+        make_request("t1", CONFIG, spec), spec, answering(ranks(4, [1.0] * 4)), telemetry, {"gpu": "H200"}
+    )
+    assert (result.trial_id, result.config, result.status) == ("t1", CONFIG, "ok")
+    assert result.metrics["joules_per_token"] == pytest.approx(4 * 2560 / (16 * 128 * 4))
+    assert result.methods["joules_per_token"] == "counter"
+    assert result.step_times_s == TIMING.window_steps_s
+    assert result.losses == (6.0, 5.0, 4.5)
+    assert [window.devices for window in result.windows] == [("GPU-0", "GPU-1", "GPU-2", "GPU-3")]
+    assert result.environment == {"gpu": "H200", "torch": "2"}
+    assert result.cause is not None
+    assert "GPU-1: was reset" in result.cause
+    assert TrialResult.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
+    outcomes = [Outcome("aborted"), Outcome("oom", "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
+    spec, config = make_spec(), replace(CONFIG, num_gpus=2)
+    result = run_on_gang(make_request("t2", config, spec), spec, answering(outcomes), {}, {})
+    assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")
+    assert (result.metrics, result.windows) == ({}, ())

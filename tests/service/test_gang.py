@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from service.gang import Gang, Pool, resources_per_worker
+from service.spec import ClusterSpec
+from trainables.child import Outcome
+from trainables.data import SYNTHETIC
+from trainables.mailbox import Mailbox
+from trainables.measure import Protocol
+from trainables.trial import TrialRequest
+
+CLUSTER = ClusterSpec(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
+MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
+CONFIG = TrialConfig("megatron", 2, 1, 1, 0, 2, 8, "none", False, False, "fp32")
+SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
+ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
+REQUEST = TrialRequest("trial", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
+
+Begin = Callable[..., Any]
+trial_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def gang(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"))
+    yield gang
+    gang.close()
+
+
+@pytest.fixture
+def begin(gang: Gang) -> Begin:
+    """Send the gang a trial; the answer is a reference to its outcomes, members and seconds."""
+
+    def send(config: TrialConfig = CONFIG, **changes: Any) -> Any:
+        name = f"trial-{next(trial_numbers)}"
+        return gang.mailbox.evaluate.remote(replace(REQUEST, trial_id=name, config=config, **changes))
+
+    return send
+
+
+def outcomes_of(reference: Any, timeout_s: float = 120) -> list[Outcome]:
+    outcomes, members, seconds = ray.get(reference, timeout=timeout_s)
+    assert [member.rank for member in members] == [0, 1]
+    assert seconds > 0
+    return outcomes
+
+
+def statuses(reference: Any) -> list[tuple[str, str | None]]:
+    return [(outcome.status, outcome.cause) for outcome in outcomes_of(reference)]
+
+
+def workers() -> list[psutil.Process]:
+    """The gang's worker processes: those under this session's Ray that keep a fork server for trials."""
+    return [process for process in psutil.Process().children(recursive=True) if is_worker(process)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return process.name().startswith("ray::") and bool(fork_servers(process))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def fork_servers(worker: psutil.Process) -> list[psutil.Process]:
+    return [child for child in worker.children() if "trainables.child" in " ".join(child.cmdline())]
+
+
+def trial_process(worker: psutil.Process) -> psutil.Process:
+    """The process in which a worker's rank of the trial under way trains, once it really does."""
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        for process in fork_servers(worker)[0].children():
+            if process.cpu_times().user > 3.0:
+                return process
+        time.sleep(0.05)
+    raise AssertionError("no trial is under way")
+
+
+@pytest.mark.timeout(240)
+def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None:
+    assert statuses(begin()) == [("ok", None)] * 2
+    before = {worker.pid for worker in workers()}
+    assert len(before) == 2
+    layouts = [
+        replace(CONFIG, engine="deepspeed", zero_stage=3),
+        replace(CONFIG, pipeline_parallel_size=2),
+        replace(CONFIG, engine="deepspeed", zero_stage=2),
+        replace(CONFIG, zero_stage=3),
+    ]
+    for layout in layouts:
+        outcomes = outcomes_of(begin(layout))
+        assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("ok", None)] * 2, layout.label
+        first, second = (outcome.report for outcome in outcomes)
+        assert first is not None
+        assert second is not None
+        assert (first.rank, second.rank) == (0, 1)
+        assert first.losses == second.losses
+        assert first.timing.window_steps_s == second.timing.window_steps_s
+    assert {worker.pid for worker in workers()} == before
+
+
+@pytest.mark.timeout(240)
+def test_a_trial_on_one_rank_leaves_the_other_idle(begin: Begin) -> None:
+    assert statuses(begin(replace(CONFIG, num_gpus=1))) == [("ok", None)]
+    assert statuses(begin()) == [("ok", None)] * 2
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_runs_out_of_memory_alone_ends_the_trial_with_its_cause(begin: Begin) -> None:
+    # Only the first of two pipeline stages holds the table of positions; the second waits for what it never gets.
+    too_large = replace(MODEL, family="gpt", kv_heads=4, max_sequence_length=2**40)
+    pipeline = replace(CONFIG, pipeline_parallel_size=2)
+    assert statuses(begin()) == [("ok", None)] * 2
+    began = time.monotonic()
+    ((status, cause),) = statuses(begin(pipeline, model=too_large))
+    assert status == "oom"
+    assert cause is not None
+    assert cause.startswith("rank 0: build: RuntimeError: ")
+    assert "can't allocate memory" in cause
+    assert time.monotonic() - began < 30
+    assert statuses(begin()) == [("ok", None)] * 2
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) -> None:
+    assert statuses(begin()) == [("ok", None)] * 2
+    before = workers()
+    trial = begin(protocol=ENDLESS)
+    trial_process(before[1]).kill()
+    began = time.monotonic()
+    ((status, cause),) = statuses(trial)
+    assert status == "crash"
+    assert cause is not None
+    print(cause)
+    assert time.monotonic() - began < 30
+    assert statuses(begin()) == [("ok", None)] * 2
+    assert [worker.pid for worker in workers()] == [worker.pid for worker in before]
+
+
+@pytest.mark.timeout(240)
+def test_a_trial_past_its_deadline_is_a_hang_and_the_gang_goes_on(begin: Begin) -> None:
+    ((status, cause),) = statuses(begin(protocol=ENDLESS, deadline_s=8))
+    assert status == "hang"
+    assert cause is not None
+    assert cause.endswith(": no result after 8 s, in phase warmup")
+    assert statuses(begin()) == [("ok", None)] * 2
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begin) -> None:
+    assert statuses(begin()) == [("ok", None)] * 2
+    before = workers()
+    trial = begin(protocol=ENDLESS)
+    orphans = [trial_process(worker) for worker in before]
+    before[1].kill()
+    began = time.monotonic()
+    assert statuses(trial) == [("crash", "a worker process of the gang died; the gang was started anew")]
+    crashed_s = time.monotonic() - began
+    assert statuses(begin()) == [("ok", None)] * 2
+    recovered_s = time.monotonic() - began
+    print(f"known after {crashed_s:.1f} s, next trial done after {recovered_s:.1f} s")
+    assert recovered_s < 60
+    assert not any(process.is_running() for process in (*before, *orphans))
+
+
+@pytest.mark.timeout(60)
+def test_a_pool_lends_each_gang_to_one_trial_at_a_time(ray_session: Any) -> None:
+    mailboxes = [ray.remote(num_cpus=0)(Mailbox).remote(1) for _ in range(2)]
+    pool = ray.remote(num_cpus=0, max_concurrency=10)(Pool).remote(mailboxes)
+    first, second = (ray.get(pool.lease.remote(name), timeout=30) for name in ("a", "b"))
+    assert {first, second} == set(mailboxes)
+    third = pool.lease.remote("c")
+    assert ray.wait([third], timeout=0.5) == ([], [third])
+    ray.get([pool.release.remote("b"), pool.release.remote("b")], timeout=30)
+    assert ray.get(third, timeout=30) == second
+    fourth = pool.lease.remote("d")
+    assert ray.wait([fourth], timeout=0.5) == ([], [fourth])
+
+
+def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:
+    assert resources_per_worker(CLUSTER) == {"CPU": 0.5}
+    h200 = ClusterSpec(gpus_per_node=8, accelerator="h200", cpus_per_worker=2)
+    assert resources_per_worker(h200) == {"CPU": 2, "GPU": 1}

@@ -1,0 +1,88 @@
+"""What a person reads while a search runs."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from service.progress import Progress
+from service.spec import BudgetSpec
+from trainables.result import TrialResult
+
+OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
+CONFIG = TrialConfig("megatron", 4, 2, 1, 1, 2, 16, "none", True, False, "bf16")
+
+
+def ok(rate: float, joules: float | None, method: str = "counter") -> TrialResult:
+    metrics = {"tokens_per_s": rate, "joules_per_token": joules, "throttle_ratio": None}
+    return TrialResult("t", CONFIG, "ok", metrics=metrics, methods={"joules_per_token": method})
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def make(trials: int = 10, began_ago_s: float = 0.0, **budget: float) -> Progress:
+    return Progress(OBJECTIVES, BudgetSpec.model_validate(budget), trials, began=time.monotonic() - began_ago_s)
+
+
+def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    make(began_ago_s=65).started(CONFIG.label)
+    assert lines_of(capsys) == ["[  1:05] start  megatron 4gpu dp2 tp2 pp1 zero1 mbs2 sp"]
+
+
+def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    make().finished(ok(1234.5, 0.0665))
+    trial, search = lines_of(capsys)
+    assert re.fullmatch(r"\[  0:00\] ok     megatron 4gpu dp2 tp2 pp1 zero1 mbs2 sp: 1234 tok/s, 0.0665 J/tok", trial)
+    assert "trial 1 of at most 10; best so far: 1234 tok/s, 0.0665 J/tok; about" in search
+
+
+@pytest.mark.parametrize("status", ["oom", "hang", "crash", "invalid"])
+def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: str) -> None:
+    make().finished(TrialResult("t", CONFIG, status, "rank 1 ran out of memory"))
+    trial, search = lines_of(capsys)
+    assert re.search(rf"\] {status} +megatron 4gpu .*: rank 1 ran out of memory$", trial)
+    assert "trial 1 of at most 10; best so far: none yet" in search
+
+
+def test_best_so_far_is_by_each_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = make()
+    for rate, joules in ((100.0, 0.3), (200.0, 0.5), (150.0, 0.2)):
+        progress.finished(ok(rate, joules))
+    progress.finished(TrialResult("t", CONFIG, "crash", "gone"))
+    assert "best so far: 200 tok/s, 0.2 J/tok;" in lines_of(capsys)[-1]
+    assert progress.best == {"tokens_per_s": 200.0, "joules_per_token": 0.2}
+
+
+def test_estimated_figures_carry_a_star(capsys: pytest.CaptureFixture[str]) -> None:
+    make().finished(ok(100.0, 0.3, "estimated"))
+    trial, search = lines_of(capsys)
+    assert trial.endswith(": 100 tok/s, 0.3* J/tok")
+    assert "best so far: 100 tok/s, 0.3* J/tok;" in search
+    make().finished(ok(100.0, 0.3, "counter"))
+    assert "*" not in "".join(lines_of(capsys))
+
+
+def test_a_missing_figure_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    make().finished(ok(100.0, None))
+    trial, search = lines_of(capsys)
+    assert trial.endswith(": 100 tok/s")
+    assert "best so far: 100 tok/s;" in search
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "budget", "left"),
+    [
+        (10.0, {}, "about 40 s left"),  # one trial of five took 10 s
+        (60.0, {}, "about 4 min left"),
+        (10.0, {"wall_time_s": 30.0}, "about 20 s left"),
+        (40.0, {"wall_time_s": 30.0}, "about 0 s left"),
+    ],
+)
+def test_time_left(capsys: pytest.CaptureFixture[str], elapsed_s: float, budget: dict[str, float], left: str) -> None:
+    make(5, elapsed_s, **budget).finished(ok(100.0, 0.3))
+    assert lines_of(capsys)[-1].endswith(left)

@@ -1,0 +1,432 @@
+"""The spec: what is let in, what is refused and with which line, and its documentation."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.models import PRESETS
+from service.errors import InputError
+from service.spec import METRICS, SECTIONS, SearchSpec, dump_spec, load_spec, parse_constraint, parse_spec
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+LEFT_OUT = object()
+SHAPE = {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab": 512}
+
+
+def fields(**changes: Any) -> dict[str, Any]:
+    values = {
+        "name": "a-search",
+        "model": "tiny-llama",
+        "data": "synthetic",
+        "sequence_length": 128,
+        "global_batch_size": 16,
+        "cluster": {"gpus_per_node": 4, "accelerator": "cpu"},
+    }
+    return {name: value for name, value in (values | changes).items() if value is not LEFT_OUT}
+
+
+def spec(**changes: Any) -> SearchSpec:
+    return parse_spec(yaml.safe_dump(fields(**changes)))
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(InputError) as error:
+        parse_spec(text, "a.yaml")
+    line = str(error.value)
+    assert line.startswith("a.yaml: ")
+    assert len(line.splitlines()) == 1
+    return line.removeprefix("a.yaml: ")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_load(path: Path) -> None:
+    spec = load_spec(path)
+    assert len(spec.legal.points) >= 8
+    assert max(point.num_gpus for point in spec.legal.points) <= spec.cluster.size
+
+
+def test_there_are_examples() -> None:
+    assert {"tiny_cpu", "llama3_8b_8xh200"} <= {path.stem for path in EXAMPLES}
+
+
+def test_defaults() -> None:
+    defaults = spec()
+    assert defaults.objectives == {
+        "tokens_per_s": "maximize",
+        "joules_per_token": "minimize",
+        "throttle_ratio": "minimize",
+    }
+    assert [point.label for point in defaults.legal.points] == ["megatron 4gpu dp4 tp1 pp1 zero0 mbs1"]
+    assert defaults.gang_size == 4
+
+
+def test_one_value_stands_for_a_list_and_values_given_twice_count_once() -> None:
+    assert spec(space={"zero_stage": 3}).axes["zero_stage"] == [3]
+    assert spec(space={"zero_stage": [3, 0, 3]}).axes["zero_stage"] == [3, 0]
+
+
+def test_a_gang_is_as_large_as_the_largest_layout() -> None:
+    assert spec(space={"num_gpus": [1, 2]}).gang_size == 2
+
+
+def test_key_value_heads_default_to_heads() -> None:
+    assert spec(model=SHAPE).shape.kv_heads == 4
+    assert spec(model={**SHAPE, "kv_heads": 2}).shape.kv_heads == 2
+
+
+def test_llama_knows_no_longest_sequence() -> None:
+    assert spec(model="tiny-llama", sequence_length=4096).sequence_length == 4096
+
+
+def test_numbers_that_yaml_takes_for_text() -> None:
+    """YAML 1.1 wants a dot in a number with an exponent."""
+    assert (
+        parse_spec(yaml.safe_dump(fields()) + "measurement: {warmup_tolerance: 5e-2}").measurement.warmup_tolerance
+        == 0.05
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("peak_memory_gib<=70", ("peak_memory_gib", "<=", 70.0)),
+        (" mfu >= 4.5e-1 ", ("mfu", ">=", 0.45)),
+        ("mean_power_w<=-1", ("mean_power_w", "<=", -1.0)),
+    ],
+)
+def test_constraints(text: str, limit: tuple[str, str, float]) -> None:
+    assert parse_constraint(text) == limit
+    assert spec(constraints=[text]).limits == [limit]
+
+
+METRIC_LIST = "one of tokens_per_s, tokens_per_s_per_gpu, mfu"
+PRESET_LIST = "one of gpt3-1.3b, .* tiny-gpt, or an inline shape"
+CLUSTER = {"gpus_per_node": 4, "accelerator": "cpu"}
+
+# Changes to a good spec, and what the line must say.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # Unknown and missing fields
+    ({"budjet": {}}, r"budjet: unknown field; allowed: name, model, data, .* budget, sampler, seed$"),
+    (
+        {"sequence_lenght": 1, "sequence_length": LEFT_OUT},
+        r"sequence_lenght: unknown field; allowed: .*sequence_length",
+    ),
+    ({"cluster": {**CLUSTER, "gpus": 8}}, r"cluster\.gpus: unknown field; allowed: nodes, gpus_per_node, acc"),
+    ({"space": {"tp": [1]}}, r"space\.tp: unknown field; allowed: engine, num_gpus, tensor_parallel_size"),
+    ({"measurement": {"window": 1}}, r"measurement\.window: unknown field; allowed: .*window_s"),
+    ({"budget": {"hours": 1}}, r"budget\.hours: unknown field; allowed: trials, wall_time_s, gpu_hours$"),
+    ({"model": {**SHAPE, "depth": 1}}, r"model\.depth: unknown field; allowed: family, layers, hidden"),
+    ({"two\nlines": 1}, r"two lines: unknown field"),
+    ({"data": LEFT_OUT}, r"data: this field is required$"),
+    ({"cluster": {"accelerator": "cpu"}}, r"cluster\.gpus_per_node: this field is required$"),
+    ({"model": {"family": "gpt"}}, r"model\.layers: this field is required$"),
+    # Wrong types
+    ({"name": 3}, r"name: must be a valid string \(given: 3\)$"),
+    ({"name": "a b"}, r"name: must be letters, digits, .* \(given: \"a b\"\)$"),
+    ({"name": "x" * 64}, r"name: must be letters, digits, .* at most 63"),
+    ({"name": "two\nlines"}, r"name: must be letters"),
+    ({"data": ""}, r"data: must not be empty"),
+    ({"sequence_length": "128"}, r"sequence_length: must be a valid integer \(given: \"128\"\)$"),
+    ({"sequence_length": 1.5}, r"sequence_length: must be a valid integer \(given: 1\.5\)$"),
+    ({"sequence_length": True}, r"sequence_length: must be a valid integer \(given: true\)$"),
+    ({"sequence_length": 0}, r"sequence_length: must be greater than or equal to 1 \(given: 0\)$"),
+    ({"global_batch_size": -4}, r"global_batch_size: must be greater than or equal to 1"),
+    ({"global_batch_size": float("nan")}, r"global_batch_size: must be a valid integer \(given: NaN\)"),
+    ({"cluster": 4}, r"cluster: must be a mapping with the fields nodes, gpus_per_node, .* \(given: 4\)$"),
+    ({"cluster": []}, r"cluster: must be a mapping with the fields nodes, gpus_per_node"),
+    ({"space": None}, r"space: must be a mapping with the fields engine, .* \(given: null\)$"),
+    ({"budget": 3}, r"budget: must be a mapping with the fields trials"),
+    ({"seed": True}, r"seed: must be a valid integer \(given: true\)$"),
+    ({"seed": -1}, r"seed: must be greater than or equal to 0"),
+    ({"seed": 2**32}, r"seed: must be less than 4294967296"),
+    ({"sampler": "grid"}, r"sampler: must be 'tpe', 'gp', 'nsga2' or 'random' \(given: \"grid\"\)$"),
+    # Amounts
+    ({"measurement": {"window_s": True}}, r"measurement\.window_s: must be a number \(given: true\)$"),
+    ({"measurement": {"window_s": float("inf")}}, r"measurement\.window_s: must be a finite number"),
+    ({"measurement": {"window_s": float("nan")}}, r"measurement\.window_s: must be"),
+    ({"measurement": {"window_s": -1}}, r"measurement\.window_s: must be greater than 0 \(given: -1\)$"),
+    ({"measurement": {"window_s": "soon"}}, r"measurement\.window_s: must be a valid number"),
+    ({"measurement": {"warmup_tolerance": 2}}, r"measurement\.warmup_tolerance: must be less than 1"),
+    ({"measurement": {"steady_steps": 1}}, r"measurement\.steady_steps: must be greater than or equal to 2"),
+    ({"budget": {"trials": 0}}, r"budget\.trials: must be greater than or equal to 1"),
+    ({"budget": {"gpu_hours": float("inf")}}, r"budget\.gpu_hours: must be a finite number"),
+    ({"cluster": {**CLUSTER, "cpus_per_worker": float("nan")}}, r"cluster\.cpus_per_worker: must be"),
+    # Model
+    ({"model": "gpt-9"}, rf"model: unknown model 'gpt-9'; must be {PRESET_LIST}$"),
+    ({"model": 3}, rf"model: must be {PRESET_LIST} with the fields family, .* \(given: 3\)$"),
+    ({"model": ["tiny-llama"]}, rf"model: must be {PRESET_LIST}"),
+    ({"model": None}, rf"model: must be {PRESET_LIST}"),
+    ({"model": {**SHAPE, "family": "bert"}}, r"model\.family: must be 'llama' or 'gpt' \(given: \"bert\"\)$"),
+    ({"model": {**SHAPE, "layers": "two"}}, r"model\.layers: must be a valid integer"),
+    ({"model": {**SHAPE, "hidden": 66}}, r"model: hidden 66 must be an even multiple of heads 4$"),
+    ({"model": {**SHAPE, "hidden": 60}}, r"model: hidden 60 must be an even multiple of heads 4$"),
+    ({"model": {**SHAPE, "kv_heads": 3}}, r"model: heads 4 must be a multiple of kv_heads 3$"),
+    ({"model": {**SHAPE, "rope_theta": float("nan")}}, r"model\.rope_theta: must be"),
+    ({"model": {**SHAPE, "tie_embeddings": "yes"}}, r"model\.tie_embeddings: must be a valid boolean"),
+    ({"model": "tiny-gpt", "sequence_length": 513}, r"sequence_length: 513 exceeds the model's 512 positions$"),
+    # Cluster
+    (
+        {"cluster": {**CLUSTER, "accelerator": "tpu"}},
+        r"cluster\.accelerator: must be 'h100', .* or 'cpu' \(given: \"tpu\"\)",
+    ),
+    ({"space": {"num_gpus": [4, 8]}}, r"space\.num_gpus: 8 is more than the cluster's 4$"),
+    # Objectives and constraints
+    ({"objectives": {}}, r"objectives: must not be empty$"),
+    ({"objectives": {"speed": "maximize"}}, r"objectives\.speed: must be 'tokens_per_s', .* or 'trial_overhead_s'"),
+    ({"objectives": {"mfu": "up"}}, r"objectives\.mfu: must be 'maximize' or 'minimize' \(given: \"up\"\)$"),
+    ({"objectives": ["mfu"]}, r"objectives: must be a mapping of metric to maximize or minimize$"),
+    ({"constraints": "mfu>=0.4"}, r"constraints: must be a valid list \(given: \"mfu>=0\.4\"\)$"),
+    ({"constraints": ["speed>=3"]}, rf"constraints: 'speed>=3' is not METRIC<=NUMBER .*{METRIC_LIST}"),
+    ({"constraints": ["mfu<0.4"]}, r"constraints: 'mfu<0\.4' is not METRIC<=NUMBER or METRIC>=NUMBER"),
+    ({"constraints": ["mfu<=high"]}, r"constraints: 'mfu<=high' is not METRIC<=NUMBER"),
+    ({"constraints": ["mfu<=e"]}, r"constraints: 'e' in 'mfu<=e' is not a finite number$"),
+    ({"constraints": ["mfu<=1e999"]}, r"constraints: '1e999' in 'mfu<=1e999' is not a finite number$"),
+    ({"constraints": [3]}, r"constraints: must be a valid string \(given: 3\)$"),
+    # Axes
+    ({"space": {"engine": "fsdp"}}, r"space\.engine: must be 'megatron' or 'deepspeed' \(given: \"fsdp\"\)$"),
+    ({"space": {"zero_stage": [0, 4]}}, r"space\.zero_stage: must be less than or equal to 3 \(given: 4\)$"),
+    ({"space": {"zero_stage": True}}, r"space\.zero_stage: must be a valid integer \(given: true\)$"),
+    ({"space": {"zero_stage": []}}, r"space\.zero_stage: must not be empty$"),
+    ({"space": {"zero_stage": None}}, r"space\.zero_stage: must be a valid integer \(given: null\)$"),
+    ({"space": {"num_gpus": []}}, r"space\.num_gpus: must not be empty$"),
+    ({"space": {"num_gpus": "all"}}, r"space\.num_gpus: must be a valid integer \(given: \"all\"\)$"),
+    ({"space": {"micro_batch_size": {"a": 1}}}, r"space\.micro_batch_size: must be a valid integer$"),
+    ({"space": {"compile": 1}}, r"space\.compile: must be a valid boolean \(given: 1\)$"),
+    ({"space": {"recompute": "selective"}}, r"space\.recompute: must be 'none' or 'full'"),
+    ({"space": {"tensor_parallel_size": [1, 3]}}, r"space\.tensor_parallel_size: 3 does not divide .* allowed: 1, 2$"),
+    ({"space": {"tensor_parallel_size": 4}}, r"space\.tensor_parallel_size: 4 does not divide .* 2 key-value heads"),
+    (
+        {"space": {"pipeline_parallel_size": 3}},
+        r"space\.pipeline_parallel_size: 3 does not .* 4 layers; allowed: 1, 2, 4$",
+    ),
+    # Nothing left
+    (
+        {"global_batch_size": 7},
+        r"global_batch_size: no legal layout among 1; batch_divides refused 1 \(global batch 7 ",
+    ),
+    ({"space": {"micro_batch_size": 32}}, r"global_batch_size: no legal layout among 1; batch_divides refused 1"),
+    (
+        {"space": {"tensor_parallel_size": 2, "pipeline_parallel_size": 4}},
+        r"space: no legal layout among 1; gpus_divide refused 1 \(4 GPUs are no multiple of .* 8\)$",
+    ),
+    (
+        {"space": {"pipeline_parallel_size": 2, "zero_stage": [2, 3]}},
+        r"space: no legal layout among 2; zero_with_pipeline refused 2",
+    ),
+    (
+        {"model": "llama3-70b", "cluster": {"gpus_per_node": 4, "accelerator": "h100"}},
+        r"space: no legal layout among 1; states_fit refused 1 \(model states alone need 1051 GiB of 80 GiB\)$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_bad_field_is_refused_with_one_line(changes: dict[str, Any], line: str) -> None:
+    assert re.match(line, refusal(yaml.safe_dump(fields(**changes))))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "a spec is a mapping with the fields name, model"),
+        ("- name", "a spec is a mapping with the fields name, model"),
+        ("just text", "a spec is a mapping with the fields name, model"),
+        ("name: [a", r"not valid YAML at line 1, column 9: expected ',' or '\]'"),
+        ("name: a\n\tmodel: b", "not valid YAML at line 2, column 1: found character"),
+        ("name: a\nmodel: b: c", "not valid YAML at line 2, column 9: mapping values are not allowed here"),
+        ("name: a\nmodel: b\nname: c", "not valid YAML at line 3, column 1: name is given twice"),
+        (
+            "space:\n  engine: megatron\n  engine: deepspeed",
+            "not valid YAML at line 3, column 3: engine is given twice",
+        ),
+        ("name: *other", "not valid YAML at line 1, column 7: found undefined alias"),
+        ("name: !!python/name:os.system", "not valid YAML at line 1, column 7: could not determine a constructor"),
+        ("name: a\n---\nname: b", "not valid YAML at line 2, column 1: but found another document"),
+        ("name: 2025-13-01", "not valid YAML: month must be in 1..12"),
+        ("name: \0", "not valid YAML: unacceptable character"),
+        ("name: " + "[" * 5000, "not valid YAML"),
+        ("1: 2", "name: this field is required"),
+    ],
+)
+def test_broken_yaml_is_refused_with_its_line(text: str, line: str) -> None:
+    assert re.match(line, refusal(text))
+
+
+@pytest.mark.parametrize(
+    ("field", "line"),
+    [
+        ("space: {precision: no}", r"space\.precision: must be 'bf16' or 'fp32' \(given: false\)"),
+        ("space: {recompute: off}", r"space\.recompute: must be 'none' or 'full' \(given: false\)"),
+        ("space: {zero_stage: [1,2,]}", None),
+        ("space: {compile: on}", None),
+        ("space:", r"space: must be a mapping .* \(given: null\)"),
+        ("sampler: null", r"sampler: must be .* \(given: null\)"),
+        ("seed: 1_000", None),
+        ("seed: 1e3", r"seed: must be a valid integer \(given: \"1e3\"\)"),
+        ("budget: {gpu_hours: .inf}", r"budget\.gpu_hours: must be a finite number"),
+        ("constraints: [mfu>=0.4]", None),
+    ],
+)
+def test_what_yaml_makes_of_words(field: str, line: str | None) -> None:
+    text = yaml.safe_dump(fields()) + field
+    if line is None:
+        parse_spec(text)
+    else:
+        assert re.match(line, refusal(text))
+
+
+def test_files_that_are_no_spec(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
+    (tmp_path / "empty.yaml").touch()
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(fields(seed=-1)))
+    for path, line in (
+        (tmp_path / "nowhere.yaml", "cannot read the spec: No such file or directory"),
+        (tmp_path, "cannot read the spec: Is a directory"),
+        (tmp_path / "binary.yaml", "cannot read the spec: not a text file"),
+        (tmp_path / "empty.yaml", "a spec is a mapping with the fields name"),
+        (tmp_path / "bad.yaml", "seed: must be"),
+    ):
+        with pytest.raises(InputError) as error:
+            load_spec(path)
+        assert str(error.value).startswith(f"{path}: {line}")
+        assert "\n" not in str(error.value)
+
+
+def some(values: list[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.sampled_from(values), min_size=1, max_size=3)
+
+
+valid = st.fixed_dictionaries(
+    {
+        "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True),
+        "model": st.sampled_from(["tiny-llama", "tiny-gpt", SHAPE, {**SHAPE, "family": "gpt", "tie_embeddings": True}]),
+        "data": st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1),
+        "sequence_length": st.integers(1, 512),
+        "global_batch_size": st.integers(1, 8).map(lambda n: 4 * n),
+        "cluster": st.just({"gpus_per_node": 4, "accelerator": "cpu"}),
+    },
+    optional={
+        "objectives": st.dictionaries(st.sampled_from(METRICS), st.sampled_from(["maximize", "minimize"]), min_size=1),
+        "constraints": st.lists(
+            st.builds(
+                "{}{}{}".format,
+                st.sampled_from(METRICS),
+                st.sampled_from(["<=", ">="]),
+                st.floats(allow_nan=False, allow_infinity=False),
+            )
+        ),
+        "space": st.fixed_dictionaries(
+            {},
+            optional={
+                "engine": some(["megatron", "deepspeed"]),
+                "num_gpus": some([1, 2, 4]).map(lambda sizes: [1, *sizes]),
+                "zero_stage": some([0, 1, 2, 3]),
+                "recompute": some(["none", "full"]),
+                "compile": some([False, True]) | st.booleans(),
+                "precision": st.sampled_from(["bf16", "fp32"]),
+            },
+        ),
+        "measurement": st.fixed_dictionaries(
+            {}, optional={"window_s": st.floats(0.01, 1e6), "steady_steps": st.integers(2)}
+        ),
+        "budget": st.fixed_dictionaries({}, optional={"trials": st.integers(1), "gpu_hours": st.floats(1e-9, 1e9)}),
+        "sampler": st.sampled_from(["tpe", "gp", "nsga2", "random"]),
+        "seed": st.integers(0, 2**32 - 1),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(valid)
+def test_round_trip_through_yaml(values: dict[str, Any]) -> None:
+    spec = SearchSpec.model_validate(values)
+    again = parse_spec(dump_spec(spec))
+    assert again == spec
+    assert again.legal == spec.legal
+    assert again.limits == spec.limits
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+paths = st.sampled_from(
+    [(n,) for n in SearchSpec.model_fields] + [(s, n) for s in SECTIONS if s for n in SECTIONS[s].model_fields]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(paths, junk)
+def test_junk_in_any_field_is_taken_or_refused_with_one_line(path: tuple[str, ...], value: Any) -> None:
+    values = fields(model=dict(SHAPE))
+    section = values
+    for name in path[:-1]:
+        section = section.setdefault(name, {})
+    section[path[-1]] = value
+    line = f"spec: {path[0]}: taken"
+    try:
+        parse_spec(yaml.safe_dump(values))
+    except InputError as error:
+        line = str(error)
+    assert len(line.splitlines()) == 1
+    assert re.match(rf"spec: ({'|'.join(SearchSpec.model_fields)})\b.*: ", line)
+
+
+def documented() -> Iterator[tuple[str, str, str]]:
+    """(section, field, default) of every row of the field tables in docs/spec.md."""
+    section = ""
+    for line in (ROOT / "docs" / "spec.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = "" if line == "## The search" else line.removeprefix("## ")
+        elif section in SECTIONS and (row := re.match(r"\| `(\w+)` \| [^|]+ \| ([^|]+) \| ", line)):
+            yield section, row[1], row[2].strip("` ")
+
+
+def default_of(field: FieldInfo) -> Any:
+    default = field.get_default(call_default_factory=True)
+    return {} if type(default) in SECTIONS.values() else default
+
+
+def test_the_documentation_has_every_field_and_its_default() -> None:
+    found = {(section, field): default for section, field, default in documented()}
+    assert set(found) == {(section, field) for section in SECTIONS for field in SECTIONS[section].model_fields}
+    for (section, name), told in found.items():
+        field = SECTIONS[section].model_fields[name]
+        if field.is_required():
+            assert told == "required", name
+        else:
+            assert yaml.safe_load(told) == default_of(field), name
+
+
+def test_the_documentation_names_every_choice() -> None:
+    text = (ROOT / "docs" / "spec.md").read_text()
+    sampler = get_args(SearchSpec.model_fields["sampler"].annotation)
+    axes = itertools.chain(
+        *spec(space={"recompute": ["none", "full"], "engine": ["megatron", "deepspeed"]}).axes.values()
+    )
+    words = [word for word in axes if isinstance(word, str)]
+    assert [word for word in (*METRICS, *PRESETS, *ACCELERATORS, *sampler, *words) if f"`{word}`" not in text] == []
+
+
+def test_the_worked_example_counts_as_it_says() -> None:
+    text = (ROOT / "docs" / "spec.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```\n\n(.*?)\n\n", text, re.DOTALL)
+    assert example
+    space = parse_spec(example[1]).legal
+    told = " ".join(example[2].split())
+    assert f"= {space.combinations} combinations, of which {space.distinct} are different layouts" in told
+    assert f"refuses {sum(space.refused.values())}, pipelines with ZeRO-2; {len(space.points)} are legal" in told
+    assert set(space.refused) == {"zero_with_pipeline"}

@@ -1,0 +1,47 @@
+"""Trials whose ranks run as they do in a gang, each in a child of a nursery, but without Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import TCPStore
+
+from trainables.child import Nursery, Outcome
+from trainables.trial import Place, TrialRequest
+
+RunRanks = Callable[[TrialRequest], list[Outcome]]
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Nursery:
+    return Nursery(use_gpu=False)
+
+
+@pytest.fixture(scope="session")
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(scope="session")
+def run_ranks(nursery: Nursery, store: TCPStore) -> RunRanks:
+    """Run a trial on as many ranks as it asks for; the outcomes by rank. The trial's id must be new to the session."""
+
+    def run(request: TrialRequest) -> list[Outcome]:
+        failed, began = threading.Event(), time.monotonic()
+
+        def rank_outcome(rank: int) -> Outcome:
+            place = Place(rank, rank, "127.0.0.1", store.port, use_gpu=False)
+            trial = nursery.trial(request, place, lambda: time.monotonic() - began, failed.is_set)
+            with trial as outcome:
+                if outcome.status != "ok":
+                    failed.set()
+                return outcome
+
+        with ThreadPoolExecutor(request.config.num_gpus) as pool:
+            return list(pool.map(rank_outcome, range(request.config.num_gpus)))
+
+    return run

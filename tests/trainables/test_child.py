@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from trainables.child import Nursery, Outcome, describe, is_out_of_memory
+from trainables.data import SYNTHETIC
+from trainables.measure import Protocol
+from trainables.trial import Place, TrialRequest
+
+MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
+CONFIG = TrialConfig("megatron", 1, 1, 1, 0, 2, 4, "none", False, False, "fp32")
+SHORT = Protocol(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
+ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
+REQUEST = TrialRequest("short", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
+TRAINING_FOREVER = replace(REQUEST, trial_id="endless", protocol=ENDLESS)
+WAITING_FOREVER = replace(REQUEST, trial_id="lonely", config=replace(CONFIG, num_gpus=2))  # the other rank never comes
+
+
+def trial_processes(worker: psutil.Process) -> list[psutil.Process]:
+    """What the fork server of a worker process has started."""
+    servers = [child for child in worker.children() if "forkserver" in " ".join(child.cmdline())]
+    return [process for server in servers for process in server.children()]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_training(worker: psutil.Process) -> bool:
+    """By then a child of these tests has left the build behind, which takes a fraction of it."""
+    return any(process.cpu_times().user > 3.0 for process in trial_processes(worker))
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def run(nursery: Nursery, store: TCPStore) -> Iterator[Callable[..., Outcome]]:
+    """Run rank 0 of a trial. In the end nothing of it may be left."""
+
+    def run_rank_0(request: TrialRequest, aborted: Callable[[], bool] = lambda: False) -> Outcome:
+        began = time.monotonic()
+        place = Place(0, 0, "127.0.0.1", store.port, use_gpu=False)
+        request = replace(request, trial_id=f"{request.trial_id} {began}")
+        with nursery.trial(request, place, lambda: time.monotonic() - began, aborted) as outcome:
+            return outcome
+
+    yield run_rank_0
+    wait_until(lambda: not trial_processes(psutil.Process()), timeout_s=5)
+
+
+def test_a_child_reports(run: Callable[..., Outcome]) -> None:
+    outcome = run(REQUEST)
+    assert (outcome.status, outcome.cause) == ("ok", None)
+    assert outcome.report is not None
+    assert len(outcome.report.losses) == 20
+
+
+def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store: TCPStore) -> None:
+    request = replace(REQUEST, trial_id="kept", data="/nowhere.npy")
+    with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, False), lambda: 0, lambda: False) as outcome:
+        assert outcome.status == "crash"
+        time.sleep(0.5)
+        (child,) = trial_processes(psutil.Process())
+        assert not is_gone(child)
+    assert is_gone(child)
+
+
+def test_an_error_is_a_crash_with_its_phase_and_text(run: Callable[..., Outcome]) -> None:
+    outcome = run(replace(REQUEST, data="/nowhere.npy"))
+    assert outcome == Outcome("crash", "build: DataError: /nowhere.npy does not exist", "build")
+
+
+def test_a_model_too_large_for_memory_is_out_of_memory(run: Callable[..., Outcome]) -> None:
+    outcome = run(replace(REQUEST, model=replace(MODEL, vocab=2**40)))
+    assert outcome.status == "oom"
+    assert outcome.phase == "build"
+
+
+def test_a_killed_child_is_a_crash_with_signal_and_phase(run: Callable[..., Outcome]) -> None:
+    def kill() -> None:
+        wait_until(lambda: is_training(psutil.Process()))
+        trial_processes(psutil.Process())[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    outcome = run(TRAINING_FOREVER)
+    killer.join()
+    assert outcome == Outcome("crash", "the process was killed by SIGKILL in phase warmup", "warmup")
+
+
+@pytest.mark.parametrize(("request_", "phase"), [(WAITING_FOREVER, "start"), (TRAINING_FOREVER, "warmup")])
+def test_the_deadline_ends_a_hang_and_names_its_phase(
+    request_: TrialRequest, phase: str, run: Callable[..., Outcome]
+) -> None:
+    began = time.monotonic()
+    outcome = run(replace(request_, deadline_s=8))
+    assert outcome == Outcome("hang", f"no result after 8 s, in phase {phase}", phase)
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_is_stopped_when_the_trial_is_aborted(run: Callable[..., Outcome]) -> None:
+    outcome = run(TRAINING_FOREVER, aborted=lambda: is_training(psutil.Process()))
+    assert outcome == Outcome("aborted", None, "warmup")
+
+
+WORKER = """
+import sys
+from tests.trainables.test_child import TRAINING_FOREVER, WAITING_FOREVER
+from torch.distributed import TCPStore
+from trainables.child import Nursery
+from trainables.trial import Place
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+request = {"train": TRAINING_FOREVER, "wait": WAITING_FOREVER}[sys.argv[1]]
+nursery = Nursery(use_gpu=False)
+print("ready", flush=True)
+with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, False), lambda: 0, lambda: False):
+    pass
+"""
+
+
+@pytest.mark.parametrize("doing", ["train", "wait"])
+def test_a_killed_worker_takes_its_children_along(doing: str) -> None:
+    root = Path(__file__).parents[2]
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, doing], cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+        process = psutil.Process(worker.pid)
+        wait_until(lambda: is_training(process) if doing == "train" else bool(trial_processes(process)))
+        family = process.children(recursive=True)
+        assert len(family) >= 2  # the fork server and the trial
+    finally:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait()
+    wait_until(lambda: all(is_gone(member) for member in family), timeout_s=10)
+
+
+def chained(outer: BaseException, inner: BaseException, suppressed: bool = False) -> BaseException:
+    """What arrives where `inner` was caught and `outer` raised: `from` it or, where `suppressed`, in its handler."""
+    try:
+        try:
+            raise inner
+        except BaseException as error:
+            if suppressed:
+                raise outer  # noqa: B904
+            raise outer from error
+    except BaseException as error:
+        return error
+
+
+CUDA_TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError(CUDA_TEXT), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (MemoryError(), True),
+        (chained(RuntimeError("backward failed"), torch.OutOfMemoryError(CUDA_TEXT)), True),
+        (chained(RuntimeError("backward failed"), MemoryError(), suppressed=True), True),
+        (RuntimeError("Connection closed by peer"), False),
+        (chained(RuntimeError("a"), ValueError("b")), False),
+    ],
+)
+def test_running_out_of_memory_is_known_by_the_chain_of_causes(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_running_out_of_host_memory_is_known_by_torch_s_own_error() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    assert is_out_of_memory(raised.value)
+
+
+def test_a_description_is_one_line_from_the_root() -> None:
+    error = chained(RuntimeError("backward failed"), ValueError("the reason\nand much more"))
+    assert describe(error, "warmup") == "warmup: ValueError: the reason"
+    assert describe(KeyError(), "build") == "build: KeyError: no message"
+    assert len(describe(ValueError("x" * 9999), "build")) < 400

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import PRESETS
+from trainables.child import Outcome
+from trainables.mailbox import Mailbox, Member, Order
+from trainables.measure import Protocol
+from trainables.trial import TrialRequest
+
+T = TypeVar("T")
+Evaluated = tuple[list[Outcome], list[Member], float]
+
+OK = Outcome("ok", phase="report")
+CONFIG = TrialConfig("megatron", 2, 1, 1, 0, 1, 4, "none", False, False, "fp32")
+REQUEST = TrialRequest(
+    "t0", CONFIG, PRESETS["tiny-llama"], "synthetic", 32, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60, seed=0
+)
+
+
+def member(rank: int, store_port: int = 4000) -> Member:
+    return Member(rank, rank, "node", "host", store_port if rank == 0 else None)
+
+
+async def gang(size: int = 2, incarnation: str = "first") -> Mailbox:
+    mailbox = Mailbox(size)
+    for rank in range(size):
+        await mailbox.join(incarnation, member(rank))
+    return mailbox
+
+
+async def soon(awaitable: Awaitable[T]) -> T:
+    return await asyncio.wait_for(awaitable, 5)
+
+
+async def settle() -> None:
+    """Let all that can run, run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def waits(task: asyncio.Task[Any]) -> bool:
+    await settle()
+    return not task.done()
+
+
+def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(test())
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def take(mailbox: Mailbox, rank: int, after: int) -> Order:
+    order = await soon(mailbox.next(rank, after))
+    assert order is not None
+    return order
+
+
+@in_a_loop
+async def test_trials_reach_every_rank_in_order() -> None:
+    mailbox = await gang()
+    taken: dict[int, list[str]] = {0: [], 1: []}
+
+    async def worker(rank: int) -> None:
+        number = 0
+        while (order := await mailbox.next(rank, number)) is not None:
+            number = order.number
+            taken[rank].append(order.request.trial_id)
+            assert order.store == ("host", 4000)
+            await mailbox.hand_in(rank, number, replace(OK, cause=f"{order.request.trial_id} on {rank}"))
+
+    workers = [asyncio.create_task(worker(rank)) for rank in range(2)]
+    for trial in ("a", "b", "c"):
+        outcomes, members, seconds = await soon(mailbox.evaluate(replace(REQUEST, trial_id=trial)))
+        assert [outcome.cause for outcome in outcomes] == [f"{trial} on 0", f"{trial} on 1"]
+        assert members == [member(0), member(1)]
+        assert 0 <= seconds < 5
+    await mailbox.close()
+    await soon(asyncio.gather(*workers))
+    assert taken == {0: ["a", "b", "c"], 1: ["a", "b", "c"]}
+
+
+@in_a_loop
+async def test_ranks_beyond_the_trial_s_are_left_out() -> None:
+    mailbox = await gang(3)
+    idle = asyncio.create_task(mailbox.next(2, 0))
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    for rank in (1, 0):
+        await mailbox.hand_in(rank, (await take(mailbox, rank, 0)).number, OK)
+    outcomes, members, _ = await soon(trial)
+    assert outcomes == [OK, OK]
+    assert len(members) == 3
+    assert await waits(idle)
+    asyncio.create_task(mailbox.evaluate(replace(REQUEST, config=replace(CONFIG, num_gpus=3))))  # noqa: RUF006
+    order = await soon(idle)
+    assert order is not None
+    assert order.number == 2
+
+
+@in_a_loop
+async def test_a_rank_that_failed_stops_the_others_and_is_named() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    stopped = asyncio.create_task(mailbox.aborted(number))
+    assert await waits(stopped)
+    await mailbox.hand_in(1, number, Outcome("oom", "warmup: OutOfMemoryError: CUDA out of memory", "warmup"))
+    await soon(stopped)
+    assert await waits(trial)  # until rank 0 is free, too
+    await mailbox.hand_in(0, number, Outcome("aborted", None, "warmup"))
+    outcomes, *_ = await soon(trial)
+    assert outcomes == [Outcome("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
+
+
+@in_a_loop
+async def test_the_first_failure_is_the_cause() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    await mailbox.hand_in(1, number, Outcome("oom", "memory", "warmup"))
+    await mailbox.hand_in(0, number, Outcome("crash", "Connection closed by peer", "warmup"))
+    outcomes, *_ = await soon(trial)
+    assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("oom", "rank 1: memory")]
+
+
+@in_a_loop
+async def test_a_trial_that_is_over_needs_not_go_on() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    watch = asyncio.create_task(mailbox.aborted(number))
+    for rank in range(2):
+        await mailbox.hand_in(rank, number, OK)
+    await soon(trial)
+    await soon(watch)
+    await soon(mailbox.aborted(number))
+
+
+@in_a_loop
+async def test_workers_that_start_anew_crash_the_trial_under_way() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 1, 0)).number
+    await mailbox.join("second", member(1))
+    outcomes, *_ = await soon(trial)
+    assert outcomes == [Outcome("crash", "a worker process of the gang died; the gang was started anew")]
+
+    following = asyncio.create_task(mailbox.evaluate(REQUEST))
+    assert await waits(following)  # rank 0 is not back yet
+    await mailbox.hand_in(0, number, OK)  # from before
+    await mailbox.join("second", member(0, store_port=5000))
+    for rank in range(2):
+        order = await take(mailbox, rank, 0)
+        assert order.store == ("host", 5000)
+        assert order.number > number
+        await mailbox.hand_in(rank, order.number, OK)
+    outcomes, members, _ = await soon(following)
+    assert outcomes == [OK, OK]
+    assert members[0].store_port == 5000
+
+
+@in_a_loop
+async def test_a_trial_given_up_crashes_and_leaves_the_gang_usable() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    watch = asyncio.create_task(mailbox.aborted(number))
+    following = asyncio.create_task(_after(mailbox.give_up("its time was up"), mailbox.evaluate(REQUEST)))
+    outcomes, *_ = await soon(trial)
+    assert outcomes == [Outcome("crash", "its time was up")]
+    await soon(watch)
+    for rank in range(2):
+        await mailbox.hand_in(rank, number, Outcome("aborted"))  # too late to matter
+    for rank in range(2):
+        await mailbox.hand_in(rank, (await take(mailbox, rank, number)).number, OK)
+    assert (await soon(following))[0] == [OK, OK]
+
+
+async def _after(first: Awaitable[None], then: Awaitable[Evaluated]) -> Evaluated:
+    await first
+    return await then
+
+
+@in_a_loop
+async def test_giving_up_without_a_trial_does_nothing() -> None:
+    mailbox = await gang()
+    await mailbox.give_up("no reason")
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    for rank in range(2):
+        await mailbox.hand_in(rank, (await take(mailbox, rank, 0)).number, OK)
+    assert (await soon(trial))[0] == [OK, OK]
+
+
+@in_a_loop
+async def test_a_gang_is_ready_once_all_have_joined() -> None:
+    mailbox = Mailbox(2)
+    ready = asyncio.create_task(mailbox.ready())
+    await mailbox.join("first", member(1))
+    assert await waits(ready)
+    await mailbox.join("first", member(0))
+    assert await soon(ready) == [member(0), member(1)]
+
+
+@in_a_loop
+async def test_the_time_on_a_trial_counts_from_when_the_gang_was_free() -> None:
+    mailbox = await gang()
+    await asyncio.sleep(0.3)
+    for _ in range(2):
+        trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+        await settle()
+        assert mailbox.round is not None
+        for rank in range(2):
+            await mailbox.hand_in(rank, mailbox.round.order.number, OK)
+        *_, seconds = await soon(trial)
+        assert seconds == pytest.approx(0.4, abs=0.25)
+        await asyncio.sleep(0.4)
+
+
+@in_a_loop
+async def test_closing_sends_every_worker_home() -> None:
+    mailbox = await gang()
+    waiting = [asyncio.create_task(mailbox.next(rank, 0)) for rank in range(2)]
+    await settle()
+    await mailbox.close()
+    assert await soon(asyncio.gather(*waiting)) == [None, None]
+    assert await soon(mailbox.next(0, 0)) is None

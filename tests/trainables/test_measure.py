@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from trainables.measure import Protocol, Timing, is_steady, time_steps
+
+PROTOCOL = Protocol(steady_steps=3, warmup_tolerance=0.02, warmup_max_s=30.0, window_s=10.0, window_min_steps=5)
+
+
+def scripted(seconds: Iterable[float]) -> Callable[[], tuple[float, int]]:
+    """Steps that take the given times on a clock that starts at 1000 s."""
+    now_ns, times = 1_000_000_000_000, iter(seconds)
+
+    def step() -> tuple[float, int]:
+        nonlocal now_ns
+        taken = next(times)
+        now_ns += round(taken * 1e9)
+        return taken, now_ns
+
+    return step
+
+
+def timed(seconds: Iterable[float], protocol: Protocol = PROTOCOL, compiled: bool = False) -> Timing:
+    return time_steps(scripted(seconds), protocol, compiled)
+
+
+def test_warm_up_ends_as_soon_as_recent_steps_agree() -> None:
+    timing = timed([9.0, 3.0, 2.0, 2.01, 2.02, *[2.0] * 20])
+    assert timing.warmup_steps_s == (9.0, 3.0, 2.0, 2.01, 2.02)
+    assert timing.window_steps_s == (2.0,) * 5
+    assert timing.start_ns == 1_000_000_000_000 + round((9 + 3 + 2 + 2.01 + 2.02) * 1e9)
+    assert timing.end_ns - timing.start_ns == 10_000_000_000
+
+
+def test_the_first_step_never_counts_as_steady() -> None:
+    assert not is_steady([2.0, 2.0, 2.0], PROTOCOL)
+    assert is_steady([2.0, 2.0, 2.0, 2.0], PROTOCOL)
+    assert is_steady([2.0, 2.0, 2.0, 2.04], PROTOCOL)
+    assert not is_steady([2.0, 2.0, 2.0, 2.05], PROTOCOL)
+    assert not is_steady([], PROTOCOL)
+
+
+def test_unsteady_steps_warm_up_no_longer_than_allowed() -> None:
+    timing = timed(itertools.cycle([1.0, 2.0]))
+    assert sum(timing.warmup_steps_s[1:]) == pytest.approx(30.0, abs=2.0)
+    assert sum(timing.warmup_steps_s[1:-1]) < 30.0
+
+
+def test_a_slow_first_step_does_not_use_up_the_warm_up() -> None:
+    timing = timed([100.0, *[2.0] * 20])
+    assert timing.warmup_steps_s == (100.0, 2.0, 2.0, 2.0)
+
+
+def test_even_slow_steps_warm_up_as_often_as_they_must_agree() -> None:
+    timing = timed(itertools.cycle([40.0, 80.0]))
+    assert len(timing.warmup_steps_s) == PROTOCOL.steady_steps + 1
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(4.0, 5), (2.0, 5), (1.0, 10), (0.3, 34)])
+def test_the_window_has_both_its_steps_and_its_seconds(seconds: float, steps: int) -> None:
+    timing = timed(itertools.repeat(seconds))
+    assert len(timing.window_steps_s) == steps
+    assert (timing.end_ns - timing.start_ns) / 1e9 == pytest.approx(sum(timing.window_steps_s))
+
+
+def test_compile_time_is_what_early_steps_took_beyond_a_steady_one() -> None:
+    times = [20.0, 5.0, 2.0, 2.0, 2.0, *[2.0] * 5]
+    assert timed(times, compiled=True).compile_s == pytest.approx(18.0 + 3.0)
+    assert timed(times).compile_s == 0.0
+
+
+def test_a_slow_step_in_the_window_leaves_the_compile_time_alone() -> None:
+    times = [20.0, 2.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0]
+    assert timed(times, compiled=True).compile_s == pytest.approx(18.0)
+
+
+def test_phases_are_told_as_they_begin() -> None:
+    events: list[str] = []
+    step = scripted(itertools.repeat(5.0))
+
+    def watched() -> tuple[float, int]:
+        events.append("step")
+        return step()
+
+    time_steps(watched, PROTOCOL, False, events.append)
+    assert events == ["warmup", *["step"] * 4, "window", *["step"] * 5]
