@@ -1,4 +1,4 @@
-"""One trial as Ray Tune sees it: lease a gang, have the layout trained, and join what trained with what was measured."""
+"""One trial as Ray Tune sees it: lease a gang, have the layout trained, and join what the ranks and telemetry saw."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluate(
     trial_id = ray.tune.get_context().get_trial_id()
     assert trial_id is not None
     layout = TrialConfig.from_dict(config)
-    mailbox = ray.get(pool.lease.remote(trial_id))
+    mailbox: Any = ray.get(pool.lease.remote(trial_id))
     try:
         result = run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
     finally:
@@ -114,7 +114,7 @@ def node_windows(
         reports = [rank.report for rank in ranks if rank.report is not None]
         devices = tuple(report.device for report in reports if report.device is not None)
         if not devices:
-            description = ray.get(telemetry[node_id].describe.remote())
+            description: Any = ray.get(telemetry[node_id].describe.remote())
             devices = tuple(device["uuid"] for device in description["devices"])
         windows.append(NodeWindow(node_id, reports[0].timing.start_ns, reports[0].timing.end_ns, devices))
     return tuple(windows)

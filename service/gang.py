@@ -29,7 +29,8 @@ class Gang:
     """
 
     def __init__(self, name: str, size: int, cluster: ClusterSpec, storage: Path) -> None:
-        self.mailbox: ActorHandle = ray.remote(num_cpus=0, max_concurrency=1000)(Mailbox).remote(size)
+        actor: Any = ray.remote(Mailbox)
+        self.mailbox: ActorHandle = actor.options(num_cpus=0, max_concurrency=1000).remote(size)
         self._closing = False
         use_gpu = cluster.accelerator != "cpu"
         # Ray Train looks for dead workers every 2 s unless told otherwise.

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 from service import store
 from service.errors import InputError
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 PROBE_S = 5.0
 POLL_S = 1.0
 START_S = 60.0
-STOP_S = 30  # what a driver gets to close its record; Ray's own 3 s are short for a tracking server far away
+STOP_S = 60  # what a driver gets to close its record and its gangs; Ray's own 3 s are too short
+_OVERRIDING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 _MARK = "wattune.search"  # the metadata by which a search is told from other jobs of the cluster
 
 
@@ -121,11 +121,12 @@ def _cluster(address: str) -> Iterator[JobSubmissionClient]:
 
     for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
         logging.getLogger(name).setLevel(logging.WARNING)  # they tell of every package they send
+    overriding = {name: os.environ.pop(name) for name in _OVERRIDING if name in os.environ}
     try:
-        with patch.dict(os.environ):
-            for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
-                os.environ.pop(name, None)
+        try:
             client = JobSubmissionClient(address, headers=headers)
+        finally:
+            os.environ.update(overriding)
         yield client
     except (RuntimeError, ConnectionError, AuthenticationError, requests.RequestException) as error:
         raise InputError(f"address {address}: {store.first_line(error)}") from error
@@ -187,7 +188,7 @@ def _find(client: JobSubmissionClient, search: str, address: str) -> tuple[str, 
     }
     matches = [search] if search in jobs else [known for known in jobs if search and known.startswith(search)]
     if len(matches) > 1:
-        raise InputError(f"search {search!r} is ambiguous: {', '.join(sorted(matches))}")
+        raise InputError(f"search {search!r} is ambiguous: {', '.join(sorted(matches)[-5:])}")
     if not matches:
         raise InputError(f"search {search!r} is unknown at {address}: no such search was submitted there")
     return matches[0], jobs[matches[0]]

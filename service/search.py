@@ -202,7 +202,8 @@ def ray_session(spec: SearchSpec) -> Iterator[None]:
     if address := os.environ.get("RAY_ADDRESS"):
         try:
             _knock(address)
-            ray.init(**quiet)
+            # Ray Train's helpers look for their cluster by this variable, and die where a host runs several.
+            ray.init(runtime_env={"env_vars": {"RAY_ADDRESS": address}}, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None

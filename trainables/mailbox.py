@@ -128,9 +128,10 @@ class Mailbox:
             self.changed.notify_all()
 
     async def close(self) -> None:
-        """Send the workers home."""
+        """Send the workers home, from the trial under way as well."""
         async with self.changed:
             self.closed = True
+            self._fail("the gang was closed")
             self.changed.notify_all()
 
     async def _all_members(self) -> list[Member]:

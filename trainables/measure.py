@@ -62,7 +62,8 @@ def time_steps(
         if len(warmup) > protocol.steady_steps and sum(warmup[1:]) >= protocol.warmup_max_s:
             break
     on_phase("window")
-    start, window = now, []
+    start = now
+    window: list[float] = []
     while len(window) < protocol.window_min_steps or sum(window) < protocol.window_s:
         seconds, now = step()
         window.append(seconds)

@@ -183,7 +183,7 @@ class Stage(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token ids (batch, sequence) on the first stage, else hidden states; logits on the last, else hidden states."""
+        """Hidden states to hidden states; token ids (batch, sequence) on the first stage, logits from the last."""
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks:

@@ -133,7 +133,7 @@ def _join(request: TrialRequest, place: Place) -> torch.device:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    timeout = timedelta(seconds=request.deadline_s)
+    timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash
     store = dist.TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
     dist.init_process_group(
         "nccl" if place.use_gpu else "gloo",
@@ -151,7 +151,7 @@ def _device_uuid(device: torch.device) -> str | None:
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         found["gpu_name"] = torch.cuda.get_device_name(device)
         found["cuda"] = str(torch.version.cuda or torch.version.hip)

@@ -47,7 +47,8 @@ def worker_loop(config: dict[str, Any]) -> None:
     while (order := ray.get(mailbox.next.remote(rank, number))) is not None:
         number, began = order.number, time.monotonic()
         over = mailbox.aborted.remote(number)
-        place = Place(rank, member.local_rank, *order.store, use_gpu=config["use_gpu"])
+        store_host, store_port = order.store
+        place = Place(rank, member.local_rank, store_host, store_port, config["use_gpu"])
         trial = nursery.trial(
             order.request,
             place,
@@ -62,6 +63,6 @@ def _incarnation() -> str:
     """A name that the workers of one start of the gang share: rank 0's actor id, told to all by broadcast."""
     import torch.distributed as dist
 
-    names = [ray.get_runtime_context().get_actor_id()]
+    names: list[Any] = [ray.get_runtime_context().get_actor_id()]
     dist.broadcast_object_list(names, src=0, device=torch.device("cpu"))
     return names[0]

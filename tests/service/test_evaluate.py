@@ -74,7 +74,7 @@ def device_window(device: str, energy_j: float | None, **changes: Any) -> Device
             duration_s=10.0,
             energy_j=energy_j,
             energy_method="counter",
-            throttle_s=dict.fromkeys(THROTTLE_CAUSES, 0.0) | {"power_cap": 5.0},
+            throttle_s={cause: 5.0 if cause == "power_cap" else 0.0 for cause in THROTTLE_CAUSES},
             thermal_throttle_s=(1.0, 2.0),
             mean_sm_clock_mhz=1500.0,
             mean_gpu_temp_c=60.0,
@@ -161,14 +161,14 @@ class NodeTelemetry:
         return {"devices": [{"uuid": self.device}]}
 
     def window(self, start_ns: int, end_ns: int, devices: tuple[str, ...]) -> WindowSummary:
-        assert (start_ns, end_ns) == (TIMING.start_ns, TIMING.end_ns)
+        assert (start_ns, end_ns) == (TIMING.start_ns, TIMING.end_ns)  # those of the node's first rank
         windows = [device_window(device, self.energy_j, problems=self.problems) for device in devices]
         return WindowSummary(tuple(windows), peak_power_w=300.0)
 
 
 @pytest.mark.timeout(120)
 def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None:
-    telemetry = {"a": ray.remote(num_cpus=0)(NodeTelemetry).remote("cpu-of-a", 1.0)}
+    telemetry = {"a": start(NodeTelemetry, "cpu-of-a", 1.0)}
     outcomes = ranks(2, [None] * 2, device=None)
     assert node_windows(outcomes, members(["a", "a"]), telemetry) == (
         NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("cpu-of-a",)),
@@ -184,31 +184,30 @@ def test_a_request_carries_the_spec_s_own_words() -> None:
     assert request.deadline_s == 99.0
 
 
+def start(actor: Any, *arguments: Any) -> Any:
+    return ray.remote(actor).options(num_cpus=0, max_concurrency=100).remote(*arguments)
+
+
 def answering(outcomes: list[Outcome]) -> Any:
-    """A gang's mailbox with one worker a rank, each of which hands in the outcome that is written for it."""
-    size = len(outcomes)
-    mailbox = ray.remote(num_cpus=0, max_concurrency=100)(Mailbox).remote(size)
+    """A gang's mailbox, with workers that hand in these outcomes for its first trial."""
+    mailbox = start(Mailbox, len(outcomes))
 
     @ray.remote(num_cpus=0)
-    def worker(rank: int, mailbox: Any) -> None:
-        member = Member(rank, rank, "a", "host", 1 if rank == 0 else None)
-        ray.get(mailbox.join.remote("first", member))
-        order = ray.get(mailbox.next.remote(rank, 0))
-        timing = replace(TIMING)
-        outcome = outcomes[rank]
-        if outcome.report is not None:
-            outcome = replace(outcome, report=replace(outcome.report, timing=timing))
-        ray.get(mailbox.hand_in.remote(rank, order.number, outcome))
+    def work(mailbox: Any) -> None:
+        for member in members(["a"] * len(outcomes)):
+            ray.get(mailbox.join.remote("first", member))
+        order = ray.get(mailbox.next.remote(0, 0))
+        for rank, outcome in enumerate(outcomes):
+            ray.get(mailbox.hand_in.remote(rank, order.number, outcome))
 
-    for rank in range(size):
-        worker.remote(rank, mailbox)
+    work.remote(mailbox)
     return mailbox
 
 
 @pytest.mark.timeout(120)
 def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None:
     spec = make_spec()
-    telemetry = {"a": ray.remote(num_cpus=0)(NodeTelemetry).remote("unused", 2560.0, ("GPU-1: was reset",))}
+    telemetry = {"a": start(NodeTelemetry, "unused", 2560.0, ("GPU-1: was reset",))}
     result = run_on_gang(
         make_request("t1", CONFIG, spec), spec, answering(ranks(4, [1.0] * 4)), telemetry, {"gpu": "H200"}
     )

@@ -82,7 +82,7 @@ def trial_process(worker: psutil.Process) -> psutil.Process:
     give_up = time.monotonic() + 60
     while time.monotonic() < give_up:
         for process in fork_servers(worker)[0].children():
-            if process.cpu_times().user > 3.0:
+            if process.cpu_times().user > 1.5:
                 return process
         time.sleep(0.05)
     raise AssertionError("no trial is under way")
@@ -142,8 +142,7 @@ def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) ->
     began = time.monotonic()
     ((status, cause),) = statuses(trial)
     assert status == "crash"
-    assert cause is not None
-    print(cause)
+    assert cause in [f"rank {rank}: the process was killed by SIGKILL in phase warmup" for rank in (0, 1)]
     assert time.monotonic() - began < 30
     assert statuses(begin()) == [("ok", None)] * 2
     assert [worker.pid for worker in workers()] == [worker.pid for worker in before]
@@ -151,10 +150,10 @@ def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) ->
 
 @pytest.mark.timeout(240)
 def test_a_trial_past_its_deadline_is_a_hang_and_the_gang_goes_on(begin: Begin) -> None:
-    ((status, cause),) = statuses(begin(protocol=ENDLESS, deadline_s=8))
+    ((status, cause),) = statuses(begin(protocol=ENDLESS, deadline_s=6))
     assert status == "hang"
     assert cause is not None
-    assert cause.endswith(": no result after 8 s, in phase warmup")
+    assert cause.endswith(": no result after 6 s, in phase warmup")
     assert statuses(begin()) == [("ok", None)] * 2
 
 
@@ -167,18 +166,16 @@ def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begi
     before[1].kill()
     began = time.monotonic()
     assert statuses(trial) == [("crash", "a worker process of the gang died; the gang was started anew")]
-    crashed_s = time.monotonic() - began
     assert statuses(begin()) == [("ok", None)] * 2
-    recovered_s = time.monotonic() - began
-    print(f"known after {crashed_s:.1f} s, next trial done after {recovered_s:.1f} s")
-    assert recovered_s < 60
+    assert time.monotonic() - began < 60
     assert not any(process.is_running() for process in (*before, *orphans))
 
 
 @pytest.mark.timeout(60)
 def test_a_pool_lends_each_gang_to_one_trial_at_a_time(ray_session: Any) -> None:
-    mailboxes = [ray.remote(num_cpus=0)(Mailbox).remote(1) for _ in range(2)]
-    pool = ray.remote(num_cpus=0, max_concurrency=10)(Pool).remote(mailboxes)
+    actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
+    mailboxes = [actors[0].remote(1) for _ in range(2)]
+    pool = actors[1].remote(mailboxes)
     first, second = (ray.get(pool.lease.remote(name), timeout=30) for name in ("a", "b"))
     assert {first, second} == set(mailboxes)
     third = pool.lease.remote("c")

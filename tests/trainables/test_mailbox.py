@@ -225,6 +225,18 @@ async def test_the_time_on_a_trial_counts_from_when_the_gang_was_free() -> None:
 
 
 @in_a_loop
+async def test_closing_ends_the_trial_under_way() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    watch = asyncio.create_task(mailbox.aborted((await take(mailbox, 0, 0)).number))
+    await mailbox.close()
+    await soon(watch)
+    outcomes, *_ = await soon(trial)
+    assert outcomes == [Outcome("crash", "the gang was closed")]
+    assert await soon(mailbox.next(0, 1)) is None
+
+
+@in_a_loop
 async def test_closing_sends_every_worker_home() -> None:
     mailbox = await gang()
     waiting = [asyncio.create_task(mailbox.next(rank, 0)) for rank in range(2)]

@@ -28,7 +28,9 @@ def test_rotary_turns_pairs_by_the_position_times_the_frequency() -> None:
         for pair in range(half):
             angle = position * theta ** (-2 * pair / head_dim)
             a, b = x[..., position, pair], x[..., position, pair + half]
-            expected = torch.stack((a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)))
+            expected = torch.stack(
+                (a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle))
+            )
             found = torch.stack((turned[..., position, pair], turned[..., position, pair + half]))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -18,7 +18,7 @@ from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC, open_tokens
-from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, learning_rate, set_learning_rate
+from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, learning_rate
 from trainables.measure import Protocol
 from trainables.model import Parts, Stage, language_model_loss
 from trainables.trial import RankReport, TrialRequest
@@ -40,10 +40,9 @@ def layout(
     mbs: int = 2,
     sp: bool = False,
     recompute: str = "none",
-    compiled: bool = False,
     precision: str = "fp32",
 ) -> TrialConfig:
-    return TrialConfig(engine, gpus, tp, pp, zero, mbs, GLOBAL_BATCH_SIZE, recompute, sp, compiled, precision)
+    return TrialConfig(engine, gpus, tp, pp, zero, mbs, GLOBAL_BATCH_SIZE, recompute, sp, False, precision)
 
 
 @cache
@@ -53,13 +52,13 @@ def reference(model: ModelShape) -> tuple[list[float], list[float]]:
     stage = Stage(parts.embedding(), [parts.block(layer) for layer in range(model.layers)], parts.head())
     if model.tie_embeddings:
         stage.head.output.weight = stage.embedding.tokens.weight  # type: ignore[union-attr]
-    optimizer = torch.optim.AdamW(stage.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY)
+    rate = learning_rate(model)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
     stream = open_tokens(SYNTHETIC, model.vocab)
     losses, norms = [], []
     for step in range(STEPS):
         samples = range(step * GLOBAL_BATCH_SIZE, (step + 1) * GLOBAL_BATCH_SIZE)
         tokens = torch.from_numpy(np.stack([stream.sequence(i, SEQUENCE_LENGTH) for i in samples]))
-        set_learning_rate(optimizer, learning_rate(model.parameters, step))
         optimizer.zero_grad()
         loss = language_model_loss(stage(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
@@ -69,13 +68,13 @@ def reference(model: ModelShape) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def request(config: TrialConfig, model: ModelShape, steps: int = STEPS, sequence_length: int = SEQUENCE_LENGTH):  # type: ignore[no-untyped-def]
-    """A trial of `steps` optimizer steps: two of warm-up, however they vary, and the rest in the window."""
+def request(config: TrialConfig, model: ModelShape) -> TrialRequest:
+    """A trial of `STEPS` optimizer steps: two of warm-up, however they vary, and the rest in the window."""
     protocol = Protocol(
-        steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=steps - 2
+        steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=STEPS - 2
     )
-    name = f"{config.label} {config.precision} {model.family} {steps}"
-    return TrialRequest(name, config, model, SYNTHETIC, sequence_length, protocol, deadline_s=200, seed=0)
+    name = f"{config.label} {config.precision} {model.family}"
+    return TrialRequest(name, config, model, SYNTHETIC, SEQUENCE_LENGTH, protocol, deadline_s=200, seed=0)
 
 
 def reports(outcomes: list[Outcome]) -> list[RankReport]:

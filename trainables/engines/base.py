@@ -17,22 +17,16 @@ Microbatch = tuple[Tensor, Tensor]
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 GRADIENT_CLIP = 1.0
-LEARNING_RATE_WARMUP_STEPS = 100
 
 
-def learning_rate(parameters: int, step: int) -> float:
-    """Learning rate of optimizer step `step`, from 0, for a model of so many parameters.
+def learning_rate(model: ModelShape) -> float:
+    """A constant rate at which a model of this shape learns from its very first step.
 
-    The peak is a fit to table 2.1 of Brown et al. 2020, 6e-4 at 125 million parameters falling with their cube root.
-    It is reached linearly: large models diverge in their very first steps otherwise, and their trials would not learn.
+    Adam's first steps move every weight by the rate, all in step, and the residual stream sums `hidden` such moves a
+    layer: rate x hidden x layers is kept at 0.2. Real runs start as low, by warming up over thousands of steps; a trial
+    has ten. At 3e-4 from the first step, Llama-3-8B went from a loss of 12.6 to 29 in two steps.
     """
-    peak = 6e-4 * (125e6 / parameters) ** (1 / 3)
-    return peak * min(1.0, (step + 1) / LEARNING_RATE_WARMUP_STEPS)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    return 0.2 / (model.hidden * model.layers)
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
-from trainables.engines.base import (
-    BETAS,
-    GRADIENT_CLIP,
-    WEIGHT_DECAY,
-    Job,
-    Microbatch,
-    StepOutput,
-    learning_rate,
-    set_learning_rate,
-)
+from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
 from trainables.model import Block, Embedding, Head, Parts, Stage, language_model_loss
 
 # Without this DeepSpeed compiles a C++ shared-memory all-reduce on CPU machines; gloo serves.
@@ -89,7 +80,6 @@ class DeepSpeedEngine:
 
     def __init__(self, job: Job) -> None:
         self.config = config = job.config
-        self.parameters, self.steps = job.model.parameters, 0
         deepspeed.init_distributed(dist_init_required=False)
         parts = Parts(job.model, job.sequence_length, job.seed, job.device)
         self.loss_function = torch.compile(language_model_loss) if config.compile else language_model_loss
@@ -97,6 +87,7 @@ class DeepSpeedEngine:
         model = self._pipeline(parts, job.model) if self.pipelined else self._whole(parts, job.model)
         optimizer = torch.optim.AdamW(
             model.parameters(),
+            lr=learning_rate(job.model),
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             fused=job.device.type == "cuda",
@@ -106,8 +97,6 @@ class DeepSpeedEngine:
         self.data_parallel_rank = self.engine.grid.get_data_parallel_rank() if self.pipelined else job.rank // group
 
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
-        set_learning_rate(self.engine.optimizer, learning_rate(self.parameters, self.steps))
-        self.steps += 1
         ranks = self.config.num_gpus
         if self.pipelined:
             # DeepSpeed averages over the data-parallel ranks and tells every stage.

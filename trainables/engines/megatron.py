@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed._tensor import DTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -40,16 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from search_spaces.config import TrialConfig
-from trainables.engines.base import (
-    BETAS,
-    GRADIENT_CLIP,
-    WEIGHT_DECAY,
-    Job,
-    Microbatch,
-    StepOutput,
-    learning_rate,
-    set_learning_rate,
-)
+from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
 from trainables.model import Block, Embedding, Head, Parts, Stage, language_model_loss
 
 
@@ -83,7 +74,8 @@ class Layout:
         module: nn.Module = checkpoint_wrapper(block) if self.config.recompute == "full" else block
         if self.config.compile:
             module.compile()
-        return fully_shard(module, **self.sharding)
+        fully_shard(module, **self.sharding)
+        return module
 
     def embedding(self, embedding: Embedding) -> Embedding:
         hidden = Shard(1) if self.config.sequence_parallel else Replicate()
@@ -133,7 +125,6 @@ class MegatronEngine:
 
     def __init__(self, job: Job) -> None:
         self.config = config = job.config
-        self.parameters, self.steps = job.model.parameters, 0
         self.layout = Layout(config, job.device)
         self.data_parallel_rank = self.layout.data_parallel_rank
         stage_index, stages = self.layout.mesh.get_local_rank("pp"), config.pipeline_parallel_size
@@ -142,6 +133,7 @@ class MegatronEngine:
         self.groups = self._parameters_by_mesh()
         self.optimizer = torch.optim.AdamW(
             [{"params": parameters} for parameters in self.groups],
+            lr=learning_rate(job.model),
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             fused=True,
@@ -155,8 +147,6 @@ class MegatronEngine:
             self.schedule = Schedule1F1B(stage, config.gradient_accumulation_steps, loss_fn=self.loss_function)
 
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
-        set_learning_rate(self.optimizer, learning_rate(self.parameters, self.steps))
-        self.steps += 1
         self.optimizer.zero_grad()
         with loss_parallel() if self.config.tensor_parallel_size > 1 else contextlib.nullcontext():
             losses = self._accumulate(microbatches) if self.schedule is None else self._pipeline(microbatches)
@@ -194,6 +184,7 @@ class MegatronEngine:
         """Forward and backward of all microbatches without a pipeline."""
         losses: list[Tensor] = []
         steps, stage = self.config.gradient_accumulation_steps, self.config.zero_stage
+        assert isinstance(self.stage, FSDPModule)
         for index, (inputs, labels) in enumerate(microbatches):
             last = index == steps - 1
             self.stage.set_is_last_backward(last)
