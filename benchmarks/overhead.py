@@ -19,11 +19,12 @@ from typing import Any
 import ray
 
 from search_spaces.config import TrialConfig
+from service.cluster import ray_session
 from service.evaluate import make_request, run_on_gang
-from service.gang import Gang
-from service.search import ray_session
+from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec
 from telemetry.actor import start_telemetry
+from trainables.data import located
 from trainables.result import TrialResult
 
 USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
@@ -38,7 +39,7 @@ def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any],
         result = run_on_gang(make_request(f"warm-{number}", point, spec), spec, gang.mailbox, telemetry, {})
         seconds.append(_require_ok(result)["trial_overhead_s"])
         _say("warm", point, seconds[-1])
-    gang.close()
+    close_gangs([gang])
     return seconds
 
 
@@ -49,7 +50,7 @@ def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any],
         began = time.monotonic()
         gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage)
         result = run_on_gang(make_request(f"cold-{number}", point, spec), spec, gang.mailbox, telemetry, {})
-        gang.close()
+        close_gangs([gang])
         figures = _require_ok(result)
         seconds.append(time.monotonic() - began - sum(figures[name] for name in USEFUL))
         _say("cold", point, seconds[-1])
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     arguments = parser.parse_args()
     spec = load_spec(arguments.spec)
+    spec = spec.model_copy(update={"data": located(spec.data)})
     points = list(spec.legal.points[: arguments.trials])
     with tempfile.TemporaryDirectory() as storage, ray_session(spec):
         telemetry = start_telemetry()

@@ -21,7 +21,7 @@ from service.errors import InputError
 from service.home import Home, tracking_uri
 from service.results import Results, SearchInfo, SearchRecord, best, export, notices, pareto
 from service.spec import SearchSpec, load_spec
-from service.tables import FIGURES, heading, render, searches_table, trials_table
+from service.tables import render, searches_table, trials_table, with_unit
 
 TRACKING = click.option(
     "--tracking-uri", metavar="URI", help="MLflow store; default: MLFLOW_TRACKING_URI, else the one in WATTUNE_HOME."
@@ -254,8 +254,8 @@ def _print_front(record: SearchRecord) -> None:
         for metric, direction in record.objectives.items():
             if any(metric in trial.metrics for trial in front):
                 trial = best(record, **{direction: metric})
-                figure = format(trial.metrics[metric], FIGURES.get(metric, ("", ".4g"))[1])
-                click.echo(f"  {heading(metric)}: {figure}  {trial.label}")
+                estimated = trial.methods.get(metric) == "estimated"
+                click.echo(f"  {with_unit(metric, trial.metrics[metric], estimated)}: {trial.label}")
     for notice in notices(record):
         click.echo(f"note: {notice}")
 

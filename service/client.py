@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -47,9 +48,10 @@ class Wattune:
         if self.address and info.status == "running":
             from service import jobs
 
-            job = jobs.job_status(info.id, self.address).lower()
-            if job in ("failed", "stopped"):
-                return replace(info, status=job)
+            with contextlib.suppress(InputError):  # a search that was started by hand is no job of the cluster
+                job = jobs.job_status(info.id, self.address).lower()
+                if job in ("failed", "stopped"):
+                    return replace(info, status=job)
         return info
 
     def trials(self, search: str) -> list[TrialRecord]:

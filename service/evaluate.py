@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +42,7 @@ def evaluate(
         result = run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
     finally:
         ray.get(pool.release.remote(trial_id))
-    ray.tune.report({"result": result.to_dict()})
+    ray.tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
 
 
 def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec) -> TrialRequest:
@@ -81,7 +82,7 @@ def run_on_gang(
         return TrialResult(request.trial_id, request.config, "hang", cause)
     first = outcomes[0]
     if first.status != "ok":
-        return TrialResult(request.trial_id, request.config, first.status, first.cause)
+        return TrialResult(request.trial_id, request.config, first.status, first.cause, traceback=first.traceback)
     windows = node_windows(outcomes, members, telemetry)
     summary = combine(ray.get([telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in windows]))
     assert first.report is not None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,22 @@ class Gang:
             if not self._closing:
                 ray.get(self.mailbox.give_up.remote(cause))
 
-    def close(self) -> None:
-        """Send the workers home and wait for the run to end."""
+    def dismiss(self) -> None:
+        """Send the workers home, without waiting for it."""
         self._closing = True
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self.mailbox.close.remote(), timeout=CLOSE_TIMEOUT_S)
+        self.mailbox.close.remote()
+
+    def wait(self) -> None:
+        """Wait for the run of a gang that was dismissed to end, but not for ever."""
         self._thread.join(CLOSE_TIMEOUT_S)
+
+
+def close_gangs(gangs: Sequence[Gang]) -> None:
+    """Dismiss all, then wait for all."""
+    for gang in gangs:
+        gang.dismiss()
+    for gang in gangs:
+        gang.wait()
 
 
 class Pool:
@@ -85,6 +95,12 @@ class Pool:
         if mailbox is not None:
             await mailbox.give_up.remote("the trial was ended")
             self._free.put_nowait(mailbox)
+
+
+def start_pool(gangs: Sequence[Gang]) -> ActorHandle:
+    """The actor that lends these gangs."""
+    actor: Any = ray.remote(Pool)
+    return actor.options(num_cpus=0, max_concurrency=1000).remote([gang.mailbox for gang in gangs])
 
 
 def resources_per_worker(cluster: ClusterSpec) -> dict[str, float]:

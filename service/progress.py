@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.spec import BudgetSpec
+from service.tables import with_unit
 from trainables.result import TrialResult
-
-UNITS = {"tokens_per_s": "tok/s", "tokens_per_s_per_gpu": "tok/s/GPU", "joules_per_token": "J/tok"}
 
 
 @dataclass
 class Progress:
     """Prints as it goes; plain lines, so that a log file reads the same as a terminal.
 
-    `trials` is the most to expect. Figures that are estimated, not measured, carry a '*'.
+    `trials` is the most to expect. What violates one of `limits`, (metric, '<=' or '>=', bound), is never the best.
+    Figures that are estimated, not measured, carry a '*'.
     """
 
     objectives: Mapping[str, str]
     budget: BudgetSpec
     trials: int
+    limits: Sequence[tuple[str, str, float]] = ()
     began: float = field(default_factory=time.monotonic)
     done: int = 0
     best: dict[str, float] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Progress:
         self.done += 1
         self.estimated |= {metric for metric, method in result.methods.items() if method == "estimated"}
         if result.status == "ok":
-            self._keep_best(result)
+            self._keep_best(result.metrics)
             told = ", ".join(
                 self._figure(metric, value)
                 for metric in self.objectives
@@ -49,17 +50,19 @@ class Progress:
         best = ", ".join(self._figure(metric, value) for metric, value in self.best.items()) or "none yet"
         self.say(f"         trial {self.done} of at most {self.trials}; best so far: {best}; {self._left()} left")
 
-    def _keep_best(self, result: TrialResult) -> None:
+    def _keep_best(self, metrics: Mapping[str, float | None]) -> None:
+        for metric, sense, bound in self.limits:
+            value = metrics.get(metric)
+            if value is not None and (value > bound if sense == "<=" else value < bound):
+                return
         for metric, direction in self.objectives.items():
-            value = result.metrics.get(metric)
+            value = metrics.get(metric)
             if value is not None:
                 better = max if direction == "maximize" else min
                 self.best[metric] = better(self.best.get(metric, value), value)
 
     def _figure(self, metric: str, value: float) -> str:
-        unit = UNITS.get(metric)
-        mark = "*" if metric in self.estimated else ""
-        return f"{value:.4g}{mark} {unit}" if unit else f"{metric} {value:.4g}{mark}"
+        return with_unit(metric, value, metric in self.estimated)
 
     def _clock(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
-import os
-import platform
+import shutil
 import signal
-import socket
-import subprocess
-import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,12 +18,14 @@ from ray.actor import ActorHandle
 from ray.tune.experiment import Trial
 
 from search_spaces.config import TrialConfig
+from service.cluster import check_cluster, ray_session
 from service.errors import InputError
 from service.evaluate import evaluate
-from service.gang import Gang, Pool, resources_per_worker
+from service.gang import Gang, close_gangs, start_pool
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.progress import Progress
+from service.provenance import hardware, software
 from service.searcher import StudySearcher, outcome_of
 from service.spec import SearchSpec, dump_spec, new_search_id
 from service.study import SearchStudy
@@ -60,7 +57,7 @@ def run(spec: SearchSpec, tracking_uri: str | None = None, search_id: str | None
     search_id = search_id or new_search_id(spec)
     tracker = Tracker(store_uri(tracking_uri), home)
     with ray_session(spec):
-        _check_cluster(spec)
+        check_cluster(spec)
         return _Driver(spec, search_id, home, tracker).run()
 
 
@@ -69,7 +66,6 @@ class _Recorder(ray.tune.Callback):
 
     def __init__(self, tracker: Tracker, progress: Progress, pool: ActorHandle, telemetry: Mapping[str, Any]) -> None:
         self.tracker, self.progress, self.pool, self.telemetry = tracker, progress, pool, telemetry
-        self.results: list[TrialResult] = []
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         config = TrialConfig.from_dict(trial.config)
@@ -85,7 +81,6 @@ class _Recorder(ray.tune.Callback):
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
         result = outcome_of(trial.trial_id, TrialConfig.from_dict(trial.config), reported)
-        self.results.append(result)
         self.tracker.finish_trial(result, self._samples(result))
         self.progress.finished(result)
 
@@ -109,9 +104,9 @@ class _Driver:
     def run(self) -> str:
         spec, points = self.spec, self.spec.legal.points
         trials = min(spec.budget.trials, len(points))
-        progress = Progress(spec.objectives, spec.budget, trials)
+        progress = Progress(spec.objectives, spec.budget, trials, spec.limits)
         telemetry = start_telemetry()
-        environment = _environment() | _hardware(telemetry)
+        environment = software() | hardware(telemetry)
         self.tracker.start_search(
             self.search_id,
             dump_spec(spec),
@@ -123,22 +118,21 @@ class _Driver:
             constraints=spec.constraints,
         )
         progress.say(f"search {self.search_id}: {len(points)} legal layouts, at most {trials} trials")
-        status = "failed"
+        status, spool = "failed", self.home.spool(self.search_id)
         try:
-            spool = self.home.spool(self.search_id)
             count = max(1, min(spec.cluster.size // spec.gang_size, trials))
             self.gangs = [
                 Gang(f"{self.search_id}-gang{i}", spec.gang_size, spec.cluster, spool / "train") for i in range(count)
             ]
-            pool = ray.remote(num_cpus=0, max_concurrency=1000)(Pool).remote([gang.mailbox for gang in self.gangs])
+            pool = start_pool(self.gangs)
             recorder = _Recorder(self.tracker, progress, pool, telemetry)
             searcher = StudySearcher(self._study(), spec.budget)
             self._tune(searcher, recorder, pool, telemetry, environment, spool)
             status = "stopped" if searcher.stopped else "finished"
         finally:
             self.tracker.finish_search(status, self._summary(progress))
-            for gang in self.gangs:
-                gang.close()
+            close_gangs(self.gangs)
+            self._clear(spool)
             for notice in self.tracker.notices:
                 progress.say(f"notice: {notice}")
         return self.search_id
@@ -162,7 +156,7 @@ class _Driver:
         pool: ActorHandle,
         telemetry: Mapping[str, Any],
         environment: Mapping[str, str],
-        spool: Any,
+        spool: Path,
     ) -> None:
         trainable = ray.tune.with_parameters(
             evaluate, spec=self.spec, pool=pool, telemetry=telemetry, environment=environment
@@ -182,56 +176,27 @@ class _Driver:
         with _stop_on_signal(searcher, recorder.progress):
             tuner.fit()
 
-    def _summary(self, progress: Progress) -> dict[str, float | None]:
-        return {"trials": float(progress.done), "search_time_s": time.monotonic() - progress.began} | {
-            f"best_{metric}": value for metric, value in progress.best.items()
-        }
+    @staticmethod
+    def _summary(progress: Progress) -> dict[str, float | None]:
+        best = {f"best_{metric}": value for metric, value in progress.best.items()}
+        return {"trials": progress.done, "search_time_s": time.monotonic() - progress.began, **best}
 
-
-@contextlib.contextmanager
-def ray_session(spec: SearchSpec) -> Iterator[None]:
-    """Ray for one search: the running one if there is one to join, else one of its own that ends with the search."""
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    if ray.is_initialized():
-        yield
-        return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address := os.environ.get("RAY_ADDRESS"):
-        try:
-            _knock(address)
-            # Ray Train's helpers look for their cluster by this variable, and die where a host runs several.
-            ray.init(runtime_env={"env_vars": {"RAY_ADDRESS": address}}, **quiet)
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
-    else:
-        cpus = max(os.cpu_count() or 1, math.ceil(spec.cluster.size * spec.cluster.cpus_per_worker))
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=True,
-            _temp_dir=tempfile.mkdtemp(prefix="wattune-ray-"),
-            **quiet,
-        )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _knock(address: str) -> None:
-    """Raise `OSError` if nothing listens at HOST:PORT; Ray itself would go on trying for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=5).close()
+    @staticmethod
+    def _clear(spool: Path) -> None:
+        """Remove what Ray wrote there. Trials that the tracking store has not taken stay."""
+        for name in ("train", "tune"):
+            shutil.rmtree(spool / name, ignore_errors=True)
+        for folder in (spool / "unsent", spool):
+            with contextlib.suppress(OSError):  # not empty, or not there
+                folder.rmdir()
 
 
 @contextlib.contextmanager
 def _stop_on_signal(searcher: StudySearcher, progress: Progress) -> Iterator[None]:
     """Interrupt ends the search after the trials under way; a second one, or terminate, ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
 
     def stop(number: int, frame: Any) -> None:
         at_once, searcher.stopped = searcher.stopped or number == signal.SIGTERM, True
@@ -249,18 +214,6 @@ def _stop_on_signal(searcher: StudySearcher, progress: Progress) -> Iterator[Non
             signal.signal(number, handler)
 
 
-def _check_cluster(spec: SearchSpec) -> None:
-    """Raise `InputError` unless the Ray cluster has what the spec's cluster section says."""
-    have = ray.cluster_resources()
-    for name, each in resources_per_worker(spec.cluster).items():
-        need = each * spec.cluster.size
-        if have.get(name, 0) < need:
-            raise InputError(
-                f"cluster: {spec.cluster.nodes} x {spec.cluster.gpus_per_node} {spec.cluster.accelerator} workers need "
-                f"{need:g} {name}, the Ray cluster has {have.get(name, 0):g}"
-            )
-
-
 def _params(spec: SearchSpec) -> dict[str, Any]:
     """The search's facts as parameters of its run."""
     return {
@@ -276,24 +229,3 @@ def _params(spec: SearchSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "legal_points": len(spec.legal.points),
     }
-
-
-def _environment() -> dict[str, str]:
-    """Versions of what the driver runs, and the git commit of the working directory if it is a checkout."""
-    found = {"python": platform.python_version()}
-    for name in ("wattune", "ray", "optuna", "deepspeed"):
-        with contextlib.suppress(PackageNotFoundError):  # code on the path that was never installed
-            found[name] = version(name)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    if commit.returncode == 0:
-        found["git_commit"] = commit.stdout.strip()
-    return found
-
-
-def _hardware(telemetry: Mapping[str, Any]) -> dict[str, str]:
-    """Names and drivers of the devices in the cluster."""
-    nodes = ray.get([actor.describe.remote() for actor in telemetry.values()])
-    devices = [device for node in nodes for device in node["devices"]]
-    drivers = {device["driver_version"] for device in devices} - {None}
-    found = {"devices": ", ".join(sorted({device["name"] for device in devices}))}
-    return found | ({"driver": ", ".join(sorted(drivers))} if drivers else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -56,5 +57,5 @@ class StudySearcher(Searcher):
 def outcome_of(trial_id: str, config: TrialConfig, result: dict[str, Any] | None) -> TrialResult:
     """The `TrialResult` inside what a Tune trial reported; a trial that reported none has crashed."""
     if result and "result" in result:
-        return TrialResult.from_dict(result["result"])
+        return TrialResult.from_dict(json.loads(result["result"]))
     return TrialResult(trial_id, config, "crash", "the trial's own process died before it reported")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from service.results import SearchInfo, SearchRecord, TrialRecord
 
-# Columns of a table of trials: heading, metric, number format. The objectives of a search come first, whatever they are.
+# Metric -> heading and number format.
 FIGURES = {
     "tokens_per_s": ("tokens/s", ",.0f"),
     "tokens_per_s_per_gpu": ("tokens/s/GPU", ",.0f"),
@@ -36,10 +36,10 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def trials_table(search: SearchRecord, trials: Sequence[TrialRecord]) -> str:
-    """One row a trial: its layout and its figures. Estimated figures are marked with an asterisk, missing with a dash."""
+    """One row a trial: its layout and figures. Estimated figures carry an asterisk; a dash is one that is missing."""
     metrics = list(dict.fromkeys([*search.objectives, *ALWAYS]))
     metrics = [m for m in metrics if m in search.objectives or any(m in trial.metrics for trial in trials)]
-    headings = ["layout", *(FIGURES.get(metric, (metric, ""))[0] for metric in metrics)]
+    headings = ["layout", *map(heading, metrics)]
     return render(headings, [[trial.label, *(_cell(trial, metric) for metric in metrics)] for trial in trials])
 
 
@@ -53,11 +53,7 @@ def searches_table(searches: Sequence[SearchInfo]) -> str:
             info.model,
             info.accelerator,
             " ".join(f"{count} {status}" for status, count in info.trials.items()) or "none",
-            ", ".join(
-                f"{_figure(metric, value)}{'*' if metric in info.estimated else ''} {heading(metric)}"
-                for metric, value in info.best.items()
-            )
-            or "-",
+            ", ".join(with_unit(metric, value, metric in info.estimated) for metric, value in info.best.items()) or "-",
         ]
         for info in searches
     ]
@@ -68,11 +64,16 @@ def heading(metric: str) -> str:
     return FIGURES.get(metric, (metric, ""))[0]
 
 
-def _figure(metric: str, value: float) -> str:
-    return format(value, FIGURES.get(metric, ("", ".4g"))[1])
+def with_unit(metric: str, value: float, estimated: bool) -> str:
+    """``41,804 tokens/s``, with an asterisk at the number if it is estimated."""
+    return f"{_number(metric, value, estimated)} {heading(metric)}"
+
+
+def _number(metric: str, value: float, estimated: bool) -> str:
+    return format(value, FIGURES.get(metric, ("", ".4g"))[1]) + ("*" if estimated else "")
 
 
 def _cell(trial: TrialRecord, metric: str) -> str:
     if metric not in trial.metrics:
         return "-"
-    return _figure(metric, trial.metrics[metric]) + ("*" if trial.methods.get(metric) == "estimated" else "")
+    return _number(metric, trial.metrics[metric], trial.methods.get(metric) == "estimated")

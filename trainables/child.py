@@ -34,13 +34,15 @@ _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  #
 class Outcome:
     """How one rank's trial ended: `ok` with a report, or another status with its cause.
 
-    `aborted` is a rank that was stopped because another rank failed. `phase` is the last phase it reached.
+    `aborted` is a rank that was stopped because another rank failed. `phase` is the last phase it reached, `traceback`
+    what Python said of the error.
     """
 
     status: str
     cause: str | None = None
     phase: str = "start"
     report: RankReport | None = None
+    traceback: str | None = None
 
 
 class Nursery:
@@ -129,8 +131,7 @@ def _child(request: TrialRequest, place: Place, connection: Connection) -> None:
         outcome = Outcome("invalid", str(error), phase)
     except BaseException as error:
         status = "oom" if is_out_of_memory(error) else "crash"
-        outcome = Outcome(status, describe(error, phase), phase)
-        traceback.print_exc()
+        outcome = Outcome(status, describe(error, phase), phase, traceback=traceback.format_exc())
     connection.send(outcome)
     signal.pause()  # until killed: communicators and CUDA contexts go with the process, an orderly end only costs time
 

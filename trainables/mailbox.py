@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainables.child import Outcome
 from trainables.trial import TrialRequest
@@ -90,7 +90,7 @@ class Mailbox:
                 return  # of a trial that was given up
             self.round.outcomes[rank] = outcome
             if outcome.status not in ("ok", "aborted") and self.round.failure is None:
-                self.round.failure = Outcome(outcome.status, f"rank {rank}: {outcome.cause}", outcome.phase)
+                self.round.failure = replace(outcome, cause=f"rank {rank}: {outcome.cause}")
             self.changed.notify_all()
 
     async def ready(self) -> list[Member]:

@@ -27,6 +27,7 @@ class TrialResult:
 
     `metrics` holds the names of the record (`tokens_per_s`, `joules_per_token`, ...); None is missing.
     `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated.
+    `cause` is one line on what failed, `traceback` what Python said of it.
     `step_times_s` and `losses` cover the optimizer steps of the window and of the whole trial respectively.
     """
 
@@ -40,6 +41,7 @@ class TrialResult:
     losses: tuple[float, ...] = ()
     windows: tuple[NodeWindow, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    traceback: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""

@@ -13,7 +13,7 @@ import ray
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
-from service.gang import Gang, Pool, resources_per_worker
+from service.gang import Gang, Pool, close_gangs, resources_per_worker
 from service.spec import ClusterSpec
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
@@ -36,7 +36,7 @@ trial_numbers = itertools.count()
 def gang(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
     gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"))
     yield gang
-    gang.close()
+    close_gangs([gang])
 
 
 @pytest.fixture

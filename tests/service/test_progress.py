@@ -37,8 +37,10 @@ def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     make().finished(ok(1234.5, 0.0665))
     trial, search = lines_of(capsys)
-    assert re.fullmatch(r"\[  0:00\] ok     megatron 4gpu dp2 tp2 pp1 zero1 mbs2 sp: 1234 tok/s, 0.0665 J/tok", trial)
-    assert "trial 1 of at most 10; best so far: 1234 tok/s, 0.0665 J/tok; about" in search
+    assert re.fullmatch(
+        r"\[  0:00\] ok     megatron 4gpu dp2 tp2 pp1 zero1 mbs2 sp: 1,234 tokens/s, 0.0665 J/token", trial
+    )
+    assert "trial 1 of at most 10; best so far: 1,234 tokens/s, 0.0665 J/token; about" in search
 
 
 @pytest.mark.parametrize("status", ["oom", "hang", "crash", "invalid"])
@@ -54,15 +56,15 @@ def test_best_so_far_is_by_each_objective(capsys: pytest.CaptureFixture[str]) ->
     for rate, joules in ((100.0, 0.3), (200.0, 0.5), (150.0, 0.2)):
         progress.finished(ok(rate, joules))
     progress.finished(TrialResult("t", CONFIG, "crash", "gone"))
-    assert "best so far: 200 tok/s, 0.2 J/tok;" in lines_of(capsys)[-1]
+    assert "best so far: 200 tokens/s, 0.2 J/token;" in lines_of(capsys)[-1]
     assert progress.best == {"tokens_per_s": 200.0, "joules_per_token": 0.2}
 
 
 def test_estimated_figures_carry_a_star(capsys: pytest.CaptureFixture[str]) -> None:
     make().finished(ok(100.0, 0.3, "estimated"))
     trial, search = lines_of(capsys)
-    assert trial.endswith(": 100 tok/s, 0.3* J/tok")
-    assert "best so far: 100 tok/s, 0.3* J/tok;" in search
+    assert trial.endswith(": 100 tokens/s, 0.3* J/token")
+    assert "best so far: 100 tokens/s, 0.3* J/token;" in search
     make().finished(ok(100.0, 0.3, "counter"))
     assert "*" not in "".join(lines_of(capsys))
 
@@ -70,8 +72,8 @@ def test_estimated_figures_carry_a_star(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_missing_figure_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     make().finished(ok(100.0, None))
     trial, search = lines_of(capsys)
-    assert trial.endswith(": 100 tok/s")
-    assert "best so far: 100 tok/s;" in search
+    assert trial.endswith(": 100 tokens/s")
+    assert "best so far: 100 tokens/s;" in search
 
 
 @pytest.mark.parametrize(

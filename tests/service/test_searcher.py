@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -47,7 +48,7 @@ def suggested(searcher: StudySearcher, trial_id: str) -> TrialConfig | None:
 
 def complete(searcher: StudySearcher, trial_id: str, config: TrialConfig) -> None:
     result = TrialResult(trial_id, config, "ok", metrics={"tokens_per_s": 1.0})
-    searcher.on_trial_complete(trial_id, {"result": result.to_dict(), "done": True})
+    searcher.on_trial_complete(trial_id, {"result": json.dumps(result.to_dict()), "done": True})
 
 
 def test_ends_when_the_trials_are_used_up() -> None:
@@ -108,4 +109,4 @@ def test_a_trial_that_reported_nothing_has_crashed(reported: dict[str, Any] | No
 
 def test_an_outcome_comes_through_unchanged() -> None:
     result = TrialResult("a", POINTS[0], "oom", "out of memory on rank 1")
-    assert outcome_of("a", POINTS[0], {"result": result.to_dict()}) == result
+    assert outcome_of("a", POINTS[0], {"result": json.dumps(result.to_dict())}) == result

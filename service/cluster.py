@@ -1,0 +1,71 @@
+"""The Ray that a search runs on: the cluster of `RAY_ADDRESS`, or one of its own on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from service.errors import InputError
+from service.gang import resources_per_worker
+from service.spec import SearchSpec
+
+
+@contextlib.contextmanager
+def ray_session(spec: SearchSpec) -> Iterator[None]:
+    """Ray for one search: the running one if there is one to join, else one of its own that ends with the search."""
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    if ray.is_initialized():
+        yield
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address := os.environ.get("RAY_ADDRESS"):
+        try:
+            _knock(address)
+            # Ray Train's helpers look for their cluster by this variable, and die where a host runs several.
+            ray.init(runtime_env={"env_vars": {"RAY_ADDRESS": address}}, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
+    else:
+        cpus = max(os.cpu_count() or 1, math.ceil(spec.cluster.size * spec.cluster.cpus_per_worker))
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=True,
+            _temp_dir=tempfile.mkdtemp(prefix="wattune-ray-"),
+            **quiet,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` if nothing listens at HOST:PORT; Ray itself would go on trying for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def check_cluster(spec: SearchSpec) -> None:
+    """Raise `InputError` unless the Ray cluster has what the spec's cluster section says."""
+    have = ray.cluster_resources()
+    for name, each in resources_per_worker(spec.cluster).items():
+        need = each * spec.cluster.size
+        if have.get(name, 0) < need:
+            raise InputError(
+                f"cluster: {spec.cluster.nodes} x {spec.cluster.gpus_per_node} {spec.cluster.accelerator} workers need "
+                f"{need:g} {name}, the Ray cluster has {have.get(name, 0):g}"
+            )

@@ -1,0 +1,104 @@
+"""A whole search, for real: Ray, warm gangs, training, telemetry, study, MLflow, and the answers from the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from service.cli import main
+from service.home import Home
+from service.results import Results, best, pareto
+from service.search import run
+from service.spec import SearchSpec, parse_spec
+from service.store import open_client
+from telemetry.store import read_samples
+from trainables.data import prepare
+
+SPEC: dict[str, Any] = {
+    "name": "whole",
+    "model": "tiny-llama",
+    "sequence_length": 64,
+    "global_batch_size": 4,
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu", "cpus_per_worker": 0.5},
+    "space": {"engine": ["megatron", "deepspeed"], "zero_stage": [0, 1], "precision": "fp32"},
+    "measurement": {"window_s": 0.5, "window_min_steps": 3, "warmup_max_s": 0.5, "deadline_s": 120},
+    "budget": {"trials": 3},
+    "sampler": "random",
+}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokens")
+    (folder / "text.txt").write_text(Path(__file__).read_text() * 3)
+    prepare([folder / "text.txt"], folder / "tokens")
+    return str(folder / "tokens")
+
+
+def spec_of(tokens: str, **changes: Any) -> SearchSpec:
+    return parse_spec(yaml.safe_dump(SPEC | {"data": tokens} | changes))
+
+
+def test_search_trains_measures_records_and_answers(
+    ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    search = run(spec_of(tokens))
+    shown = capsys.readouterr().out
+    assert "trial 3 of at most 3" in shown
+    assert "best so far" in shown
+
+    record = Results(home.tracking_uri).search(search)
+    assert record.status == "finished"
+    assert [trial.status for trial in record.trials] == ["ok"] * 3
+    assert len({trial.label for trial in record.trials}) == 3
+    assert record.environment["devices"]
+    for trial in record.trials:
+        assert trial.metrics["tokens_per_s"] > 0
+        assert trial.metrics["joules_per_token"] > 0
+        assert trial.methods["joules_per_token"] == "estimated"
+        assert "mfu" not in trial.metrics
+    front = pareto(record)
+    assert best(record) == max(record.trials, key=lambda trial: trial.metrics["tokens_per_s"])
+    assert best(record) in front
+
+    client = open_client(home.tracking_uri)
+    run_id = record.trials[0].run_id
+    result = json.loads(Path(client.download_artifacts(run_id, "result.json", str(tmp_path))).read_text())
+    assert result["losses"][-1] < result["losses"][0]
+    assert len(result["step_times_s"]) >= 3
+    samples = read_samples(Path(client.download_artifacts(run_id, "samples.parquet", str(tmp_path))))
+    assert samples.num_rows >= 3
+    window = result["windows"][0]
+    assert window["end_ns"] - window["start_ns"] == pytest.approx(1e9 * sum(result["step_times_s"]), rel=0.2)
+
+    study = optuna.load_study(study_name=search, storage=home.optuna_storage)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
+    assert not home.spool(search).exists(), "all that was recorded has left the spool"
+
+    called = CliRunner().invoke(main, ["best", search, "--minimize", "joules_per_token", "--format", "json"])
+    told = json.loads(called.stdout)
+    assert told["config"] == best(record, minimize="joules_per_token").config
+    assert "estimated" in called.stderr
+
+
+def test_small_gangs_run_side_by_side_and_failures_do_not_end_the_search(
+    ray_session: Any, home: Home, tokens: str
+) -> None:
+    """Two gangs of one worker each; a model too big for the machine's memory fails in every trial."""
+    shape = {"family": "llama", "layers": 1, "hidden": 2**21, "heads": 2, "ffn_hidden": 2**21, "vocab": 512}
+    space = {"num_gpus": 1, "micro_batch_size": [1, 2], "precision": "fp32"}
+    search = run(spec_of(tokens, model=shape, space=space))
+    record = Results(home.tracking_uri).search(search)
+    assert record.status == "finished"
+    assert [trial.status for trial in record.trials] == ["oom"] * 2
+    assert all("memory" in (trial.cause or "") for trial in record.trials)
+    with pytest.raises(Exception, match="no trial"):
+        best(record)
+    starts = [open_client(home.tracking_uri).get_run(trial.run_id).info for trial in record.trials]
+    assert max(info.start_time for info in starts) < min(info.end_time for info in starts), "side by side"
