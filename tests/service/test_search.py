@@ -91,7 +91,7 @@ def test_small_gangs_run_side_by_side_and_failures_do_not_end_the_search(
     ray_session: Any, home: Home, tokens: str
 ) -> None:
     """Two gangs of one worker each; a model too big for the machine's memory fails in every trial."""
-    shape = {"family": "llama", "layers": 1, "hidden": 2**21, "heads": 2, "ffn_hidden": 2**21, "vocab": 512}
+    shape = {"family": "llama", "layers": 1, "hidden": 64, "heads": 2, "ffn_hidden": 2**40, "vocab": 512}
     space = {"num_gpus": 1, "micro_batch_size": [1, 2], "precision": "fp32"}
     search = run(spec_of(tokens, model=shape, space=space))
     record = Results(home.tracking_uri).search(search)
