@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import ray.tune
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
 from search_spaces.config import TrialConfig
 from service.spec import SearchSpec
@@ -40,6 +40,8 @@ def evaluate(
     mailbox: Any = ray.get(pool.lease.remote(trial_id))
     try:
         result = run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
+    except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
+        result = TrialResult(trial_id, layout, "crash", f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
         ray.get(pool.release.remote(trial_id))
     ray.tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
