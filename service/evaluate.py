@@ -21,7 +21,7 @@ from trainables.measure import Protocol
 from trainables.result import NodeWindow, TrialResult
 from trainables.trial import TrialRequest
 
-GANG_START_S = 300.0
+LEASE_S = 3600.0
 GRACE_S = 60.0
 
 
@@ -37,9 +37,13 @@ def evaluate(
     trial_id = ray.tune.get_context().get_trial_id()
     assert trial_id is not None
     layout = TrialConfig.from_dict(config)
-    mailbox: Any = ray.get(pool.lease.remote(trial_id))
+    mailbox: Any = ray.get(pool.lease.remote(trial_id, LEASE_S))
     try:
-        result = run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
+        if mailbox is None:
+            cause = f"no gang's workers were up within {LEASE_S:.0f} s: are the cluster's nodes up, its GPUs taken?"
+            result = TrialResult(trial_id, layout, "crash", cause)
+        else:
+            result = run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
         result = TrialResult(trial_id, layout, "crash", f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
@@ -72,16 +76,12 @@ def run_on_gang(
 ) -> TrialResult:
     """Have the gang behind `mailbox` run the trial. Whatever goes wrong becomes the result's status and cause."""
     try:
-        ray.get(mailbox.ready.remote(), timeout=GANG_START_S)
-    except GetTimeoutError:
-        cause = f"the gang's workers did not start within {GANG_START_S:.0f} s; are the nodes of the cluster up?"
-        return TrialResult(request.trial_id, request.config, "crash", cause)
-    try:
-        outcomes, members, gang_s = ray.get(mailbox.evaluate.remote(request), timeout=request.deadline_s + GRACE_S)
+        answer: Any = ray.get(mailbox.evaluate.remote(request), timeout=request.deadline_s + GRACE_S)
     except GetTimeoutError:
         cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
         ray.get(mailbox.give_up.remote(cause))
         return TrialResult(request.trial_id, request.config, "hang", cause)
+    outcomes, members, gang_s = answer
     first = outcomes[0]
     if first.status != "ok":
         return TrialResult(request.trial_id, request.config, first.status, first.cause, traceback=first.traceback)

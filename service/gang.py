@@ -76,25 +76,43 @@ def close_gangs(gangs: Sequence[Gang]) -> None:
 
 
 class Pool:
-    """Lends each gang to one trial at a time. An actor; all methods run on one event loop."""
+    """Lends each gang whose workers are up to one trial at a time. An actor; all methods run on one event loop.
+
+    A gang may wait for the cluster's GPUs, or for Ray Train to start it anew. That is no trial's fault, so no trial
+    gets such a gang.
+    """
 
     def __init__(self, mailboxes: list[ActorHandle]) -> None:
+        self._starting = list(mailboxes)
         self._free: asyncio.Queue[ActorHandle] = asyncio.Queue()
-        for mailbox in mailboxes:
-            self._free.put_nowait(mailbox)
         self._lent: dict[str, ActorHandle] = {}
+        self._offers: set[asyncio.Task[None]] = set()
 
-    async def lease(self, trial_id: str) -> ActorHandle:
-        """A gang's mailbox for one trial, once one is free."""
-        mailbox = self._lent[trial_id] = await self._free.get()
-        return mailbox
+    async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle | None:
+        """A gang's mailbox for one trial, once one is free; None if none was in time."""
+        while self._starting:
+            self._offer(self._starting.pop())
+        try:
+            self._lent[trial_id] = await asyncio.wait_for(self._free.get(), timeout_s)
+        except TimeoutError:
+            return None
+        return self._lent[trial_id]
 
     async def release(self, trial_id: str) -> None:
         """Take the gang of a trial back, whatever it is doing. Releasing twice does nothing."""
         mailbox = self._lent.pop(trial_id, None)
         if mailbox is not None:
             await mailbox.give_up.remote("the trial was ended")
+            self._offer(mailbox)
+
+    def _offer(self, mailbox: Any) -> None:
+        async def once_ready() -> None:
+            await mailbox.ready.remote()
             self._free.put_nowait(mailbox)
+
+        task = asyncio.ensure_future(once_ready())
+        self._offers.add(task)
+        task.add_done_callback(self._offers.discard)
 
 
 def start_pool(gangs: Sequence[Gang]) -> ActorHandle:

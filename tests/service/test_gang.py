@@ -17,7 +17,7 @@ from service.gang import Gang, Pool, close_gangs, resources_per_worker
 from service.spec import ClusterSpec
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
-from trainables.mailbox import Mailbox
+from trainables.mailbox import Mailbox, Member
 from trainables.measure import Protocol
 from trainables.trial import TrialRequest
 
@@ -175,15 +175,27 @@ def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begi
 def test_a_pool_lends_each_gang_to_one_trial_at_a_time(ray_session: Any) -> None:
     actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
     mailboxes = [actors[0].remote(1) for _ in range(2)]
+    ray.get([mailbox.join.remote("start", Member(0, 0, "node", "host", 1)) for mailbox in mailboxes])
     pool = actors[1].remote(mailboxes)
-    first, second = (ray.get(pool.lease.remote(name), timeout=30) for name in ("a", "b"))
+    first, second = (ray.get(pool.lease.remote(name, 30), timeout=30) for name in ("a", "b"))
     assert {first, second} == set(mailboxes)
-    third = pool.lease.remote("c")
+    third = pool.lease.remote("c", 30)
     assert ray.wait([third], timeout=0.5) == ([], [third])
     ray.get([pool.release.remote("b"), pool.release.remote("b")], timeout=30)
     assert ray.get(third, timeout=30) == second
-    fourth = pool.lease.remote("d")
-    assert ray.wait([fourth], timeout=0.5) == ([], [fourth])
+    assert ray.get(pool.lease.remote("d", 0.5), timeout=30) is None
+
+
+@pytest.mark.timeout(60)
+def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None:
+    actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
+    starting = actors[0].remote(2)
+    ray.get(starting.join.remote("start", Member(0, 0, "node", "host", 1)))
+    pool = actors[1].remote([starting])
+    waiting = pool.lease.remote("a", 30)
+    assert ray.wait([waiting], timeout=0.5) == ([], [waiting])
+    ray.get(starting.join.remote("start", Member(1, 1, "node", "host", None)))
+    assert ray.get(waiting, timeout=30) == starting
 
 
 def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:
