@@ -34,7 +34,8 @@ from telemetry.actor import start_telemetry
 from trainables.data import SYNTHETIC, DataError, located, open_tokens
 from trainables.result import TrialResult
 
-TRIAL_CPUS = 0.01  # a Tune trial only waits for its gang; Ray wants more than nothing reserved for it
+# A Tune trial only waits for its gang, so it takes no CPU; Ray wants it to ask for something, and every head has this.
+TRIAL_RESOURCES = {"CPU": 0, "node:__internal_head__": 0.001}
 
 
 def check_data(spec: SearchSpec) -> None:
@@ -162,7 +163,7 @@ class _Driver:
             evaluate, spec=self.spec, pool=pool, telemetry=telemetry, environment=environment
         )
         tuner = ray.tune.Tuner(
-            ray.tune.with_resources(trainable, {"CPU": TRIAL_CPUS}),
+            ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
                 search_alg=searcher,
                 num_samples=-1,

@@ -25,7 +25,8 @@ SPEC: dict[str, Any] = {
     "model": "tiny-llama",
     "sequence_length": 64,
     "global_batch_size": 4,
-    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu", "cpus_per_worker": 0.5},
+    # All the CPUs that the tests' Ray has: nothing else of a search may need one.
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu", "cpus_per_worker": 2},
     "space": {"engine": ["megatron", "deepspeed"], "zero_stage": [0, 1], "precision": "fp32"},
     "measurement": {"window_s": 0.5, "window_min_steps": 3, "warmup_max_s": 0.5, "deadline_s": 120},
     "budget": {"trials": 3},
