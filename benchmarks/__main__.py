@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
+from benchmarks.overhead import main
 
-sys.argv = ["benchmarks.overhead", "examples/tiny_cpu.yaml", "--trials", "3"]
-runpy.run_module("benchmarks.overhead", run_name="__main__")
+if __name__ == "__main__":
+    main(["examples/tiny_cpu.yaml", "--trials", "3"])

@@ -24,7 +24,6 @@ from service.evaluate import make_request, run_on_gang
 from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec
 from telemetry.actor import start_telemetry
-from trainables.data import located
 from trainables.result import TrialResult
 
 USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
@@ -67,13 +66,12 @@ def _say(kind: str, point: TrialConfig, seconds: float) -> None:
     print(f"{kind}  {point.label:56}  {seconds:6.2f} s", flush=True)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path)
     parser.add_argument("--trials", type=int, default=3)
-    arguments = parser.parse_args()
-    spec = load_spec(arguments.spec)
-    spec = spec.model_copy(update={"data": located(spec.data)})
+    arguments = parser.parse_args(argv)
+    spec = load_spec(arguments.spec).located()
     points = list(spec.legal.points[: arguments.trials])
     with tempfile.TemporaryDirectory() as storage, ray_session(spec):
         telemetry = start_telemetry()

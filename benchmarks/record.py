@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--tracking-uri")
     arguments = parser.parse_args()
     uri = tracking_uri(arguments.tracking_uri)
-    json.dump(document(Results(uri).search(arguments.search), uri), sys.stdout, indent=1)
+    print(json.dumps(document(Results(uri).search(arguments.search), uri), indent=1))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import yaml
 from service import store
 from service.client import Wattune
 from service.errors import InputError
-from service.home import Home, tracking_uri
+from service.home import Home
+from service.home import tracking_uri as store_uri
 from service.results import Results, SearchInfo, SearchRecord, best, export, notices, pareto
 from service.spec import SearchSpec, load_spec
 from service.tables import render, searches_table, trials_table, with_unit
@@ -75,7 +76,7 @@ def run(spec: Path, tracking_uri: str | None, search_id: str | None) -> None:
     loaded = load_spec(spec)
     from service.search import run as run_search
 
-    uri = _uri(tracking_uri)
+    uri = store_uri(tracking_uri)
     found = run_search(loaded, uri, search_id)
     record = Results(uri).search(found)
     if not any(trial.status == "ok" for trial in record.trials):
@@ -149,7 +150,7 @@ def list_searches(tracking_uri: str | None, as_json: bool) -> None:
     elif searches:
         click.echo(searches_table(searches))
     else:
-        click.echo(f"no searches at {_uri(tracking_uri)}")
+        click.echo(f"no searches at {store_uri(tracking_uri)}")
 
 
 @main.command("pareto")
@@ -159,7 +160,7 @@ def list_searches(tracking_uri: str | None, as_json: bool) -> None:
 @refusing_bad_input
 def pareto_command(search: str, tracking_uri: str | None, as_json: bool) -> None:
     """The configurations that no other beats on all objectives at once."""
-    record = Results(_uri(tracking_uri)).search(search)
+    record = Results(store_uri(tracking_uri)).search(search)
     if as_json:
         front = [export(record, trial) for trial in pareto(record)]
         click.echo(json.dumps({"search_id": record.id, "pareto": front, "notices": notices(record)}, indent=2))
@@ -184,7 +185,7 @@ def best_command(
     tracking_uri: str | None,
 ) -> None:
     """The best configuration, for the program that launches the real run."""
-    record = Results(_uri(tracking_uri)).search(search)
+    record = Results(store_uri(tracking_uri)).search(search)
     trial = best(record, maximize, minimize, where)
     if style == "table":
         click.echo(trials_table(record, [trial]))
@@ -218,7 +219,7 @@ def data(text: tuple[Path, ...], out: Path) -> None:
 @refusing_bad_input
 def ui(port: int, tracking_uri: str | None) -> None:
     """Open MLflow's web pages on the record, for this machine alone."""
-    uri = _uri(tracking_uri)
+    uri = store_uri(tracking_uri)
     if uri.startswith(("http://", "https://")):
         raise InputError(f"{uri} serves its own pages; open it in a browser")
     if not Wattune(uri).searches():
@@ -235,10 +236,6 @@ def ui(port: int, tracking_uri: str | None) -> None:
         sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     except KeyboardInterrupt:
         sys.exit(0)
-
-
-def _uri(explicit: str | None) -> str:
-    return tracking_uri(explicit)
 
 
 def _info(info: SearchInfo) -> dict[str, Any]:

@@ -23,7 +23,6 @@ def ray_session(spec: SearchSpec) -> Iterator[None]:
     """Ray for one search: the running one if there is one to join, else one of its own that ends with the search."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     if ray.is_initialized():
         yield

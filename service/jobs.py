@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from service import store
 from service.errors import InputError
 from service.spec import SearchSpec, dump_spec, new_search_id
-from trainables.data import located
 
 if TYPE_CHECKING:
     from ray.job_submission import JobStatus, JobSubmissionClient
@@ -63,9 +62,7 @@ def submit(spec: SearchSpec, address: str, tracking_uri: str) -> str:
     bin_directory = shlex.quote(str(Path(sys.executable).parent))
     variables = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_TRACKING_")}
     with _cluster(address) as client, tempfile.TemporaryDirectory() as directory:
-        Path(directory, "spec.yaml").write_text(
-            dump_spec(spec.model_copy(update={"data": located(spec.data)})), encoding="utf-8"
-        )
+        Path(directory, "spec.yaml").write_text(dump_spec(spec.located()), encoding="utf-8")
         client.submit_job(
             submission_id=search_id,
             entrypoint=f'export PATH="$PATH":{bin_directory} WATTUNE_HOME="${{WATTUNE_HOME:-$HOME/.wattune}}"; '
@@ -186,7 +183,7 @@ def _find(client: JobSubmissionClient, search: str, address: str) -> tuple[str, 
         for job in client.list_jobs()
         if job.submission_id and _MARK in (job.metadata or {})
     }
-    matches = [search] if search in jobs else [known for known in jobs if search and known.startswith(search)]
+    matches = store.matching(search, jobs)
     if len(matches) > 1:
         raise InputError(f"search {search!r} is ambiguous: {', '.join(sorted(matches)[-5:])}")
     if not matches:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.spec import BudgetSpec
+from service.spec import BudgetSpec, excess
 from service.tables import with_unit
 from trainables.result import TrialResult
 
@@ -51,10 +51,8 @@ class Progress:
         self.say(f"         trial {self.done} of at most {self.trials}; best so far: {best}; {self._left()} left")
 
     def _keep_best(self, metrics: Mapping[str, float | None]) -> None:
-        for metric, sense, bound in self.limits:
-            value = metrics.get(metric)
-            if value is not None and (value > bound if sense == "<=" else value < bound):
-                return
+        if any(excess(limit, metrics) > 0 for limit in self.limits):
+            return
         for metric, direction in self.objectives.items():
             value = metrics.get(metric)
             if value is not None:

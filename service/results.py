@@ -101,7 +101,7 @@ class Results:
     def search(self, key: str) -> SearchRecord:
         """The search with this id, or with the only id that starts so. Raises `InputError` for none or several."""
         parents = {run.data.tags[store.SEARCH_ID]: run for run in self._find({store.ROLE: store.SEARCH})}
-        matches = [key] if key in parents else [known for known in parents if key and known.startswith(key)]
+        matches = store.matching(key, parents)
         if len(matches) > 1:
             raise InputError(f"search {key!r} is ambiguous: {_some(matches)}")
         if not matches:

@@ -31,7 +31,7 @@ from service.spec import SearchSpec, dump_spec, new_search_id
 from service.study import SearchStudy
 from service.tracking import Tracker
 from telemetry.actor import start_telemetry
-from trainables.data import SYNTHETIC, DataError, located, open_tokens
+from trainables.data import SYNTHETIC, DataError, open_tokens
 from trainables.result import TrialResult
 
 # A Tune trial only waits for its gang, so it takes no CPU; Ray wants it to ask for something, and every head has this.
@@ -53,7 +53,7 @@ def run(spec: SearchSpec, tracking_uri: str | None = None, search_id: str | None
     tracking store that does not answer.
     """
     check_data(spec)
-    spec = spec.model_copy(update={"data": located(spec.data)})
+    spec = spec.located()
     home = Home.locate().create()
     search_id = search_id or new_search_id(spec)
     tracker = Tracker(store_uri(tracking_uri), home)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from search_spaces.models import FAMILIES, PRESETS, ModelShape
 from search_spaces.rules import RULES, Workload
 from search_spaces.space import Space, enumerate_space
 from service.errors import InputError
+from trainables.data import located
 
 Direction = Literal["maximize", "minimize"]
 Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -175,6 +176,10 @@ class SearchSpec(Strict):
     def shape(self) -> ModelShape:
         return self.model.shape() if isinstance(self.model, ModelSpec) else PRESETS[self.model]
 
+    def located(self) -> SearchSpec:
+        """The same search for a process with another working directory: its data under an absolute path."""
+        return self.model_copy(update={"data": located(self.data)})
+
     @property
     def workload(self) -> Workload:
         return Workload(self.shape, self.sequence_length, self.global_batch_size, self.cluster.device.memory_gib)
@@ -268,6 +273,19 @@ def parse_constraint(text: str) -> tuple[str, str, float]:
     if not math.isfinite(bound):
         raise ValueError(f"constraints: {match[3]!r} in {text!r} is not a finite number")
     return match[1], match[2], bound
+
+
+def excess(limit: tuple[str, str, float], metrics: Mapping[str, float | None]) -> float:
+    """By how much `metrics` violate a parsed constraint, as a share of its bound; at most 0 where they keep it.
+
+    A metric that is missing violates nothing.
+    """
+    metric, sense, bound = limit
+    value = metrics.get(metric)
+    if value is None:
+        return 0.0
+    over = (value - bound) / (abs(bound) or 1.0)
+    return over if sense == "<=" else -over
 
 
 class _Loader(yaml.SafeLoader):

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,11 @@ def find_runs(client: MlflowClient, experiment_id: str, tags: Mapping[str, str])
         token = page.token
         if not token:
             return
+
+
+def matching(key: str, known: Collection[str]) -> list[str]:
+    """The ids that a person may mean by `key`: itself, or all that begin so."""
+    return [key] if key in known else [name for name in known if key and name.startswith(key)]
 
 
 def to_param(value: Any) -> str:

@@ -12,6 +12,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
+from service.spec import excess
 from trainables.result import TrialResult
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -135,11 +136,8 @@ class SearchStudy:
         # Samplers require the same constraints of every trial; above zero is violated.
         trial.set_constraint("ran", -1.0 if ok or result.status == "oom" else 1.0)
         trial.set_constraint("memory", 1.0 if result.status == "oom" else -1.0)
-        for metric, sense, bound in self.limits:
-            value = result.metrics.get(metric)
-            scale = abs(bound) or 1.0
-            excess = 0.0 if value is None else (value - bound) / scale
-            trial.set_constraint(f"{metric}{sense}{bound}", excess if sense == "<=" else -excess)
+        for limit in self.limits:
+            trial.set_constraint("".join(map(str, limit)), excess(limit, result.metrics))
         if ok:
             values = {}
             for metric in self.objectives:
