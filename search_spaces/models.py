@@ -14,6 +14,9 @@ class ModelShape:
     `family` chooses the block: `llama` (RMSNorm, rotary positions, SwiGLU, no biases; Touvron et al. 2023) or `gpt`
     (LayerNorm, learned positions up to `max_sequence_length`, GELU, biases; Brown et al. 2020).
     `kv_heads` below `heads` is grouped-query attention (Ainslie et al. 2023). `rope_theta` is the rotary base.
+    With `num_experts` the feed-forward network is that many SwiGLU experts of width `ffn_hidden`, of which a router
+    chooses `experts_per_token` for each token (Jiang et al. 2024); `router_aux_loss` weighs the loss that balances them
+    (Fedus et al. 2021), computed for each sequence.
     """
 
     family: str
@@ -26,18 +29,28 @@ class ModelShape:
     max_sequence_length: int
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    router_aux_loss: float = 0.02
 
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
     @property
+    def expert_parameters(self) -> int:
+        """Parameters of one SwiGLU network."""
+        return 3 * self.hidden * self.ffn_hidden
+
+    @property
     def block_parameters(self) -> int:
         """Parameters of one transformer block."""
         kv_width = self.kv_heads * self.head_dim
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv_width
+        if self.num_experts:
+            return attention + self.num_experts * (self.expert_parameters + self.hidden) + 2 * self.hidden
         if self.family == "llama":
-            return attention + 3 * self.hidden * self.ffn_hidden + 2 * self.hidden
+            return attention + self.expert_parameters + 2 * self.hidden
         biases = 2 * self.hidden + 2 * kv_width + self.ffn_hidden + self.hidden
         return attention + 2 * self.hidden * self.ffn_hidden + biases + 4 * self.hidden
 
@@ -53,17 +66,23 @@ class ModelShape:
     def parameters(self) -> int:
         return self.layers * self.block_parameters + self.embedding_parameters
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that take part in the forward pass of one token."""
+        idle = max(0, self.num_experts - self.experts_per_token)
+        return self.parameters - self.layers * idle * self.expert_parameters
+
     def flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs of training on one token, forward and backward, recomputation not counted.
 
-        PaLM (Chowdhery et al. 2022), appendix B: 6 N + 12 L H Q T, with N the parameters that take part in matrix
-        multiplications (lookup tables do not, the output projection does), L layers, H Q the attention width, T the
-        sequence length. The attention term is not halved for causality, as there.
+        PaLM (Chowdhery et al. 2022), appendix B: 6 N + 12 L H Q T, with N the parameters that take part in a token's
+        matrix multiplications (the output projection does; lookup tables and experts not chosen do not), L layers, H Q
+        the attention width, T the sequence length. The attention term is not halved for causality, as there.
         """
         lookups = 0 if self.tie_embeddings else self.vocab * self.hidden
         if self.family == "gpt":
             lookups += self.max_sequence_length * self.hidden
-        return 6.0 * (self.parameters - lookups) + 12.0 * self.layers * self.hidden * sequence_length
+        return 6.0 * (self.active_parameters - lookups) + 12.0 * self.layers * self.hidden * sequence_length
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> ModelShape:
@@ -74,16 +93,30 @@ def _llama3(layers: int, hidden: int, heads: int, ffn_hidden: int, tie: bool = F
     return ModelShape("llama", layers, hidden, heads, 8, ffn_hidden, 128_256, 131_072, tie, 500_000.0)
 
 
+def _mixtral(layers: int, hidden: int, heads: int, ffn_hidden: int, positions: int, aux_loss: float) -> ModelShape:
+    return ModelShape(
+        "llama", layers, hidden, heads, 8, ffn_hidden, 32_000, positions, False, 1_000_000.0, 8, 2, aux_loss
+    )
+
+
 PRESETS: dict[str, ModelShape] = {
-    # Brown et al. 2020, table 2.1; vocabulary padded to 51 200 as Megatron-LM does.
+    # Brown et al. 2020, table 2.1; vocabulary padded to 51 200 as Megatron-LM does. The 30B shape, of no paper, is the
+    # usual one between the 13B and the 175B.
     "gpt3-1.3b": _gpt3(24, 2048, 16),
     "gpt3-13b": _gpt3(40, 5120, 40),
+    "gpt3-30b": _gpt3(48, 7168, 56),
     "gpt3-175b": _gpt3(96, 12_288, 96),
-    # Grattafiori et al. 2024, table 3; the 1B shape is Llama 3.2's.
+    # Grattafiori et al. 2024, table 3; the 1B shape is Llama 3.2's. There is no Llama-3-30B: the study of arXiv
+    # 2509.10371 scaled one down without giving its shape; here it is the 70B's width at the 8B's depth.
     "llama3-1b": _llama3(16, 2048, 32, 8192, tie=True),
     "llama3-8b": _llama3(32, 4096, 32, 14_336),
+    "llama3-30b": _llama3(32, 8192, 64, 28_672),
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
+    # Jiang et al. 2024 (8x7B) and the configurations that Mistral AI published with the weights.
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14_336, 32_768, 0.02),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16_384, 65_536, 0.001),
     # Small enough to train in milliseconds on two CPU cores, with the byte tokens of `wattune data`.
     "tiny-llama": ModelShape("llama", 4, 64, 4, 2, 176, 512, 512),
+    "tiny-moe": ModelShape("llama", 4, 64, 4, 2, 96, 512, 512, num_experts=4),
     "tiny-gpt": ModelShape("gpt", 4, 64, 4, 4, 256, 512, 512),
 }

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import ONE_STAGE_SCHEDULES, TrialConfig
+from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.models import ModelShape
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every trial of one search has in common. `memory_gib` is one device's; None where it is not bounded."""
+    """What every trial of one search has in common.
+
+    `depths`: the numbers of layers, in ascending order, that trials run with in place of the model's; none for its own.
+    """
 
     model: ModelShape
     sequence_length: int
     global_batch_size: int
-    memory_gib: float | None = None
+    accelerator: Accelerator = ACCELERATORS["gpu"]
+    depths: tuple[int, ...] = ()
 
 
 Rule = Callable[[TrialConfig, Workload], str | None]
 
 
 def gpus_divide(config: TrialConfig, work: Workload) -> str | None:
-    group = config.tensor_parallel_size * config.pipeline_parallel_size
+    group = config.model_parallel_size
     if config.num_gpus % group:
-        return f"{config.num_gpus} GPUs are no multiple of tensor x pipeline parallel size {group}"
+        return f"{config.num_gpus} GPUs are no multiple of tensor x context x pipeline parallel size {group}"
     return None
 
 
@@ -44,14 +50,26 @@ def width_divides(config: TrialConfig, work: Workload) -> str | None:
 
 
 def sequence_divides(config: TrialConfig, work: Workload) -> str | None:
-    if config.sequence_parallel and work.sequence_length % config.tensor_parallel_size:
+    # Each context-parallel rank takes an early and a late piece of the sequence, so that causal attention is even.
+    pieces = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
+    if work.sequence_length % pieces:
+        return f"sequence of {work.sequence_length} cannot be cut into {pieces} pieces"
+    if config.sequence_parallel and (work.sequence_length // config.context_parallel_size) % (
+        config.tensor_parallel_size
+    ):
         return f"sequence of {work.sequence_length} cannot be split over {config.tensor_parallel_size} GPUs"
     return None
 
 
 def layers_divide(config: TrialConfig, work: Workload) -> str | None:
-    if work.model.layers % config.pipeline_parallel_size:
-        return f"{work.model.layers} layers cannot be split evenly over {config.pipeline_parallel_size} stages"
+    layers, stages = work.model.layers, config.pipeline_stages
+    if config.stage_layers is None:
+        for depth in (layers, *work.depths):
+            if depth % stages:
+                return f"{depth} layers cannot be split evenly over {stages} stages"
+        return None
+    if len(config.stage_layers) != stages or sum(config.stage_layers) != layers or min(config.stage_layers) < 1:
+        return f"stage_layers must be {stages} numbers above 0 that sum to {layers}"
     return None
 
 
@@ -70,6 +88,32 @@ def pipeline_fills(config: TrialConfig, work: Workload) -> str | None:
     return None
 
 
+def virtual_stages_fit_schedule(config: TrialConfig, work: Workload) -> str | None:
+    virtual, schedule = config.virtual_pipeline_stages, config.pipeline_schedule
+    if schedule in ONE_STAGE_SCHEDULES and virtual > 1:
+        return f"{schedule} has one stage a rank, not {virtual}"
+    if schedule == "zbv_zero_bubble" and virtual != 2:
+        return f"{schedule} has two stages a rank, not {virtual}"
+    if schedule.startswith("interleaved") and virtual < 2:
+        return f"{schedule} has two or more stages a rank, not {virtual}"
+    return None
+
+
+def interleaving_rounds_divide(config: TrialConfig, work: Workload) -> str | None:
+    """Interleaved schedules run as many microbatches at a time as there are ranks."""
+    rounds, ranks = config.gradient_accumulation_steps, config.pipeline_parallel_size
+    if config.pipeline_schedule.startswith("interleaved") and rounds % max(1, rounds // ranks):
+        return f"{rounds} microbatches are no whole number of rounds of {ranks} or more"
+    return None
+
+
+def zero_bubble_is_not_compiled(config: TrialConfig, work: Workload) -> str | None:
+    """A compiled backward pass gives the gradients of inputs and of weights at once; zero bubble has them apart."""
+    if config.compile and config.pipeline_schedule.endswith("zero_bubble"):
+        return f"{config.pipeline_schedule} splits the backward pass, which a compiled block has as one"
+    return None
+
+
 def zero_with_pipeline(config: TrialConfig, work: Workload) -> str | None:
     """Stages keep the gradients of all microbatches in flight, and would gather their parameters once a microbatch."""
     if config.pipeline_parallel_size > 1 and config.zero_stage > 1:
@@ -77,53 +121,179 @@ def zero_with_pipeline(config: TrialConfig, work: Workload) -> str | None:
     return None
 
 
-def tied_embeddings_in_one_stage(config: TrialConfig, work: Workload) -> str | None:
-    if work.model.tie_embeddings and config.pipeline_parallel_size > 1:
-        return "tied embeddings would lie on the first and the last pipeline stage"
+def tied_embeddings_meet(config: TrialConfig, work: Workload) -> str | None:
+    """Both copies of a tied table are kept equal by a sum of their gradients between two ranks."""
+    if work.model.tie_embeddings and config.pipeline_schedule == "zbv_zero_bubble":
+        return "the V schedule would hold both copies of the tied embeddings on one rank"
+    return None
+
+
+def replicas_divide(config: TrialConfig, work: Workload) -> str | None:
+    copies, ranks = config.data_parallel_replicate_size, config.data_parallel_size
+    if ranks % copies:
+        return f"{ranks} data-parallel ranks cannot hold {copies} copies of the ZeRO shards"
+    if copies > 1 and copies == config.shard_ranks:
+        return f"{copies} copies on {copies} ranks leave ZeRO nothing to shard: that is ZeRO-0"
+    return None
+
+
+def experts_divide(config: TrialConfig, work: Workload) -> str | None:
+    size, model = config.expert_parallel_size, work.model
+    if size > 1 and not model.num_experts:
+        return "a dense model has no experts to spread"
+    if model.num_experts % size:
+        return f"{model.num_experts} experts cannot be spread over {size} GPUs"
+    copies = config.data_parallel_replicate_size if config.zero_stage else 1
+    if (config.shard_ranks // copies) % size:
+        return f"expert parallel size {size} does not divide the {config.shard_ranks // copies} ranks of a shard group"
+    return None
+
+
+def fp8_is_supported(config: TrialConfig, work: Workload) -> str | None:
+    model, size = work.model, config.tensor_parallel_size
+    if config.precision != "fp8":
+        return None
+    if not work.accelerator.fp8:
+        return "the accelerator has no matrix units for fp8"
+    if config.engine != "megatron":
+        return "fp8 is in the megatron engine alone"
+    if size > 1:
+        return "scales of fp8 would have to be agreed on over the tensor-parallel ranks"
+    if model.num_experts:
+        return "grouped matrix products of experts have no fp8 form here"
+    if any(width % 16 for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)):
+        return "fp8 matrix products need widths that are multiples of 16"
+    return None
+
+
+def async_tensor_parallel_is_supported(config: TrialConfig, work: Workload) -> str | None:
+    if config.async_tensor_parallel and not work.accelerator.peer_memory:
+        return "asynchronous tensor parallelism needs GPUs that reach each other's memory"
+    return None
+
+
+def rank_order_is_permutation(config: TrialConfig, work: Workload) -> str | None:
+    if config.rank_order is not None and sorted(config.rank_order) != list(range(config.num_gpus)):
+        return f"rank_order must name each of the {config.num_gpus} workers once"
+    return None
+
+
+def deepspeed_has_no_such_axis(config: TrialConfig, work: Workload) -> str | None:
+    if config.engine != "deepspeed":
+        return None
+    if config.pipeline_parallel_size > 1 and config.pipeline_schedule != "1f1b":
+        return "DeepSpeed's pipeline runs 1F1B alone"
+    if config.stage_layers is not None:
+        return "DeepSpeed's pipeline module cuts its stages itself"
+    if config.data_parallel_replicate_size > 1:
+        return "hybrid sharding is in the megatron engine alone"
     return None
 
 
 def deepspeed_pipeline_alone(config: TrialConfig, work: Workload) -> str | None:
     """DeepSpeed's automatic tensor parallelism replaces layers of whole models, not of pipeline modules."""
-    if config.engine == "deepspeed" and config.tensor_parallel_size > 1 and config.pipeline_parallel_size > 1:
+    if config.engine == "deepspeed" and config.pipeline_parallel_size > 1 and config.tensor_parallel_size > 1:
         return "DeepSpeed's pipeline module does not take its automatic tensor parallelism"
+    return None
+
+
+def deepspeed_pipeline_shards_states(config: TrialConfig, work: Workload) -> str | None:
+    """In bf16 its optimizer is the one of ZeRO-1, at stage 0 too, and sums gradients in bf16 there."""
+    pipeline = config.engine == "deepspeed" and config.pipeline_parallel_size > 1
+    if pipeline and config.precision == "bf16" and config.zero_stage == 0 and config.shard_ranks > 1:
+        return "DeepSpeed's pipeline module in bf16 shards the optimizer states, which is ZeRO-1"
+    return None
+
+
+def deepspeed_tensor_parallel_sums_in_place(config: TrialConfig, work: Workload) -> str | None:
+    """The matrix product that a sum over ranks overwrites would be summed again in the backward pass."""
+    if config.engine == "deepspeed" and config.tensor_parallel_size > 1 and config.recompute == "selective":
+        return "DeepSpeed's tensor parallelism overwrites what selective recomputation keeps"
+    return None
+
+
+def deepspeed_ulysses_heads_divide(config: TrialConfig, work: Workload) -> str | None:
+    size, model = config.context_parallel_size * config.tensor_parallel_size, work.model
+    if config.engine == "deepspeed" and config.context_parallel_size > 1 and model.kv_heads % size:
+        return f"Ulysses cannot deal {model.kv_heads} key-value heads out to {size} GPUs"
+    return None
+
+
+def deepspeed_experts_alone(config: TrialConfig, work: Workload) -> str | None:
+    if config.engine != "deepspeed" or not work.model.num_experts:
+        return None
+    if config.zero_stage == 3:
+        return "DeepSpeed's experts are not sharded by ZeRO-3"
+    if config.tensor_parallel_size > 1 or config.pipeline_parallel_size > 1:
+        return "DeepSpeed's groups of experts are of data-parallel ranks, with neither tensor nor pipeline parallelism"
+    if work.model.experts_per_token == 1:
+        return "DeepSpeed weighs a single expert by its probability, not by one"
+    return None
+
+
+def offload_is_supported(config: TrialConfig, work: Workload) -> str | None:
+    if config.offload_optimizer and config.zero_stage == 0:
+        return "DeepSpeed offloads what ZeRO shards: not at stage 0"
     return None
 
 
 def states_fit(config: TrialConfig, work: Workload) -> str | None:
     """Parameters, gradients and Adam's states alone, in mixed precision (ZeRO, section 3.1).
 
-    Their 2 + 2 + 12 bytes a parameter are the least that either engine holds, at either precision.
+    Their 2 + 2 + 12 bytes a parameter are the least that either engine holds, at either precision; offloading leaves
+    the 12 to the host.
     """
-    if work.memory_gib is None:
+    memory = work.accelerator.memory_gib
+    if memory is None:
         return None
-    stage, dp = config.zero_stage, config.data_parallel_size
-    held = 2 / (dp if stage == 3 else 1) + 2 / (dp if stage >= 2 else 1) + 12 / (dp if stage >= 1 else 1)
-    local = work.model.parameters / (config.tensor_parallel_size * config.pipeline_parallel_size)
-    needed = local * held / 2**30
-    if needed > work.memory_gib:
-        return f"model states alone need {needed:.0f} GiB of {work.memory_gib:.0f} GiB"
+    stage, model = config.zero_stage, replace(work.model, layers=max(work.depths, default=work.model.layers))
+    experts = model.layers * model.num_experts * (model.expert_parameters if model.num_experts else 0)
+    copies = config.data_parallel_replicate_size
+    states = 0 if config.offload_optimizer else 12
+    needed = 0.0
+    for parameters, spread in ((model.parameters - experts, 1), (experts, config.expert_parallel_size)):
+        ranks = config.shard_ranks / copies / spread
+        held = 2 / (ranks if stage == 3 else 1) + 2 / (ranks if stage >= 2 else 1) + states / (ranks if stage else 1)
+        needed += parameters / spread * held
+    needed /= config.tensor_parallel_size * config.pipeline_parallel_size * 2**30
+    if needed > memory:
+        return f"model states alone need {needed:.0f} GiB of {memory:.0f} GiB"
     return None
 
 
-RULES: tuple[Rule, ...] = (
-    gpus_divide,
-    heads_divide,
-    width_divides,
-    sequence_divides,
-    layers_divide,
-    batch_divides,
-    pipeline_fills,
-    zero_with_pipeline,
-    tied_embeddings_in_one_stage,
-    deepspeed_pipeline_alone,
-    states_fit,
-)
+RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
+    "engine": (),
+    "num_gpus": (),
+    "tensor_parallel_size": (heads_divide, width_divides),
+    "context_parallel_size": (),
+    "pipeline_parallel_size": (gpus_divide, deepspeed_pipeline_alone, deepspeed_ulysses_heads_divide),
+    "micro_batch_size": (batch_divides, pipeline_fills),
+    "pipeline_schedule": (tied_embeddings_meet,),
+    "virtual_pipeline_stages": (virtual_stages_fit_schedule, interleaving_rounds_divide),
+    "stage_layers": (layers_divide,),
+    "zero_stage": (zero_with_pipeline, deepspeed_experts_alone),
+    "data_parallel_replicate_size": (deepspeed_has_no_such_axis, replicas_divide),
+    "expert_parallel_size": (experts_divide,),
+    "offload_optimizer": (offload_is_supported, states_fit),
+    "precision": (fp8_is_supported, deepspeed_pipeline_shards_states),
+    "reduce_precision": (),
+    "compile": (zero_bubble_is_not_compiled,),
+    "sequence_parallel": (sequence_divides,),
+    "async_tensor_parallel": (async_tensor_parallel_is_supported,),
+    "rank_order": (rank_order_is_permutation,),
+    "recompute": (deepspeed_tensor_parallel_sums_in_place,),
+    "overlap_grad_reduce": (),
+    "overlap_param_gather": (),
+    "bucket_size": (),
+}
+"""The axes in the order in which a layout is settled, each with the rules that judge it and axes before it."""
+
+RULES: tuple[Rule, ...] = tuple(itertools.chain(*RULES_BY_AXIS.values()))
 
 
-def refusal(config: TrialConfig, work: Workload) -> tuple[str, str] | None:
-    """Name and reason of the first rule that refuses `config`, or None where all allow it."""
-    for rule in RULES:
+def refusal(config: TrialConfig, work: Workload, rules: tuple[Rule, ...] = RULES) -> tuple[str, str] | None:
+    """Name and reason of the first of `rules` that refuses `config`, or None where all allow it."""
+    for rule in rules:
         if (reason := rule(config, work)) is not None:
             return rule.__name__, reason
     return None

@@ -1,23 +1,29 @@
-"""The legal points of a search: the product of its axes, less what the rules refuse."""
+"""The legal points of a search: the product of its axes, less what the rules refuse.
+
+A layout is settled axis by axis. A setting without effect, given those before it, is written as the default, so that
+equal layouts are equal values. A layout is refused as soon as the axes so far are illegal, and what would come after
+is not told apart: spaces of millions of combinations are enumerated without looking at each.
+"""
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.rules import Workload, refusal
+from search_spaces.config import BUCKET_SIZE, TrialConfig
+from search_spaces.rules import RULES_BY_AXIS, Workload, refusal
 
 
 @dataclass(frozen=True)
 class Space:
-    """`points`: the legal layouts in a fixed order. `refused`: how many distinct points each rule refused.
+    """`points`: the legal layouts in a fixed order. `refused`: how many distinct layouts each rule refused, those that
+    differ only in axes settled after its refusal counted as one.
 
     `reasons` gives one example of each rule's reason. `combinations` counts the product of the axes, of which
-    `distinct` are different layouts.
+    `distinct` are different layouts: the legal and the refused ones.
     """
 
     points: tuple[TrialConfig, ...]
@@ -27,33 +33,122 @@ class Space:
     reasons: dict[str, str]
 
 
-def canonical(config: TrialConfig) -> TrialConfig:
-    """The same layout without settings that have no effect in it, so that equal layouts are equal values."""
-    # DeepSpeed's tensor parallelism has no sequence-parallel form.
-    sequence_parallel = config.sequence_parallel and config.tensor_parallel_size > 1 and config.engine != "deepspeed"
-    zero_stage = config.zero_stage
-    if config.data_parallel_size <= 1:
-        zero_stage = 0
-    elif config.engine == "megatron" and zero_stage == 1 and config.gradient_accumulation_steps == 1:
-        zero_stage = 2  # with a single microbatch, reducing once a step is reducing every microbatch
-    return replace(config, sequence_parallel=sequence_parallel, zero_stage=zero_stage)
+def _pipeline_schedule(value: str, point: TrialConfig, work: Workload) -> str:
+    return value if point.pipeline_parallel_size > 1 else "1f1b"
+
+
+def _virtual_pipeline_stages(value: int, point: TrialConfig, work: Workload) -> int:
+    return value if point.pipeline_parallel_size > 1 else 1
+
+
+def _stage_layers(value: tuple[int, ...] | None, point: TrialConfig, work: Workload) -> tuple[int, ...] | None:
+    stages, layers = point.pipeline_stages, work.model.layers
+    even = value == (layers // stages,) * stages and layers % stages == 0
+    return None if even or point.pipeline_parallel_size == 1 else value
+
+
+def _zero_stage(value: int, point: TrialConfig, work: Workload) -> int:
+    if point.shard_ranks == 1:
+        return 0
+    # With a single microbatch, reducing gradients once a step is reducing them every microbatch.
+    once = point.gradient_accumulation_steps == 1 and point.pipeline_parallel_size == 1
+    return 2 if value == 1 and once and point.engine == "megatron" else value
+
+
+def _data_parallel_replicate_size(value: int, point: TrialConfig, work: Workload) -> int:
+    return value if point.zero_stage else 1
+
+
+def _offload_optimizer(value: bool, point: TrialConfig, work: Workload) -> bool:
+    return value and point.engine == "deepspeed"
+
+
+def _sequence_parallel(value: bool, point: TrialConfig, work: Workload) -> bool:
+    return value and point.tensor_parallel_size > 1 and point.engine == "megatron"
+
+
+def _async_tensor_parallel(value: bool, point: TrialConfig, work: Workload) -> bool:
+    return value and point.sequence_parallel and point.compile  # the compiler makes it of the synchronous one
+
+
+def _rank_order(value: tuple[int, ...] | None, point: TrialConfig, work: Workload) -> tuple[int, ...] | None:
+    return None if value == tuple(range(point.num_gpus)) else value
+
+
+def _overlap_grad_reduce(value: bool, point: TrialConfig, work: Workload) -> bool:
+    if point.engine == "megatron":
+        return value or point.shard_ranks == 1
+    # DeepSpeed reduces after the last backward pass without ZeRO, in pipelines, and where ZeRO-1 sums bf16 in fp32.
+    sums_apart = point.precision == "bf16" and point.reduce_precision == "fp32" and not point.offload_optimizer
+    late = point.zero_stage == 0 or point.pipeline_parallel_size > 1 or (point.zero_stage == 1 and sums_apart)
+    return value or late
+
+
+def _overlap_param_gather(value: bool, point: TrialConfig, work: Workload) -> bool:
+    return value or point.zero_stage < (1 if point.engine == "megatron" else 3)
+
+
+def _bucket_size(value: int, point: TrialConfig, work: Workload) -> int:
+    return value if point.engine == "deepspeed" and point.zero_stage else BUCKET_SIZE
+
+
+def _reduce_precision(value: str, point: TrialConfig, work: Workload) -> str:
+    return "fp32" if point.precision == "fp32" else value
+
+
+_SETTLED: dict[str, Callable[[Any, TrialConfig, Workload], Any]] = {
+    "pipeline_schedule": _pipeline_schedule,
+    "virtual_pipeline_stages": _virtual_pipeline_stages,
+    "stage_layers": _stage_layers,
+    "zero_stage": _zero_stage,
+    "data_parallel_replicate_size": _data_parallel_replicate_size,
+    "offload_optimizer": _offload_optimizer,
+    "sequence_parallel": _sequence_parallel,
+    "async_tensor_parallel": _async_tensor_parallel,
+    "rank_order": _rank_order,
+    "overlap_grad_reduce": _overlap_grad_reduce,
+    "overlap_param_gather": _overlap_param_gather,
+    "bucket_size": _bucket_size,
+    "reduce_precision": _reduce_precision,
+}
+_DEFAULTS = {field.name: field.default for field in fields(TrialConfig) if field.default is not MISSING}
+
+
+def canonical(config: TrialConfig, work: Workload) -> TrialConfig:
+    """The same layout without settings that have no effect in it, so that equal layouts are equal values.
+
+    Of an illegal one, the axes up to the one at which it is refused.
+    """
+    point = TrialConfig(config.engine, config.num_gpus, config.global_batch_size)
+    for axis, rules in RULES_BY_AXIS.items():
+        (point,) = _grow(point, axis, [getattr(config, axis)], work)
+        if refusal(point, work, rules):
+            break
+    return point
 
 
 def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
     """All legal points of `axes` (field of `TrialConfig` -> values to try) for one workload."""
-    combinations = 0
-    points: dict[TrialConfig, None] = {}
-    for values in itertools.product(*axes.values()):
-        combinations += 1
-        point = TrialConfig(global_batch_size=work.global_batch_size, **dict(zip(axes, values, strict=True)))
-        points[canonical(point)] = None
-    legal: list[TrialConfig] = []
     refused: Counter[str] = Counter()
     reasons: dict[str, str] = {}
-    for point in points:
-        if (why := refusal(point, work)) is None:
-            legal.append(point)
-        else:
-            refused[why[0]] += 1
-            reasons.setdefault(*why)
-    return Space(tuple(legal), combinations, len(points), dict(refused), reasons)
+    points = [TrialConfig(axes["engine"][0], axes["num_gpus"][0], work.global_batch_size)]
+    for axis, rules in RULES_BY_AXIS.items():
+        values = axes[axis] if axis in axes else [_DEFAULTS[axis]]
+        parents, points = points, []
+        for parent in parents:
+            for point in _grow(parent, axis, values, work):
+                if (why := refusal(point, work, rules)) is None:
+                    points.append(point)
+                else:
+                    refused[why[0]] += 1
+                    reasons.setdefault(*why)
+    combinations = math.prod(map(len, axes.values()))
+    return Space(tuple(points), combinations, len(points) + refused.total(), dict(refused), reasons)
+
+
+def _grow(point: TrialConfig, axis: str, values: Sequence[Any], work: Workload) -> list[TrialConfig]:
+    """`point` with each of the values of `axis` that differ in effect."""
+    settle = _SETTLED.get(axis)
+    distinct = dict.fromkeys(values if settle is None else [settle(value, point, work) for value in values])
+    now = getattr(point, axis)
+    return [point if value == now else replace(point, **{axis: value}) for value in distinct]

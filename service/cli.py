@@ -20,9 +20,9 @@ from service.client import Wattune
 from service.errors import InputError
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.results import Results, SearchInfo, SearchRecord, best, export, notices, pareto
+from service.results import Results, SearchInfo, SearchRecord, TrialRecord, best, export, notices, pareto
 from service.spec import SearchSpec, load_spec
-from service.tables import render, searches_table, trials_table, with_unit
+from service.tables import breakdown_table, render, searches_table, trials_table, with_unit
 
 TRACKING = click.option(
     "--tracking-uri", metavar="URI", help="MLflow store; default: MLFLOW_TRACKING_URI, else the one in WATTUNE_HOME."
@@ -188,7 +188,7 @@ def best_command(
     record = Results(store_uri(tracking_uri)).search(search)
     trial = best(record, maximize, minimize, where)
     if style == "table":
-        click.echo(trials_table(record, [trial]))
+        _print_trials(record, [trial])
     elif style == "json":
         click.echo(json.dumps(export(record, trial), indent=2))
     else:
@@ -245,22 +245,29 @@ def _info(info: SearchInfo) -> dict[str, Any]:
 def _print_front(record: SearchRecord) -> None:
     front = pareto(record)
     click.echo(f"\nPareto front of {', '.join(record.objectives)}, of {len(record.trials)} trials:\n")
-    click.echo(trials_table(record, front))
+    _print_trials(record, front)
     if front:
         click.echo("\nBest on each objective:")
         for metric, direction in record.objectives.items():
             if any(metric in trial.metrics for trial in front):
                 trial = best(record, **{direction: metric})
-                estimated = trial.methods.get(metric) == "estimated"
-                click.echo(f"  {with_unit(metric, trial.metrics[metric], estimated)}: {trial.label}")
+                figure = with_unit(metric, trial.metrics[metric], trial.methods.get(metric))
+                click.echo(f"  {figure}: {trial.label}")
     for notice in notices(record):
         click.echo(f"note: {notice}")
+
+
+def _print_trials(record: SearchRecord, trials: list[TrialRecord]) -> None:
+    click.echo(trials_table(record, trials))
+    if shares := breakdown_table(trials):
+        click.echo("\n" + shares)
 
 
 def _print_plan(spec: SearchSpec, as_json: bool) -> None:
     space = spec.legal
     if as_json:
-        counts = {"combinations": space.combinations, "distinct": space.distinct, "refused": space.refused}
+        counts: dict[str, Any] = {"combinations": space.combinations, "distinct": space.distinct}
+        counts |= {"refused": space.refused, "depth_proxy": spec.depth_proxy}
         points = [point.to_dict() for point in space.points]
         click.echo(json.dumps(counts | {"reasons": space.reasons, "points": points}, indent=2))
         return
@@ -268,6 +275,12 @@ def _print_plan(spec: SearchSpec, as_json: bool) -> None:
         f"{spec.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
         f"{len(space.points)} legal"
     )
+    if spec.depth_proxy:
+        shallow, deep = spec.depth_proxy
+        click.echo(
+            f"depth proxies: each trial is run with {deep} and with {shallow} layers, "
+            f"and its figures are extrapolated to {spec.shape.layers}"
+        )
     if space.refused:
         rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
         click.echo("\n" + render(["refused by", "layouts", "for example"], rows))

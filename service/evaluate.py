@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -13,12 +14,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from search_spaces.config import TrialConfig
+from service.proxy import extrapolate
 from service.spec import SearchSpec
 from telemetry.window import WindowSummary, combine
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Protocol
-from trainables.result import NodeWindow, TrialResult
+from trainables.result import NodeWindow, Proxy, RankRecord, TrialResult
 from trainables.trial import TrialRequest
 
 LEASE_S = 3600.0
@@ -43,12 +45,37 @@ def evaluate(
             cause = f"no gang's workers were up within {LEASE_S:.0f} s: are the cluster's nodes up, its GPUs taken?"
             result = TrialResult(trial_id, layout, "crash", cause)
         else:
-            result = run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
+            result = run(trial_id, layout, spec, mailbox, telemetry, environment)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
         result = TrialResult(trial_id, layout, "crash", f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
         ray.get(pool.release.remote(trial_id))
     ray.tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
+
+
+def run(
+    trial_id: str,
+    layout: TrialConfig,
+    spec: SearchSpec,
+    mailbox: ActorHandle,
+    telemetry: Mapping[str, ActorHandle],
+    environment: Mapping[str, str],
+) -> TrialResult:
+    """Run the layout on the gang behind `mailbox`: at the model's depth, or at those of its proxies, deepest first."""
+    if spec.depth_proxy is None:
+        return run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
+    proxies: list[Proxy] = []
+    for layers in reversed(spec.depth_proxy):
+        smaller = spec.at_depth(layers)
+        request = make_request(f"{trial_id}-{layers}-layers", layout, smaller)
+        result = run_on_gang(request, smaller, mailbox, telemetry, environment)
+        proxies.insert(0, Proxy(layers, result))
+        if result.status != "ok":
+            cause = f"at {layers} layers: {result.cause}"
+            return TrialResult(
+                trial_id, layout, result.status, cause, traceback=result.traceback, proxies=tuple(proxies)
+            )
+    return extrapolate(trial_id, spec, *proxies)
 
 
 def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec) -> TrialRequest:
@@ -88,17 +115,19 @@ def run_on_gang(
     windows = node_windows(outcomes, members, telemetry)
     summary = combine(ray.get([telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in windows]))
     assert first.report is not None
+    ranks = rank_records(outcomes, members)
     return TrialResult(
         trial_id=request.trial_id,
         config=request.config,
         status="ok",
-        metrics=metrics(outcomes, summary, spec, gang_s),
+        metrics=metrics(outcomes, summary, spec, gang_s) | breakdown_metrics(ranks),
         methods=methods(summary),
         step_times_s=first.report.timing.window_steps_s,
         losses=first.report.losses,
         windows=windows,
         environment=dict(environment) | first.report.environment,
-        cause="; ".join(summary.problems) or None,
+        cause="; ".join([*summary.problems, *breakdown_problems(outcomes)]) or None,
+        ranks=ranks,
     )
 
 
@@ -123,13 +152,47 @@ def node_windows(
     return tuple(windows)
 
 
+def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRecord, ...]:
+    """What each rank of the trial was and did, by rank. `outcomes` and `members` are by worker."""
+    records = [
+        RankRecord(
+            rank=report.rank,
+            worker=member.rank,
+            node_id=member.node_id,
+            device=report.device,
+            coordinates=report.coordinates,
+            peak_memory_gib=report.peak_memory_gib,
+            breakdown=report.profile.breakdown if report.profile else None,
+        )
+        for outcome, member in zip(outcomes, members, strict=False)
+        if (report := outcome.report) is not None
+    ]
+    return tuple(sorted(records, key=lambda record: record.rank))
+
+
+def breakdown_metrics(ranks: tuple[RankRecord, ...]) -> dict[str, float | None]:
+    """Each time of the breakdown as the mean over the ranks, and the most idle and most held-up ranks' own."""
+    found = [asdict(rank.breakdown) for rank in ranks if rank.breakdown is not None]
+    if not found:
+        return {}
+    means = {f"breakdown_{name}": statistics.fmean(times[name] for times in found) for name in found[0]}
+    most = ("idle_s", "exposed_communication_s")
+    return means | {f"breakdown_max_{name}": max(times[name] for times in found) for name in most}
+
+
+def breakdown_problems(outcomes: list[Outcome]) -> list[str]:
+    """Why ranks that were to be profiled have no breakdown."""
+    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+    return [f"no breakdown of rank {r.rank}: {r.profile.problem}" for r in reports if r.profile and r.profile.problem]
+
+
 def metrics(
     outcomes: list[Outcome], summary: WindowSummary, spec: SearchSpec, gang_s: float
 ) -> dict[str, float | None]:
     """The figures of one trial by the names of the record; None is missing.
 
     `gang_s` is all the time that the trial kept the gang from the next one; `trial_overhead_s` is what of it went
-    neither into compiling, nor into warm-up, nor into the window.
+    neither into compiling, nor into warm-up, nor into the window, nor into the breakdown.
     """
     reports = [outcome.report for outcome in outcomes if outcome.report is not None]
     timing, gpus = reports[0].timing, len(reports)
@@ -139,6 +202,7 @@ def metrics(
     rate = tokens / window_s
     peak_flops = spec.cluster.device.peak_flops
     flops = spec.shape.flops_per_token(spec.sequence_length) * rate
+    breakdown_s = max(report.profile.time_s if report.profile else 0.0 for report in reports)
     memory = [report.peak_memory_gib for report in reports if report.peak_memory_gib is not None]
     return {
         "tokens_per_s": rate,
@@ -148,10 +212,11 @@ def metrics(
         "joules_per_token": None if summary.energy_j is None else summary.energy_j / tokens,
         **summary.metrics(),
         "peak_memory_gib": max(memory, default=None),
-        "trial_overhead_s": gang_s - window_s - warmup_s - timing.compile_s,
+        "trial_overhead_s": gang_s - window_s - warmup_s - timing.compile_s - breakdown_s,
         "compile_time_s": timing.compile_s,
         "warmup_time_s": warmup_s,
         "window_time_s": window_s,
+        "breakdown_time_s": breakdown_s,
         "final_loss": reports[0].losses[-1],
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.spec import BudgetSpec, excess
-from service.tables import with_unit
+from service.tables import MARKS, with_unit
 from trainables.result import TrialResult
 
 
@@ -16,7 +16,7 @@ class Progress:
     """Prints as it goes; plain lines, so that a log file reads the same as a terminal.
 
     `trials` is the most to expect. What violates one of `limits`, (metric, '<=' or '>=', bound), is never the best.
-    Figures that are estimated, not measured, carry a '*'.
+    Figures that are estimated carry a '*', extrapolated ones a '~'.
     """
 
     objectives: Mapping[str, str]
@@ -26,7 +26,7 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
     done: int = 0
     best: dict[str, float] = field(default_factory=dict)
-    estimated: set[str] = field(default_factory=set)
+    unmeasured: dict[str, str] = field(default_factory=dict)
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -36,7 +36,7 @@ class Progress:
 
     def finished(self, result: TrialResult) -> None:
         self.done += 1
-        self.estimated |= {metric for metric, method in result.methods.items() if method == "estimated"}
+        self.unmeasured |= {metric: method for metric, method in result.methods.items() if method in MARKS}
         if result.status == "ok":
             self._keep_best(result.metrics)
             told = ", ".join(
@@ -60,7 +60,7 @@ class Progress:
                 self.best[metric] = better(self.best.get(metric, value), value)
 
     def _figure(self, metric: str, value: float) -> str:
-        return with_unit(metric, value, metric in self.estimated)
+        return with_unit(metric, value, self.unmeasured.get(metric))
 
     def _clock(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from search_spaces.config import TrialConfig
 from service import store
 from service.errors import InputError
+from trainables import deepspeed_config, megatron_args
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,6 +32,9 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
+_MEASURED = "measured"  # by a counter, by sampling, or integrated from samples
+_METHODS = (_MEASURED, "extrapolated", "estimated")
+_FROM = {"extrapolated": " from models of fewer layers", "estimated": ""}
 _NAMED = 5  # how many known searches an error message lists
 
 
@@ -38,7 +43,8 @@ class TrialRecord:
     """One trial as recorded. A metric that is missing is absent from `metrics`.
 
     `status` is one of `trainables.result.STATUSES`, or `running`, or `stopped` when the search ended before the trial.
-    `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated.
+    `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated; and which
+    metrics are extrapolated from depth proxies.
     """
 
     trial_id: str
@@ -70,7 +76,10 @@ class SearchRecord:
 
 @dataclass(frozen=True)
 class SearchInfo:
-    """One line of a listing. `best` has the best value of each objective; those in `estimated` are not measured."""
+    """One line of a listing.
+
+    `best` has the best value of each objective; those in `estimated` and `extrapolated` are not measured.
+    """
 
     id: str
     name: str
@@ -79,9 +88,16 @@ class SearchInfo:
     trials: dict[str, int]
     best: dict[str, float]
     estimated: tuple[str, ...]
+    extrapolated: tuple[str, ...]
     model: str
     accelerator: str
     data: str
+
+    def method(self, metric: str) -> str | None:
+        """How an objective's values came about, if they are not measured."""
+        if metric in self.estimated:
+            return "estimated"
+        return "extrapolated" if metric in self.extrapolated else None
 
 
 class Results:
@@ -142,7 +158,8 @@ def describe(search: SearchRecord) -> SearchInfo:
         started=search.started,
         trials=dict(Counter(trial.status for trial in search.trials)),
         best=best,
-        estimated=tuple(metric for metric in best if _only_estimated(search, metric)),
+        estimated=tuple(metric for metric in best if _method(search, metric) == "estimated"),
+        extrapolated=tuple(metric for metric in best if _method(search, metric) == "extrapolated"),
         **{fact: str(search.params.get(fact, "")) for fact in ("model", "accelerator", "data")},
     )
 
@@ -222,13 +239,14 @@ def notices(search: SearchRecord, metric: str | None = None) -> list[str]:
     told = []
     for name in dict.fromkeys([*search.objectives, *([metric] if metric else [])]):
         having = [trial for trial in ok if name in trial.metrics]
-        left_out = len(having) - len(_comparable(search, name))
+        ranked = _comparable(search, name)
+        left_out = Counter(_METHODS[_doubt(trial, name)] for trial in having if trial.trial_id not in ranked)
         if not having:
             told += [f"{name} was not measured by any trial: ranked without it"] if ok else []
-        elif _only_estimated(search, name):
-            told.append(f"{name} is estimated, not measured")
-        if left_out:
-            told.append(f"{name} is estimated on {left_out} of {len(ok)} trials: these are not ranked")
+        elif (method := _method(search, name)) != _MEASURED:
+            told.append(f"{name} is {method}{_FROM[method]}, not measured")
+        for method, count in left_out.items():
+            told.append(f"{name} is {method} on {count} of {len(ok)} trials: these are not ranked")
         if having and len(having) < len(ok):
             told.append(f"{name} is missing on {len(ok) - len(having)} of {len(ok)} trials: these are not ranked")
     for text in search.constraints:
@@ -245,9 +263,20 @@ def export(search: SearchRecord, trial: TrialRecord) -> dict[str, Any]:
         "trial_id": trial.trial_id,
         "workload": search.params,
         "config": trial.config,
+        **_launch(TrialConfig.from_dict(trial.config)),
         "metrics": trial.metrics,
         "methods": trial.methods,
     }
+
+
+def _launch(config: TrialConfig) -> dict[str, Any]:
+    """The layout as its framework takes it, and what of it the framework has no word for."""
+    if config.engine == "deepspeed":
+        return {
+            "deepspeed": deepspeed_config.configuration(config),
+            "not_expressible": deepspeed_config.not_expressible(config),
+        }
+    return {"megatron_lm": megatron_args.arguments(config), "not_expressible": megatron_args.not_expressible(config)}
 
 
 def _ok(search: SearchRecord) -> list[TrialRecord]:
@@ -255,15 +284,21 @@ def _ok(search: SearchRecord) -> list[TrialRecord]:
 
 
 def _comparable(search: SearchRecord, metric: str) -> dict[str, float]:
-    """Trial id -> value over the trials that ended well; estimates only where nobody measured."""
+    """Trial id -> value over the trials that ended well; only those of the method that is the least in doubt."""
     having = [trial for trial in _ok(search) if metric in trial.metrics]
-    measured = [trial for trial in having if trial.methods.get(metric) != "estimated"]
-    return {trial.trial_id: trial.metrics[metric] for trial in measured or having}
+    least = min((_doubt(trial, metric) for trial in having), default=0)
+    return {trial.trial_id: trial.metrics[metric] for trial in having if _doubt(trial, metric) == least}
 
 
-def _only_estimated(search: SearchRecord, metric: str) -> bool:
-    having = [trial for trial in _ok(search) if metric in trial.metrics]
-    return bool(having) and all(trial.methods.get(metric) == "estimated" for trial in having)
+def _doubt(trial: TrialRecord, metric: str) -> int:
+    """Place in `_METHODS` of how the trial's figure came about."""
+    method = trial.methods.get(metric)
+    return _METHODS.index(method) if method in _METHODS else 0
+
+
+def _method(search: SearchRecord, metric: str) -> str:
+    """The one of `_METHODS` that the comparable values of a metric have in common."""
+    return _METHODS[min((_doubt(trial, metric) for trial in _ok(search) if metric in trial.metrics), default=0)]
 
 
 def _ranked(search: SearchRecord) -> list[tuple[dict[str, float], float]]:

@@ -7,6 +7,7 @@ import math
 import re
 import secrets
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +16,18 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from search_spaces.config import ENGINES, PRECISIONS, RECOMPUTE
+from search_spaces.config import (
+    BUCKET_SIZE,
+    ENGINES,
+    PRECISIONS,
+    RECOMPUTE,
+    REDUCE_PRECISIONS,
+    SCHEDULES,
+    TrialConfig,
+)
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
-from search_spaces.rules import RULES, Workload
+from search_spaces.rules import RULES, Workload, virtual_stages_fit_schedule
 from search_spaces.space import Space, enumerate_space
 from service.errors import InputError
 from trainables.data import located
@@ -67,6 +76,20 @@ def Axis(item: Any) -> Any:
     return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
 
 
+def _as_list_of_lists(value: Any) -> Any:
+    flat = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
+    return [value] if flat or not isinstance(value, list) else value
+
+
+def Lists(item: Any) -> Any:
+    """Like `Axis`, of lists of numbers, or null for the default; a single list stands for a list of one."""
+    return Annotated[
+        list[Annotated[tuple[item, ...], Field(min_length=1, strict=False)] | None],
+        BeforeValidator(_as_list_of_lists),
+        Field(min_length=1),
+    ]
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,6 +107,9 @@ class ModelSpec(Strict):
     max_sequence_length: Positive = 8192
     tie_embeddings: Switch = False
     rope_theta: Amount = 10_000.0
+    num_experts: Annotated[int, Field(strict=True, ge=0)] = 0
+    experts_per_token: Positive = 2
+    router_aux_loss: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.02
 
     @model_validator(mode="after")
     def _divides(self) -> ModelSpec:
@@ -91,6 +117,10 @@ class ModelSpec(Strict):
             raise ValueError(f"hidden {self.hidden} must be an even multiple of heads {self.heads}")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        if self.num_experts and self.family != "llama":
+            raise ValueError(f"num_experts: experts are SwiGLU networks, of the family llama, not {self.family}")
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
         return self
 
     def shape(self) -> ModelShape:
@@ -121,19 +151,33 @@ class SpaceSpec(Strict):
     num_gpus: Axis(Positive) | None = None  # type: ignore[valid-type]
     tensor_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
     pipeline_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
+    context_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
+    expert_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
+    pipeline_schedule: Axis(Literal[SCHEDULES]) = ["1f1b"]  # type: ignore[valid-type]
+    virtual_pipeline_stages: Axis(Positive) = [1]  # type: ignore[valid-type]
+    stage_layers: Lists(Positive) = [None]  # type: ignore[valid-type]
     zero_stage: Axis(Annotated[int, Field(strict=True, ge=0, le=3)]) = [0]  # type: ignore[valid-type]
+    data_parallel_replicate_size: Axis(Positive) = [1]  # type: ignore[valid-type]
     micro_batch_size: Axis(Positive) = [1]  # type: ignore[valid-type]
     recompute: Axis(Literal[RECOMPUTE]) = ["none"]  # type: ignore[valid-type]
     sequence_parallel: Axis(Switch) = [True]  # type: ignore[valid-type]
+    async_tensor_parallel: Axis(Switch) = [False]  # type: ignore[valid-type]
+    overlap_grad_reduce: Axis(Switch) = [True]  # type: ignore[valid-type]
+    overlap_param_gather: Axis(Switch) = [True]  # type: ignore[valid-type]
+    bucket_size: Axis(Positive) = [BUCKET_SIZE]  # type: ignore[valid-type]
+    offload_optimizer: Axis(Switch) = [False]  # type: ignore[valid-type]
     compile: Axis(Switch) = [False]  # type: ignore[valid-type]
     precision: Axis(Literal[PRECISIONS]) = ["bf16"]  # type: ignore[valid-type]
+    reduce_precision: Axis(Literal[REDUCE_PRECISIONS]) = ["fp32"]  # type: ignore[valid-type]
+    rank_order: Lists(Annotated[int, Field(strict=True, ge=0)]) = [None]  # type: ignore[valid-type]
 
 
 class MeasurementSpec(Strict):
     """How a trial is timed.
 
     Warm-up ends when the last `steady_steps` optimizer steps agree within `warmup_tolerance` (relative), at the latest
-    after `warmup_max_s`, compile time not counted. The window lasts `window_s` and `window_min_steps` at least.
+    after `warmup_max_s`, compile time not counted. The window lasts `window_s` and `window_min_steps` at least. With
+    `breakdown`, one more step is profiled after it.
     """
 
     steady_steps: Annotated[int, Field(strict=True, ge=2)] = 3
@@ -141,6 +185,7 @@ class MeasurementSpec(Strict):
     warmup_max_s: Amount = 30.0
     window_s: Amount = 10.0
     window_min_steps: Positive = 5
+    breakdown: Switch = True
     deadline_s: Amount = 600.0
 
 
@@ -171,6 +216,7 @@ class SearchSpec(Strict):
     budget: BudgetSpec = BudgetSpec()
     sampler: Literal["tpe", "gp", "nsga2", "random"] = "tpe"
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
+    depth_proxy: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -182,7 +228,14 @@ class SearchSpec(Strict):
 
     @property
     def workload(self) -> Workload:
-        return Workload(self.shape, self.sequence_length, self.global_batch_size, self.cluster.device.memory_gib)
+        depths = tuple(self.depth_proxy or ())
+        return Workload(self.shape, self.sequence_length, self.global_batch_size, self.cluster.device, depths)
+
+    def at_depth(self, layers: int) -> SearchSpec:
+        """The same search of a model of `layers` layers, everything else kept. It is not checked again."""
+        kept = {name: getattr(self, name) for name in type(self).model_fields}
+        model = ModelSpec(**asdict(replace(self.shape, layers=layers)))
+        return SearchSpec.model_construct(**kept | {"model": model, "depth_proxy": None})
 
     @property
     def axes(self) -> dict[str, list[Any]]:
@@ -214,6 +267,8 @@ class SearchSpec(Strict):
             raise ValueError(f"sequence_length: {self.sequence_length} exceeds the model's {positions} positions")
         _ = self.limits
         self._axes_fit()
+        self._lists_fit()
+        self._depths_fit()
         if not self.legal.points:
             field = "global_batch_size" if self._batch_is_to_blame() else "space"
             raise ValueError(f"{field}: no legal layout among {self.legal.distinct}; {self._refusals()}")
@@ -233,12 +288,76 @@ class SearchSpec(Strict):
                     f"space.tensor_parallel_size: {size} does not divide the model's {shape.heads} heads and "
                     f"{shape.kv_heads} key-value heads; allowed: {', '.join(map(str, allowed))}"
                 )
-        for size in axes["pipeline_parallel_size"]:
-            if shape.layers % size:
+        for size in axes["context_parallel_size"]:
+            if size > 1 and self.sequence_length % (2 * size):
+                raise ValueError(
+                    f"space.context_parallel_size: a sequence of {self.sequence_length} cannot be cut into "
+                    f"{2 * size} pieces"
+                )
+        for size in axes["expert_parallel_size"]:
+            if size > 1 and (not shape.num_experts or shape.num_experts % size):
+                raise ValueError(
+                    f"space.expert_parallel_size: {size} does not divide the model's {shape.num_experts} experts"
+                )
+        if "fp8" in axes["precision"] and not self.cluster.device.fp8:
+            able = [name for name, device in ACCELERATORS.items() if device.fp8]
+            raise ValueError(f"space.precision: {self.cluster.accelerator} has no fp8; these have: {', '.join(able)}")
+        pipelines = [size for size in axes["pipeline_parallel_size"] if size > 1]
+        for schedule in axes["pipeline_schedule"] if pipelines else []:
+            reasons = [_misfit(schedule, virtual) for virtual in axes["virtual_pipeline_stages"]]
+            if all(reasons):
+                raise ValueError(f"space.virtual_pipeline_stages: {reasons[0]}")
+        uneven = [layers for layers in axes["stage_layers"] if layers is not None]
+        for size in pipelines:
+            if shape.layers % size and all(len(layers) % size for layers in uneven):
                 allowed = [n for n in range(1, min(most, shape.layers) + 1) if shape.layers % n == 0]
                 raise ValueError(
                     f"space.pipeline_parallel_size: {size} does not divide the model's {shape.layers} layers; "
                     f"allowed: {', '.join(map(str, allowed))}"
+                )
+
+    def _lists_fit(self) -> None:
+        """The same for the axes whose values are lists."""
+        axes, layers = self.axes, self.shape.layers
+        stages = {
+            ranks * virtual
+            for ranks in axes["pipeline_parallel_size"]
+            for virtual in axes["virtual_pipeline_stages"]
+            if ranks > 1
+        }
+        for value in axes["stage_layers"]:
+            if value is None:
+                continue
+            if sum(value) != layers:
+                raise ValueError(
+                    f"space.stage_layers: {list(value)} sums to {sum(value)}, the model has {layers} layers"
+                )
+            if len(value) not in stages:
+                raise ValueError(
+                    f"space.stage_layers: {list(value)} is of {len(value)} stages; pipeline_parallel_size x "
+                    f"virtual_pipeline_stages makes {' or '.join(map(str, sorted(stages))) or 'none'}"
+                )
+        for value in axes["rank_order"]:
+            if value is not None and (sorted(value) != list(range(len(value))) or len(value) not in axes["num_gpus"]):
+                sizes = " or ".join(map(str, axes["num_gpus"]))
+                raise ValueError(f"space.rank_order: {list(value)} does not name each of {sizes} workers, from 0, once")
+
+    def _depths_fit(self) -> None:
+        if self.depth_proxy is None:
+            return
+        shallow, deep = self.depth_proxy
+        if not shallow < deep < self.shape.layers:
+            raise ValueError(
+                f"depth_proxy: must be two numbers, ascending, below the model's {self.shape.layers} layers, "
+                f"not {shallow}, {deep}"
+            )
+        if self.axes["stage_layers"] != [None]:
+            raise ValueError("depth_proxy: uneven stages (space.stage_layers) have no equal in a model of fewer layers")
+        for size in self.axes["pipeline_parallel_size"]:
+            if shallow % size or deep % size:
+                raise ValueError(
+                    f"depth_proxy: {shallow} and {deep} layers cannot both be split evenly over "
+                    f"space.pipeline_parallel_size {size}"
                 )
 
     def _batch_is_to_blame(self) -> bool:
@@ -343,6 +462,12 @@ def _input_error(text: str) -> InputError:
     return InputError(" ".join(text.split()))
 
 
+def _misfit(schedule: str, virtual: int) -> str | None:
+    """Why no pipeline runs this schedule with so many stages a rank; None if one does."""
+    config = TrialConfig("megatron", 1, 1, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
+    return virtual_stages_fit_schedule(config, Workload(PRESETS["tiny-llama"], 1, 1))
+
+
 def _choice(values: Iterable[object]) -> str:
     return f"one of {', '.join(map(str, values))}"
 
@@ -380,8 +505,12 @@ def _explanation(error: ValidationError) -> str:
             message = "must be a mapping of metric to maximize or minimize"
         case "string_pattern_mismatch":
             message = "must be letters, digits, '.', '_' and '-', at most 63, the first a letter or a digit"
+        case "too_short" | "too_long" if field == "depth_proxy":
+            message = "must be two numbers of layers"
         case "too_short" | "string_too_short":
             message = "must not be empty"
+        case "tuple_type":
+            message = "must be a list of whole numbers, several such lists, or null"
         case _:
             message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     return f"{field}: {message}{given}"

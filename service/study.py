@@ -90,18 +90,17 @@ class SearchStudy:
     ) -> None:
         """`limits` are (metric, '<=' or '>=', bound); `storage` is an Optuna URL, None keeps the study in memory."""
         self.objectives, self.limits = dict(objectives), list(limits)
-        self.axes = {
-            axis: sorted({point.to_dict()[axis] for point in points})
-            for axis in TrialConfig.__dataclass_fields__
-            if len({point.to_dict()[axis] for point in points}) > 1
+        taken = {axis: {getattr(point, axis) for point in points} for axis in TrialConfig.__dataclass_fields__}
+        self.axes: dict[str, list[Any]] = {
+            axis: sorted(values, key=_ordered) for axis, values in taken.items() if len(values) > 1
         }
         self.distributions: dict[str, BaseDistribution] = {
-            axis: CategoricalDistribution(range(len(values)))
-            if isinstance(values[0], str)
-            else IntDistribution(0, len(values) - 1)
+            axis: IntDistribution(0, len(values) - 1)
+            if _is_numeric(values)
+            else CategoricalDistribution(range(len(values)))
             for axis, values in self.axes.items()
         }
-        self.spans = [None if isinstance(values[0], str) else len(values) - 1 for values in self.axes.values()]
+        self.spans = [len(values) - 1 if _is_numeric(values) else None for values in self.axes.values()]
         self.unseen = {self._coordinates(point): point for point in points}
         self.trials: dict[TrialConfig, Trial] = {}
         self.worst: dict[str, float] = {}
@@ -152,8 +151,7 @@ class SearchStudy:
         self.study.tell(trial, [values[metric] for metric in self.objectives])
 
     def _coordinates(self, point: TrialConfig) -> tuple[int, ...]:
-        values = point.to_dict()
-        return tuple(choices.index(values[axis]) for axis, choices in self.axes.items())
+        return tuple(choices.index(getattr(point, axis)) for axis, choices in self.axes.items())
 
     def _nearest(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """The unseen point fewest steps from `wanted`, each axis scaled to 1; another category is a whole axis away."""
@@ -167,3 +165,12 @@ class SearchStudy:
 
         chosen = goal if goal in self.unseen else min(self.unseen, key=distance)
         return dict(zip(self.axes, chosen, strict=True))
+
+
+def _is_numeric(values: Sequence[Any]) -> bool:
+    """Whether an axis has an order: text, lists and their default have none."""
+    return all(isinstance(value, int) for value in values)
+
+
+def _ordered(value: Any) -> Any:
+    return () if value is None else value

@@ -19,6 +19,17 @@ FIGURES = {
     "peak_memory_gib": ("memory GiB", ".1f"),
     "peak_gpu_temp_c": ("GPU degC", ".0f"),
 }
+# Metric -> heading, of the breakdown of a step; what these leave is hidden behind or beside one of them.
+SHARES = {
+    "breakdown_matmul_s": "matmul",
+    "breakdown_attention_s": "attention",
+    "breakdown_other_s": "other",
+    "breakdown_memory_copy_s": "copies",
+    "breakdown_exposed_communication_s": "exposed comm.",
+    "breakdown_idle_s": "idle",
+}
+# How a figure came about -> its mark, where it was not measured.
+MARKS = {"estimated": "*", "extrapolated": "~"}
 ALWAYS = ("tokens_per_s_per_gpu", "mfu", "peak_memory_gib")
 
 
@@ -36,11 +47,24 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def trials_table(search: SearchRecord, trials: Sequence[TrialRecord]) -> str:
-    """One row a trial: its layout and figures. Estimated figures carry an asterisk; a dash is one that is missing."""
+    """One row a trial: its layout and figures. A dash is a missing figure.
+
+    Estimated figures carry an asterisk, figures extrapolated from depth proxies a tilde.
+    """
     metrics = list(dict.fromkeys([*search.objectives, *ALWAYS]))
     metrics = [m for m in metrics if m in search.objectives or any(m in trial.metrics for trial in trials)]
     headings = ["layout", *map(heading, metrics)]
     return render(headings, [[trial.label, *(_cell(trial, metric) for metric in metrics)] for trial in trials])
+
+
+def breakdown_table(trials: Sequence[TrialRecord]) -> str | None:
+    """One row a trial: the shares of a step, on the mean over the ranks; None if no trial has a breakdown."""
+    rows = []
+    for trial in trials:
+        span_s = trial.metrics.get("breakdown_span_s")
+        if span_s:
+            rows.append([trial.label, *(f"{trial.metrics[metric] / span_s:.1%}" for metric in SHARES)])
+    return render(["share of a step", *SHARES.values()], rows) if rows else None
 
 
 def searches_table(searches: Sequence[SearchInfo]) -> str:
@@ -53,7 +77,7 @@ def searches_table(searches: Sequence[SearchInfo]) -> str:
             info.model,
             info.accelerator,
             " ".join(f"{count} {status}" for status, count in info.trials.items()) or "none",
-            ", ".join(with_unit(metric, value, metric in info.estimated) for metric, value in info.best.items()) or "-",
+            ", ".join(with_unit(metric, value, info.method(metric)) for metric, value in info.best.items()) or "-",
         ]
         for info in searches
     ]
@@ -64,16 +88,16 @@ def heading(metric: str) -> str:
     return FIGURES.get(metric, (metric, ""))[0]
 
 
-def with_unit(metric: str, value: float, estimated: bool) -> str:
-    """``41,804 tokens/s``, with an asterisk at the number if it is estimated."""
-    return f"{_number(metric, value, estimated)} {heading(metric)}"
+def with_unit(metric: str, value: float, method: str | None) -> str:
+    """``41,804 tokens/s``, with a mark at the number if by its method it is not measured."""
+    return f"{_number(metric, value, method)} {heading(metric)}"
 
 
-def _number(metric: str, value: float, estimated: bool) -> str:
-    return format(value, FIGURES.get(metric, ("", ".4g"))[1]) + ("*" if estimated else "")
+def _number(metric: str, value: float, method: str | None) -> str:
+    return format(value, FIGURES.get(metric, ("", ".4g"))[1]) + MARKS.get(method or "", "")
 
 
 def _cell(trial: TrialRecord, metric: str) -> str:
     if metric not in trial.metrics:
         return "-"
-    return _number(metric, trial.metrics[metric], trial.methods.get(metric) == "estimated")
+    return _number(metric, trial.metrics[metric], trial.methods.get(metric))

@@ -247,6 +247,9 @@ def _outcome(result: TrialResult) -> dict[str, str]:
         tags[store.ENERGY] = method
         if method == "estimated":
             notes.append(_ESTIMATED)
+    if "extrapolated" in result.methods.values():
+        layers = " and ".join(str(proxy.layers) for proxy in result.proxies)
+        notes.append(f"Figures are **extrapolated** from models of {layers} layers; both results are in result.json.")
     return tags | ({"mlflow.note.content": "\n\n".join(notes)} if notes else {})
 
 

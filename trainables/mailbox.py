@@ -1,4 +1,8 @@
-"""The actor through which a gang's workers get their trials and hand in what came of them."""
+"""The actor through which a gang's workers get their trials and hand in what came of them.
+
+Workers are known by their rank in the gang. The rank that one takes in a trial is another matter, of the trial's
+`rank_order`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ from trainables.trial import TrialRequest
 
 @dataclass(frozen=True)
 class Member:
-    """One worker of a gang. Rank 0 also keeps the key-value store at which the ranks of a trial meet."""
+    """One worker of a gang, by its rank there.
+
+    Rank 0 also keeps the key-value store at which the ranks of a trial meet.
+    """
 
     rank: int
     local_rank: int
@@ -65,14 +72,14 @@ class Mailbox:
             self.free_since = time.monotonic()
             self.changed.notify_all()
 
-    async def next(self, rank: int, after: int) -> Order | None:
-        """Wait for the first trial numbered above `after` that rank `rank` takes part in; None ends the worker."""
+    async def next(self, worker: int, after: int) -> Order | None:
+        """Wait for the first trial numbered above `after` that `worker` takes part in; None ends the worker."""
         async with self.changed:
             while not self.closed:
                 if (
                     self.round is not None
                     and self.round.order.number > after
-                    and rank < self.round.order.request.config.num_gpus
+                    and worker < self.round.order.request.config.num_gpus
                 ):
                     return self.round.order
                 await self.changed.wait()
@@ -84,13 +91,15 @@ class Mailbox:
             while self.round is not None and self.round.order.number == number and self.round.failure is None:
                 await self.changed.wait()
 
-    async def hand_in(self, rank: int, number: int, outcome: Outcome) -> None:
+    async def hand_in(self, worker: int, number: int, outcome: Outcome) -> None:
         async with self.changed:
             if self.round is None or self.round.order.number != number:
                 return  # of a trial that was given up
-            self.round.outcomes[rank] = outcome
+            self.round.outcomes[worker] = outcome
             if outcome.status not in ("ok", "aborted") and self.round.failure is None:
-                self.round.failure = replace(outcome, cause=f"rank {rank}: {outcome.cause}")
+                rank = self.round.order.request.config.worker_rank(worker)
+                name = f"rank {rank}" if rank == worker else f"rank {rank} on worker {worker}"
+                self.round.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
             self.changed.notify_all()
 
     async def ready(self) -> list[Member]:
@@ -101,7 +110,7 @@ class Mailbox:
     async def evaluate(self, request: TrialRequest) -> tuple[list[Outcome], list[Member], float]:
         """Run one trial.
 
-        Returns the ranks' outcomes, or the one outcome that ended it, the gang's members, and the seconds that the
+        Returns the outcomes by worker, or the one outcome that ended it, the gang's members, and the seconds that the
         gang spent on it: since it was last free, so that waiting for this trial counts.
         """
         async with self.changed:
@@ -111,15 +120,15 @@ class Mailbox:
             assert port is not None, "rank 0 keeps the store"
             self.round = current = _Round(Order(self.number, request, (members[0].host, port)))
             self.changed.notify_all()
-            ranks = request.config.num_gpus
-            await self.changed.wait_for(lambda: len(current.outcomes) == ranks or self.round is not current)
+            workers = request.config.num_gpus
+            await self.changed.wait_for(lambda: len(current.outcomes) == workers or self.round is not current)
             if self.round is current:
                 self.round = None
             gang_s, self.free_since = time.monotonic() - self.free_since, time.monotonic()
             self.changed.notify_all()
         if current.failure is not None:
             return [current.failure], members, gang_s
-        return [current.outcomes[rank] for rank in range(ranks)], members, gang_s
+        return [current.outcomes[worker] for worker in range(workers)], members, gang_s
 
     async def give_up(self, cause: str) -> None:
         """End the trial under way, if any, as crashed: its gang is gone."""

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Protocol:
-    """When warm-up ends and how long the window is; the fields are the spec's `measurement` section."""
+    """When warm-up ends, how long the window is, and whether one more step is profiled after it.
+
+    The fields are the spec's `measurement` section.
+    """
 
     steady_steps: int
     warmup_tolerance: float
     warmup_max_s: float
     window_s: float
     window_min_steps: int
+    breakdown: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from search_spaces.models import ModelShape
+from trainables.moe import ONE_PROCESS, ExpertLayout, Experts, MoE
 
 INIT_STD = 0.02
 
 
-def rotary_table(head_dim: int, sequence_length: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and sines of rotary positions (Su et al. 2021), fp32, shape (2, sequence_length, head_dim)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(sequence_length, device=device, dtype=torch.float32), frequencies)
+def rotary_table(head_dim: int, positions: Tensor, theta: float) -> Tensor:
+    """Cosines and sines of rotary positions (Su et al. 2021), fp32, shape (2, len(positions), head_dim)."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(positions.float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -32,14 +34,23 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return (x.float() * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of whole sequences. q: (batch, heads, sequence, head_dim); k and v may have fewer heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
 class Attention(nn.Module):
-    """Causal self-attention, grouped-query where `kv_heads` is below `heads`. Heads may be a tensor-parallel share."""
+    """Causal self-attention, grouped-query where `kv_heads` is below `heads`. Heads may be a tensor-parallel share.
+
+    `attend` may be replaced by attention over a sequence of which this rank holds only a part.
+    """
 
     def __init__(self, shape: ModelShape, rotary: Tensor | None) -> None:
         super().__init__()
         bias, kv_width = shape.family == "gpt", shape.kv_heads * shape.head_dim
         self.head_dim = shape.head_dim
         self.rotary = rotary  # a plain attribute: dtype casts of the module must leave it in fp32
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.wq = nn.Linear(shape.hidden, shape.hidden, bias=bias)
         self.wk = nn.Linear(shape.hidden, kv_width, bias=bias)
         self.wv = nn.Linear(shape.hidden, kv_width, bias=bias)
@@ -52,8 +63,7 @@ class Attention(nn.Module):
         )
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return self.wo(out.transpose(1, 2).flatten(-2))
+        return self.wo(self.attend(q, k, v).transpose(1, 2).flatten(-2))
 
 
 class SwiGLU(nn.Module):
@@ -85,15 +95,21 @@ def make_norm(shape: ModelShape) -> nn.Module:
     return nn.RMSNorm(shape.hidden, eps=1e-5) if shape.family == "llama" else nn.LayerNorm(shape.hidden)
 
 
+def make_ffn(shape: ModelShape, expert_layout: ExpertLayout) -> nn.Module:
+    if shape.num_experts:
+        return MoE(shape, expert_layout)
+    return SwiGLU(shape) if shape.family == "llama" else GELU(shape)
+
+
 class Block(nn.Module):
     """One pre-norm transformer block: (batch, sequence, hidden) to the same shape."""
 
-    def __init__(self, shape: ModelShape, rotary: Tensor | None) -> None:
+    def __init__(self, shape: ModelShape, rotary: Tensor | None, expert_layout: ExpertLayout) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape)
         self.attention = Attention(shape, rotary)
         self.ffn_norm = make_norm(shape)
-        self.ffn = SwiGLU(shape) if shape.family == "llama" else GELU(shape)
+        self.ffn = make_ffn(shape, expert_layout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -101,17 +117,21 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids (batch, sequence) to hidden states, with learned positions for `gpt`."""
+    """Token ids (batch, sequence) to hidden states, with learned positions for `gpt`.
 
-    def __init__(self, shape: ModelShape) -> None:
+    `where`: positions of these tokens in their sequence, int64 (sequence,).
+    """
+
+    def __init__(self, shape: ModelShape, where: Tensor) -> None:
         super().__init__()
+        self.where = where
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.max_sequence_length, shape.hidden) if shape.family == "gpt" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0))
+            x = x + self.positions(self.where.unsqueeze(0))
         return x
 
 
@@ -130,33 +150,58 @@ class Head(nn.Module):
 class Parts:
     """Makes the parts of a model of one shape on one device in fp32, each parameter drawn by its name.
 
-    Parts are made one by one, so that an engine can shard each before it makes the next.
+    Parts are made one by one, so that an engine can shard each before it makes the next. `positions` are those of the
+    tokens that the model will be given of each sequence, int64 (tokens,) on the device. Of a mixture of experts, parts
+    keep the share that `expert_layout` gives this rank.
     """
 
-    def __init__(self, shape: ModelShape, sequence_length: int, seed: int, device: torch.device) -> None:
-        self.shape, self.seed, self.device = shape, seed, device
-        self.rotary = (
-            rotary_table(shape.head_dim, sequence_length, shape.rope_theta, device) if shape.family == "llama" else None
-        )
+    def __init__(
+        self, shape: ModelShape, positions: Tensor, seed: int, expert_layout: ExpertLayout = ONE_PROCESS
+    ) -> None:
+        self.shape, self.positions, self.seed, self.device = shape, positions, seed, positions.device
+        self.expert_layout = expert_layout
+        self.rotary = rotary_table(shape.head_dim, positions, shape.rope_theta) if shape.family == "llama" else None
 
     def embedding(self) -> Embedding:
-        return self._make("embedding", lambda: Embedding(self.shape))
+        return self._make("embedding", lambda: Embedding(self.shape, self.positions))
 
     def block(self, layer: int) -> Block:
-        return self._make(f"blocks.{layer}", lambda: Block(self.shape, self.rotary))
+        return self._make(f"blocks.{layer}", lambda: Block(self.shape, self.rotary, self.expert_layout))
 
     def head(self) -> Head:
         return self._make("head", lambda: Head(self.shape))
 
+    def router(self, layer: int) -> nn.Linear:
+        """What scores each expert of a mixture for a token: (..., hidden) to (..., num_experts)."""
+        return self._make(
+            f"blocks.{layer}.ffn.router", lambda: nn.Linear(self.shape.hidden, self.shape.num_experts, bias=False)
+        )
+
+    def expert(self, layer: int, expert: int) -> SwiGLU:
+        """One expert of a mixture, whole."""
+        return self._make(f"blocks.{layer}.ffn.experts.{expert}", lambda: SwiGLU(self.shape))
+
     def _make(self, name, build):  # type: ignore[no-untyped-def]
         with self.device:
             module = build()
-        for key, parameter in module.named_parameters():
-            self._draw(f"{name}.{key}", parameter)
+        for prefix, part in module.named_modules(prefix=name):
+            if isinstance(part, Experts):
+                self._fill(prefix, part)
+                continue
+            for key, parameter in part.named_parameters(recurse=False):
+                self._draw(f"{prefix}.{key}", parameter)
         return module
+
+    def _fill(self, name: str, experts: Experts) -> None:
+        """Draw experts whole and one by one, and keep of each what the rank holds."""
+        for index in experts.local:
+            whole = self._make(f"{name}.{index}", lambda: SwiGLU(self.shape))
+            experts.load(index, whole.gate.weight, whole.up.weight, whole.down.weight)
 
     @torch.no_grad()
     def _draw(self, name: str, parameter: Tensor) -> None:
+        if name == "head.output.weight" and self.shape.tie_embeddings:
+            name = "embedding.tokens.weight"  # the same table, should both ends of the model lie on different ranks
         if name.endswith("bias"):
             parameter.zero_()
         elif "norm" in name:

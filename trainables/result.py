@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from search_spaces.config import TrialConfig
+from trainables.breakdown import Breakdown
 
 STATUSES = ("ok", "oom", "hang", "crash", "invalid", "pruned")
 
@@ -22,12 +23,44 @@ class NodeWindow:
 
 
 @dataclass(frozen=True)
+class RankRecord:
+    """Who held which place of the mesh, and what came of it there.
+
+    `rank` is the rank in the trial, `coordinates` its place in the mesh by axis: pp, dp, cp, tp. `worker` is the
+    worker of the gang that took it, `device` that one's GPU, None on CPU.
+    """
+
+    rank: int
+    worker: int
+    node_id: str
+    device: str | None
+    coordinates: dict[str, int]
+    peak_memory_gib: float | None
+    breakdown: Breakdown | None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RankRecord:
+        breakdown = values["breakdown"]
+        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown)})
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """The result of running a trial's layout with a model of `layers` layers in place of the search's own."""
+
+    layers: int
+    result: TrialResult
+
+
+@dataclass(frozen=True)
 class TrialResult:
     """Outcome of one trial.
 
     `metrics` holds the names of the record (`tokens_per_s`, `joules_per_token`, ...); None is missing.
-    `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated.
+    `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated; and which
+    metrics are extrapolated from the runs in `proxies`, shallower first, of whose deeper one is all that is not.
     `cause` is one line on what failed, `traceback` what Python said of it.
+    `ranks` are those of the trial in their order; records made before there were any have none.
     `step_times_s` and `losses` cover the optimizer steps of the window and of the whole trial respectively.
     """
 
@@ -42,10 +75,13 @@ class TrialResult:
     windows: tuple[NodeWindow, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     traceback: str | None = None
+    ranks: tuple[RankRecord, ...] = ()
+    proxies: tuple[Proxy, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        return asdict(self) | {"config": self.config.to_dict()}
+        proxies = [{"layers": proxy.layers, "result": proxy.result.to_dict()} for proxy in self.proxies]
+        return asdict(self) | {"config": self.config.to_dict(), "proxies": proxies}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrialResult:
@@ -58,5 +94,7 @@ class TrialResult:
                 "step_times_s": tuple(values["step_times_s"]),
                 "losses": tuple(values["losses"]),
                 "windows": windows,
+                "proxies": tuple(Proxy(p["layers"], cls.from_dict(p["result"])) for p in values.get("proxies", ())),
+                "ranks": tuple(RankRecord.from_dict(rank) for rank in values.get("ranks", ())),
             }
         )

@@ -19,7 +19,9 @@ from search_spaces.models import ModelShape
 from trainables.batches import microbatches
 from trainables.data import open_tokens
 from trainables.engines import Job, build_engine
+from trainables.engines.base import StepOutput
 from trainables.measure import Protocol, Timing, time_steps
+from trainables.profiling import Profile, profile_step
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,21 @@ class Place:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank measured. `device` is the GPU's UUID, None on CPU. Losses are those of the global batch."""
+    """What one rank measured.
+
+    `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. Losses are those of
+    the global batch, `profile` that of one step after the window, None if none was asked for.
+    """
 
     rank: int
+    coordinates: dict[str, int]
     device: str | None
     timing: Timing
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     peak_memory_gib: float | None
     environment: dict[str, str]
+    profile: Profile | None = None
 
 
 class WrongTraining(Exception):
@@ -72,7 +80,7 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
     _quieten()
     config = request.config
     on_phase("start")
-    device = _join(request, place)
+    device, store = _join(request, place)
     on_phase("build")
     engine = build_engine(Job(config, request.model, request.sequence_length, request.seed, place.rank, device))
     stream = open_tokens(request.data, request.model.vocab)
@@ -81,19 +89,25 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
     synchronize = torch.cuda.synchronize if place.use_gpu else lambda: None
     began = time.monotonic_ns()
 
+    def train() -> StepOutput:
+        batch = microbatches(stream, config, request.sequence_length, len(losses), engine.data_parallel_rank, device)
+        return engine.step(batch)
+
+    def slowest(seconds: float) -> float:
+        longest = torch.tensor(seconds, device=device, dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return longest.item()
+
     def step() -> tuple[float, int]:
         nonlocal began
-        batch = microbatches(stream, config, request.sequence_length, len(losses), engine.data_parallel_rank, device)
-        output = engine.step(batch)
+        output = train()
         losses.append(output.loss.float())
         norms.append(output.grad_norm)
         synchronize()
         # The slowest rank's time is the step's. The exchange keeps the ranks in step, too.
-        seconds = torch.tensor((time.monotonic_ns() - began) / 1e9, device=device, dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        result = seconds.item()
+        seconds = slowest((time.monotonic_ns() - began) / 1e9)
         began = time.monotonic_ns()
-        return result, began
+        return seconds, began
 
     timing = time_steps(step, request.protocol, config.compile, on_phase)
     on_phase("report")
@@ -101,14 +115,27 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
     dist.all_reduce(total)
     history = tuple(total.tolist())
     check_learning(history)
+    peak_memory_gib = torch.cuda.max_memory_reserved(device) / 2**30 if place.use_gpu else None
+    profile = None
+    if request.protocol.breakdown:
+        on_phase("breakdown")
+
+        def meet() -> None:
+            keys = [f"profiling/{rank}" for rank in range(config.num_gpus)]
+            store.set(keys[place.rank], "")
+            store.wait(keys)
+
+        profile = profile_step(train, config, place.use_gpu, meet, slowest)
     report = RankReport(
         rank=place.rank,
+        coordinates=config.coordinates(place.rank),
         device=_device_uuid(device),
         timing=timing,
         losses=history,
         grad_norms=tuple(float(norm) for norm in norms),
-        peak_memory_gib=torch.cuda.max_memory_reserved(device) / 2**30 if place.use_gpu else None,
+        peak_memory_gib=peak_memory_gib,
         environment=_environment(device),
+        profile=profile,
     )
     dist.barrier()
     return report
@@ -123,8 +150,8 @@ def check_learning(losses: tuple[float, ...]) -> None:
         raise WrongTraining(f"the loss does not fall: {losses[0]:.4f} at first, {sum(tail) / len(tail):.4f} at last")
 
 
-def _join(request: TrialRequest, place: Place) -> torch.device:
-    """Take the device and the place in the trial's own process group."""
+def _join(request: TrialRequest, place: Place) -> tuple[torch.device, dist.Store]:
+    """Take the device and the place in the trial's own process group; the store is the trial's own, too."""
     size = request.config.num_gpus
     # DeepSpeed reads its place from the environment.
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(size))
@@ -134,16 +161,17 @@ def _join(request: TrialRequest, place: Place) -> torch.device:
     else:
         torch.set_num_threads(1)
     timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash
-    store = dist.TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
+    shared = dist.TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
+    store = dist.PrefixStore(request.trial_id, shared)
     dist.init_process_group(
         "nccl" if place.use_gpu else "gloo",
-        store=dist.PrefixStore(request.trial_id, store),
+        store=store,
         rank=place.rank,
         world_size=size,
         timeout=timeout,
         device_id=device if place.use_gpu else None,
     )
-    return device
+    return device, store
 
 
 def _device_uuid(device: torch.device) -> str | None:
@@ -161,6 +189,7 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 def _quieten() -> None:
     """Keep the libraries' advice to their developers out of the logs; errors reach the report."""
+    os.environ["KINETO_LOG_LEVEL"] = "99"
     warnings.filterwarnings("ignore", module="torch|deepspeed")
     for name in ("torch.distributed", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -30,13 +30,13 @@ def worker_loop(config: dict[str, Any]) -> None:
     """Serve trials until the mailbox is closed. `config`: `mailbox`, the actor's handle, and `use_gpu`."""
     mailbox = config["mailbox"]
     context = ray.train.get_context()
-    rank = context.get_world_rank()
+    worker = context.get_world_rank()
     host = ray.util.get_node_ip_address()
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if worker == 0 else None
     sys.modules["__main__"].__file__ = None  # or each child would import the script of a Ray worker as its own
     nursery = Nursery(config["use_gpu"])
     member = Member(
-        rank=rank,
+        rank=worker,
         local_rank=context.get_local_rank(),
         node_id=ray.get_runtime_context().get_node_id(),
         host=host,
@@ -44,10 +44,11 @@ def worker_loop(config: dict[str, Any]) -> None:
     )
     ray.get(mailbox.join.remote(_incarnation(), member))
     number = 0
-    while (order := ray.get(mailbox.next.remote(rank, number))) is not None:
+    while (order := ray.get(mailbox.next.remote(worker, number))) is not None:
         number, began = order.number, time.monotonic()
         over = mailbox.aborted.remote(number)
         store_host, store_port = order.store
+        rank = order.request.config.worker_rank(worker)
         place = Place(rank, member.local_rank, store_host, store_port, config["use_gpu"])
         trial = nursery.trial(
             order.request,
@@ -56,7 +57,7 @@ def worker_loop(config: dict[str, Any]) -> None:
             aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
         )
         with trial as outcome:
-            ray.get(mailbox.hand_in.remote(rank, number, outcome))
+            ray.get(mailbox.hand_in.remote(worker, number, outcome))
 
 
 def _incarnation() -> str:

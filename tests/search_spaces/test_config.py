@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from search_spaces.config import TrialConfig
 
-CONFIG = TrialConfig("megatron", 8, 2, 2, 1, 4, 64, "none", True, False, "bf16")
+CONFIG = TrialConfig(
+    "megatron",
+    8,
+    64,
+    micro_batch_size=4,
+    tensor_parallel_size=2,
+    pipeline_parallel_size=2,
+    zero_stage=1,
+    sequence_parallel=True,
+)
 
 
 def test_derived_sizes() -> None:
@@ -23,14 +33,25 @@ def test_round_trip_through_json() -> None:
     assert TrialConfig.from_dict({**values, "foreign": 1}) == CONFIG
 
 
-def test_from_dict_wants_every_field() -> None:
+def test_lists_survive_json() -> None:
+    uneven = replace(CONFIG, stage_layers=(1, 3), rank_order=(7, 6, 5, 4, 3, 2, 1, 0))
+    assert TrialConfig.from_dict(json.loads(json.dumps(uneven.to_dict()))) == uneven
+
+
+def test_an_older_record_without_a_field_has_its_default() -> None:
     values = CONFIG.to_dict()
-    del values["zero_stage"]
-    with pytest.raises(KeyError, match="zero_stage"):
+    del values["zero_stage"], values["pipeline_schedule"]
+    assert TrialConfig.from_dict(values) == replace(CONFIG, zero_stage=0)
+
+
+def test_a_record_wants_engine_size_and_batch() -> None:
+    values = CONFIG.to_dict()
+    del values["num_gpus"]
+    with pytest.raises(TypeError, match="num_gpus"):
         TrialConfig.from_dict(values)
 
 
 def test_label() -> None:
     assert CONFIG.label == "megatron 8gpu dp2 tp2 pp2 zero1 mbs4 sp"
-    other = TrialConfig("deepspeed", 2, 1, 1, 3, 1, 8, "full", False, True, "fp32")
-    assert other.label == "deepspeed 2gpu dp2 tp1 pp1 zero3 mbs1 recompute compile"
+    other = TrialConfig("deepspeed", 2, 8, zero_stage=3, recompute="full", compile=True, precision="fp32")
+    assert other.label == "deepspeed 2gpu dp2 zero3 mbs1 recompute compile fp32"

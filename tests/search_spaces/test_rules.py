@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
+from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.models import PRESETS
 from search_spaces.rules import RULES, Workload, refusal
 
-BASE = TrialConfig("megatron", 4, 1, 1, 0, 1, 16, "none", False, False, "bf16")
+BASE = TrialConfig("megatron", 4, 16)
 WORK = Workload(PRESETS["tiny-llama"], 128, 16)
+INTERLEAVED = {
+    "pipeline_parallel_size": 2,
+    "virtual_pipeline_stages": 2,
+    "pipeline_schedule": "interleaved_1f1b",
+}
+EXPERTS = {"num_experts": 8}
+H200 = {"accelerator": ACCELERATORS["h200"]}
+PROXIES = {"model": PRESETS["llama3-70b"], "depths": (2, 6)}
+BIG = {"model": PRESETS["llama3-8b"], "accelerator": Accelerator(80.0)}
 
 
 @dataclass(frozen=True)
@@ -60,10 +70,34 @@ CASES: dict[str, list[Case]] = {
             {"tensor_parallel_size": 2},
             "sequence of 129",
             work={"sequence_length": 129},
-        )
+        ),
+        Case({"context_parallel_size": 2}, {}, "sequence of 130 .* 4 pieces", work={"sequence_length": 130}),
+        Case(
+            {"num_gpus": 8, "tensor_parallel_size": 4, "context_parallel_size": 2, "sequence_parallel": True},
+            {"num_gpus": 8, "tensor_parallel_size": 4, "context_parallel_size": 2},
+            "sequence of 36 cannot be split over 4 GPUs",
+            model={"heads": 8, "kv_heads": 4},
+            work={"sequence_length": 36},
+        ),
     ],
     "layers_divide": [
         Case({"pipeline_parallel_size": 2}, {}, "3 layers .* 2 stages", model={"layers": 3}),
+        Case(
+            {"pipeline_parallel_size": 4},
+            {"pipeline_parallel_size": 2},
+            "2 layers .* 4 stages",
+            model={"layers": 8},
+            work={"depths": (2, 4)},
+        ),
+        Case(INTERLEAVED, {"pipeline_parallel_size": 2}, "6 layers .* 4 stages", model={"layers": 6}),
+        *(
+            Case(
+                {"pipeline_parallel_size": 2, "stage_layers": wrong},
+                {"pipeline_parallel_size": 2, "stage_layers": (1, 3)},
+                "2 numbers above 0 that sum to 4",
+            )
+            for wrong in ((1, 2), (0, 4), (4,), (1, 1, 2))
+        ),
     ],
     "batch_divides": [
         Case({"micro_batch_size": 3}, {"micro_batch_size": 2}, "global batch 16 is no multiple of .* 12"),
@@ -76,6 +110,51 @@ CASES: dict[str, list[Case]] = {
             "2 microbatches do not fill 4",
         )
     ],
+    "virtual_stages_fit_schedule": [
+        Case(
+            {"pipeline_parallel_size": 2, "virtual_pipeline_stages": 2, "pipeline_schedule": schedule},
+            {"pipeline_parallel_size": 2, "pipeline_schedule": schedule},
+            f"{schedule} has one stage a rank, not 2",
+        )
+        for schedule in ("gpipe", "1f1b")
+    ]
+    + [
+        Case(
+            {"pipeline_parallel_size": 2, "virtual_pipeline_stages": wrong, "pipeline_schedule": schedule},
+            {"pipeline_parallel_size": 2, "virtual_pipeline_stages": 2, "pipeline_schedule": schedule},
+            f"{schedule} has two .*stages a rank, not {wrong}",
+            model={"layers": 12},
+        )
+        for schedule, wrong in (
+            ("zbv_zero_bubble", 1),
+            ("zbv_zero_bubble", 3),
+            ("interleaved_1f1b", 1),
+            ("interleaved_zero_bubble", 1),
+        )
+    ],
+    "interleaving_rounds_divide": [
+        Case(
+            {"num_gpus": 2, **INTERLEAVED, "pipeline_schedule": schedule, "global_batch_size": wrong},
+            {"num_gpus": 2, **INTERLEAVED, "pipeline_schedule": schedule, "global_batch_size": right},
+            f"{wrong} microbatches are no whole number of rounds of 2",
+        )
+        for schedule in ("interleaved_1f1b", "interleaved_zero_bubble")
+        for wrong, right in ((5, 4), (7, 6))
+    ],
+    "zero_bubble_is_not_compiled": [
+        Case(
+            {"pipeline_parallel_size": 2, "pipeline_schedule": schedule, "virtual_pipeline_stages": 2, "compile": True},
+            {
+                "pipeline_parallel_size": 2,
+                "pipeline_schedule": allowed,
+                "virtual_pipeline_stages": 2,
+                "compile": compiled,
+            },
+            "splits the backward pass",
+        )
+        for schedule in ("interleaved_zero_bubble", "zbv_zero_bubble")
+        for allowed, compiled in ((schedule, False), ("interleaved_1f1b", True))
+    ],
     "zero_with_pipeline": [
         Case(
             {"pipeline_parallel_size": 2, "zero_stage": stage, "engine": engine},
@@ -85,24 +164,159 @@ CASES: dict[str, list[Case]] = {
         for stage in (2, 3)
         for engine in ("megatron", "deepspeed")
     ],
-    "tied_embeddings_in_one_stage": [
-        Case({"pipeline_parallel_size": 2}, {}, "tied embeddings", model={"tie_embeddings": True}),
+    "tied_embeddings_meet": [
+        Case(
+            INTERLEAVED | {"pipeline_schedule": "zbv_zero_bubble"},
+            INTERLEAVED,
+            "tied embeddings",
+            model={"tie_embeddings": True},
+        ),
+    ],
+    "replicas_divide": [
+        Case(
+            {"zero_stage": 3, "data_parallel_replicate_size": 3},
+            {"zero_stage": 3, "data_parallel_replicate_size": 2},
+            "4 data-parallel ranks cannot hold 3 copies",
+        ),
+        Case(
+            {"zero_stage": 3, "data_parallel_replicate_size": 4},
+            {"zero_stage": 0},
+            "4 copies on 4 ranks leave ZeRO nothing to shard",
+        ),
+    ],
+    "experts_divide": [
+        Case({"expert_parallel_size": 2}, {}, "dense model"),
+        Case(
+            {"expert_parallel_size": 4},
+            {"expert_parallel_size": 2},
+            "6 experts cannot be spread over 4",
+            model=EXPERTS | {"num_experts": 6},
+        ),
+        Case(
+            {"expert_parallel_size": 4, "tensor_parallel_size": 2},
+            {"expert_parallel_size": 4, "context_parallel_size": 2},
+            "does not divide the 2 ranks",
+            model=EXPERTS,
+        ),
+        Case(
+            {"expert_parallel_size": 4, "zero_stage": 3, "data_parallel_replicate_size": 2},
+            {"expert_parallel_size": 2, "zero_stage": 3, "data_parallel_replicate_size": 2},
+            "does not divide the 2 ranks",
+            model=EXPERTS,
+        ),
+    ],
+    "fp8_is_supported": [
+        Case({"precision": "fp8"}, {"precision": "bf16"}, "no matrix units"),
+        Case({"precision": "fp8", "engine": "deepspeed"}, {"precision": "fp8"}, "megatron engine alone", work=H200),
+        Case(
+            {"precision": "fp8", "tensor_parallel_size": 2},
+            {"precision": "fp8", "context_parallel_size": 2},
+            "tensor-parallel ranks",
+            work=H200,
+        ),
+        Case({"precision": "fp8"}, {}, "experts", model=EXPERTS, work=H200),
+        Case({"precision": "fp8"}, {}, "multiples of 16", model={"ffn_hidden": 184}, work=H200),
+    ],
+    "async_tensor_parallel_is_supported": [
+        Case(
+            {"tensor_parallel_size": 2, "sequence_parallel": True, "async_tensor_parallel": True, "compile": True},
+            {"tensor_parallel_size": 2, "sequence_parallel": True, "compile": True},
+            "each other's memory",
+        )
+    ],
+    "rank_order_is_permutation": [
+        Case({"rank_order": order}, {"rank_order": (3, 1, 0, 2)}, "each of the 4 workers once")
+        for order in ((0, 1, 2, 2), (0, 1, 2), (1, 2, 3, 4))
+    ],
+    "deepspeed_has_no_such_axis": [
+        Case(
+            {"engine": "deepspeed", "pipeline_parallel_size": 2, "zero_stage": 1, "pipeline_schedule": "gpipe"},
+            {"engine": "deepspeed", "pipeline_parallel_size": 2, "zero_stage": 1},
+            "1F1B alone",
+        ),
+        Case(
+            {"engine": "deepspeed", "pipeline_parallel_size": 2, "zero_stage": 1, "stage_layers": (1, 3)},
+            {"engine": "deepspeed", "pipeline_parallel_size": 2, "zero_stage": 1},
+            "cuts its stages itself",
+        ),
+        Case(
+            {"engine": "deepspeed", "zero_stage": 3, "data_parallel_replicate_size": 2},
+            {"engine": "megatron", "zero_stage": 3, "data_parallel_replicate_size": 2},
+            "hybrid sharding",
+        ),
     ],
     "deepspeed_pipeline_alone": [
         Case(
             {"engine": "deepspeed", "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-            {"engine": engine, "tensor_parallel_size": 2, "pipeline_parallel_size": stages},
-            "pipeline module",
+            {"engine": engine, "pipeline_parallel_size": 2} | other,
+            "automatic tensor parallelism",
         )
-        for engine, stages in (("megatron", 2), ("deepspeed", 1))
+        for engine, other in (
+            ("megatron", {"tensor_parallel_size": 2}),
+            ("deepspeed", {"context_parallel_size": 2, "zero_stage": 1}),
+        )
+    ],
+    "deepspeed_pipeline_shards_states": [
+        Case(
+            {"engine": "deepspeed", "pipeline_parallel_size": 2},
+            {"engine": "deepspeed", "pipeline_parallel_size": 2} | right,
+            "which is ZeRO-1",
+        )
+        for right in ({"zero_stage": 1}, {"precision": "fp32"}, {"num_gpus": 2})
+    ],
+    "deepspeed_tensor_parallel_sums_in_place": [
+        Case(
+            {"engine": "deepspeed", "tensor_parallel_size": 2, "recompute": "selective"},
+            {"engine": "deepspeed", "tensor_parallel_size": 2, "recompute": "full"},
+            "selective recomputation",
+        )
+    ],
+    "deepspeed_ulysses_heads_divide": [
+        Case(
+            {"engine": "deepspeed", "context_parallel_size": 4},
+            {"engine": engine, "context_parallel_size": size},
+            "2 key-value heads out to 4 GPUs",
+        )
+        for engine, size in (("megatron", 4), ("deepspeed", 2))
+    ],
+    "deepspeed_experts_alone": [
+        Case({"engine": "deepspeed"} | wrong, {"engine": "deepspeed"} | right, reason, model=EXPERTS)
+        for wrong, right, reason in (
+            ({"zero_stage": 3}, {"zero_stage": 2}, "ZeRO-3"),
+            ({"tensor_parallel_size": 2}, {"context_parallel_size": 2}, "neither tensor nor pipeline"),
+            ({"pipeline_parallel_size": 2, "zero_stage": 1}, {"zero_stage": 1}, "neither tensor nor pipeline"),
+        )
+    ]
+    + [
+        Case(
+            {"engine": "deepspeed"},
+            {"engine": "megatron"},
+            "single expert by its probability",
+            model=EXPERTS | {"experts_per_token": 1},
+        )
+    ],
+    "offload_is_supported": [
+        Case(
+            {"engine": "deepspeed", "offload_optimizer": True, "zero_stage": 0},
+            {"engine": "deepspeed", "offload_optimizer": True, "zero_stage": 1},
+            "not at stage 0",
+        )
     ],
     "states_fit": [
+        Case({"zero_stage": 0}, {"zero_stage": 1}, "need 120 GiB of 80 GiB", work=BIG),
+        Case({}, {"tensor_parallel_size": 2}, "need 108 GiB of 80 GiB", work=BIG | PROXIES),
         Case(
-            {"zero_stage": 0},
-            {"zero_stage": 1},
+            {"engine": "deepspeed", "num_gpus": 1, "zero_stage": 0},
+            {"engine": "deepspeed", "num_gpus": 2, "zero_stage": 2, "offload_optimizer": True},
             "need 120 GiB of 80 GiB",
-            work={"model": PRESETS["llama3-8b"], "memory_gib": 80.0},
-        )
+            work=BIG,
+        ),
+        Case(
+            {"num_gpus": 8, "zero_stage": 1},
+            {"num_gpus": 8, "zero_stage": 1, "expert_parallel_size": 8},
+            "need 239 GiB of 100 GiB",
+            work={"model": PRESETS["mixtral-8x7b"], "accelerator": Accelerator(100.0)},
+        ),
     ],
 }
 
@@ -127,15 +341,15 @@ def test_model_states_as_in_the_zero_paper(stage: int, gigabytes: float) -> None
     needed_gib = gigabytes * 1e9 / 2**30 * model.parameters / 7.5e9
     config = replace(BASE, num_gpus=64, zero_stage=stage, global_batch_size=64)
     work = Workload(model, 2048, 64)
-    assert refusal(config, replace(work, memory_gib=needed_gib * 1.03)) is None
-    refused = refusal(config, replace(work, memory_gib=needed_gib * 0.97))
+    assert refusal(config, replace(work, accelerator=Accelerator(needed_gib * 1.03))) is None
+    refused = refusal(config, replace(work, accelerator=Accelerator(needed_gib * 0.97)))
     assert refused is not None
     assert refused[0] == "states_fit"
 
 
 def test_model_states_are_split_by_tensor_and_pipeline_parallelism() -> None:
     """Llama-3-70B at 16 bytes a parameter: 80 GiB hold a sixteenth of it (66 GiB), not an eighth (131 GiB)."""
-    work = Workload(PRESETS["llama3-70b"], 2048, 16, memory_gib=80.0)
+    work = Workload(PRESETS["llama3-70b"], 2048, 16, Accelerator(80.0))
     eight = replace(BASE, num_gpus=8, tensor_parallel_size=4, pipeline_parallel_size=2)
     sixteen = replace(BASE, num_gpus=16, tensor_parallel_size=8, pipeline_parallel_size=2)
     assert (refusal(eight, work) or ("",))[0] == "states_fit"

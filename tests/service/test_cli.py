@@ -10,6 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from search_spaces.config import TrialConfig
 from service.cli import main
 
 TINY: dict[str, Any] = {
@@ -123,6 +124,15 @@ def test_unknown_search_is_refused(command: str, empty: Path) -> None:
     assert list(empty.iterdir()) == []
 
 
+def test_plan_tells_of_depth_proxies(empty: Path) -> None:
+    spec = spec_file(empty, depth_proxy=[1, 2])
+    assert "each trial is run with 2 and with 1 layers, and its figures are extrapolated to 4" in (
+        call("plan", spec).stdout
+    )
+    assert json.loads(call("plan", spec, "--json").stdout)["depth_proxy"] == [1, 2]
+    assert "extrapolated" not in call("plan", spec_file(empty)).stdout
+
+
 def test_plan_counts_and_explains(empty: Path) -> None:
     space = {"engine": ["megatron", "deepspeed"], "tensor_parallel_size": [1, 2], "pipeline_parallel_size": [1, 2]}
     spec = spec_file(empty, space=space)
@@ -133,7 +143,7 @@ def test_plan_counts_and_explains(empty: Path) -> None:
     shown = call("plan", spec).stdout
     assert "8 combinations" in shown
     assert "gpus_divide" in shown
-    assert all(f"dp{p['data_parallel_size']} tp{p['tensor_parallel_size']}" in shown for p in told["points"])
+    assert all(TrialConfig.from_dict(point).label in shown for point in told["points"])
 
 
 def test_data_prepares_tokens_that_plan_and_run_accept(empty: Path) -> None:

@@ -13,8 +13,8 @@ from service.home import Home
 from service.tracking import Tracker
 from trainables.result import TrialResult
 
-FAST = TrialConfig("megatron", 2, 2, 1, 0, 4, 16, "none", False, False, "fp32")
-FRUGAL = TrialConfig("megatron", 2, 1, 1, 3, 4, 16, "none", False, False, "fp32")
+FAST = TrialConfig("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")
+FRUGAL = TrialConfig("megatron", 2, 16, micro_batch_size=4, zero_stage=3, precision="fp32")
 
 
 @pytest.fixture

@@ -5,17 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
 from search_spaces.config import TrialConfig
-from service.evaluate import make_request, methods, metrics, node_windows, run_on_gang
+from service.evaluate import (
+    breakdown_metrics,
+    breakdown_problems,
+    make_request,
+    methods,
+    metrics,
+    node_windows,
+    rank_records,
+    run_on_gang,
+)
 from service.spec import METRICS, SearchSpec
 from telemetry.samples import THROTTLE_CAUSES
 from telemetry.window import DeviceWindow, WindowSummary
+from trainables.breakdown import Breakdown, break_down
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Protocol, Timing
+from trainables.profiling import Profile
 from trainables.result import NodeWindow, TrialResult
 from trainables.trial import RankReport
 
@@ -38,7 +50,7 @@ def make_spec(accelerator: str = "h200") -> SearchSpec:
     )
 
 
-CONFIG = TrialConfig("megatron", 4, 1, 1, 0, 1, 16, "none", False, False, "bf16")
+CONFIG = TrialConfig("megatron", 4, 16)
 TIMING = Timing(
     warmup_steps_s=(9.0, 2.0, 2.0),
     window_steps_s=(2.0, 2.0, 4.0, 2.0),
@@ -48,19 +60,28 @@ TIMING = Timing(
 )
 
 
-def ranks(count: int, peaks: list[float | None], device: str | None = "GPU") -> list[Outcome]:
+def ranks(
+    count: int,
+    peaks: list[float | None],
+    device: str | None = "GPU",
+    config: TrialConfig = CONFIG,
+    profiles: list[Profile] | None = None,
+) -> list[Outcome]:
+    """Outcomes by worker."""
     return [
         Outcome(
             "ok",
             phase="report",
             report=RankReport(
-                rank=rank,
+                rank=config.worker_rank(rank),
+                coordinates=config.coordinates(config.worker_rank(rank)),
                 device=device and f"{device}-{rank}",
                 timing=replace(TIMING, start_ns=TIMING.start_ns + rank, end_ns=TIMING.end_ns + rank),
                 losses=(6.0, 5.0, 4.5),
                 grad_norms=(1.0, 1.0, 1.0),
                 peak_memory_gib=peaks[rank],
                 environment={"torch": "2"},
+                profile=profiles[rank] if profiles else None,
             ),
         )
         for rank in range(count)
@@ -112,6 +133,53 @@ def test_the_gang_s_time_is_split_into_compile_warm_up_window_and_overhead() -> 
     found = metrics(ranks(4, [None] * 4), SUMMARY, make_spec(), gang_s=25.0)
     parts = [found[name] for name in ("compile_time_s", "warmup_time_s", "window_time_s", "trial_overhead_s")]
     assert parts == [7.0, 6.0, 10.0, 2.0]
+
+
+def step_of(matmul_s: float, idle_s: float) -> Breakdown:
+    """Of a step that multiplies matrices, communicates for a second and waits."""
+    edges = np.array([0, matmul_s, matmul_s + 1]) * SECOND
+    starts, ends = edges[:-1].astype(np.int64), edges[1:].astype(np.int64)
+    return break_down(["matmul", "send_recv"], starts, ends, matmul_s + 1 + idle_s)
+
+
+STAGES = replace(CONFIG, num_gpus=2, pipeline_parallel_size=2, rank_order=(1, 0))
+
+
+def test_each_rank_s_place_worker_and_breakdown_are_recorded_by_rank() -> None:
+    profiles = [Profile(step_of(2.0, 4.0), None, 0.5), Profile(step_of(3.0, 3.0), None, 0.7)]
+    outcomes = ranks(2, [5.0, 6.0], config=STAGES, profiles=profiles)
+    first, second = rank_records(outcomes, members(["a", "b"]))
+    assert (first.rank, first.worker, first.node_id, first.device, first.peak_memory_gib) == (0, 1, "b", "GPU-1", 6.0)
+    assert first.coordinates == {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    assert first.breakdown == profiles[1].breakdown
+    assert (second.rank, second.worker, second.coordinates["pp"]) == (1, 0, 1)
+
+
+def test_the_breakdown_is_told_as_the_mean_over_the_ranks_and_the_worst_of_them() -> None:
+    profiles = [Profile(step_of(2.0, 4.0), None, 0.5), Profile(step_of(3.0, 3.0), None, 0.7)]
+    outcomes = ranks(2, [None] * 2, config=STAGES, profiles=profiles)
+    found = breakdown_metrics(rank_records(outcomes, members(["a", "a"])))
+    assert found["breakdown_matmul_s"] == 2.5
+    assert found["breakdown_exposed_send_recv_s"] == found["breakdown_exposed_communication_s"] == 1.0
+    assert (found["breakdown_idle_s"], found["breakdown_max_idle_s"]) == (3.5, 4.0)
+    assert found["breakdown_span_s"] == 7.0
+    assert all(name.startswith("breakdown_") and name.endswith("_s") for name in found)
+    assert breakdown_problems(outcomes) == []
+
+
+def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:
+    failed = Profile(None, "the profiler failed: RuntimeError: it saw no kernel", 0.1)
+    outcomes = ranks(2, [None] * 2, config=STAGES, profiles=[failed, Profile(step_of(1.0, 1.0), None, 0.1)])
+    assert breakdown_problems(outcomes) == [f"no breakdown of rank 1: {failed.problem}"]
+    assert rank_records(outcomes, members(["a", "a"]))[1].breakdown is None
+    assert breakdown_metrics(rank_records(ranks(2, [None] * 2), members(["a", "a"]))) == {}
+
+
+def test_the_breakdown_s_own_time_is_no_overhead() -> None:
+    profiles = [Profile(step_of(1.0, 1.0), None, seconds) for seconds in (0.5, 0.7)]
+    found = metrics(ranks(2, [None] * 2, config=STAGES, profiles=profiles), SUMMARY, make_spec(), gang_s=25.0)
+    assert found["breakdown_time_s"] == 0.7
+    assert found["trial_overhead_s"] == pytest.approx(1.3)
 
 
 def test_every_metric_that_a_spec_can_name_is_given() -> None:
@@ -180,7 +248,7 @@ def test_a_request_carries_the_spec_s_own_words() -> None:
     request = make_request("t1", CONFIG, spec)
     assert (request.trial_id, request.config, request.model) == ("t1", CONFIG, spec.shape)
     assert (request.data, request.sequence_length, request.seed) == ("synthetic", 128, 5)
-    assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5)
+    assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5, breakdown=True)
     assert request.deadline_s == 99.0
 
 
@@ -216,6 +284,7 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
     assert result.methods["joules_per_token"] == "counter"
     assert result.step_times_s == TIMING.window_steps_s
     assert result.losses == (6.0, 5.0, 4.5)
+    assert [(rank.rank, rank.worker, rank.device) for rank in result.ranks] == [(i, i, f"GPU-{i}") for i in range(4)]
     assert [window.devices for window in result.windows] == [("GPU-0", "GPU-1", "GPU-2", "GPU-3")]
     assert result.environment == {"gpu": "H200", "torch": "2"}
     assert result.cause is not None

@@ -23,7 +23,7 @@ from trainables.trial import TrialRequest
 
 CLUSTER = ClusterSpec(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = TrialConfig("megatron", 2, 1, 1, 0, 2, 8, "none", False, False, "fp32")
+CONFIG = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 REQUEST = TrialRequest("trial", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
@@ -109,6 +109,17 @@ def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None
         assert first.losses == second.losses
         assert first.timing.window_steps_s == second.timing.window_steps_s
     assert {worker.pid for worker in workers()} == before
+
+
+@pytest.mark.timeout(240)
+def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> None:
+    stages = replace(CONFIG, pipeline_parallel_size=2, stage_layers=(1, 1))
+    losses = []
+    for order, places in ((None, [0, 1]), ((1, 0), [1, 0])):
+        reports = [outcome.report for outcome in outcomes_of(begin(replace(stages, rank_order=order)))]
+        assert [report and (report.rank, report.coordinates["pp"]) for report in reports] == [(p, p) for p in places]
+        losses += [report.losses[:10] for report in reports if report is not None]
+    assert all(found == pytest.approx(losses[0], rel=1e-5) for found in losses)
 
 
 @pytest.mark.timeout(240)

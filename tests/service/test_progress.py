@@ -13,7 +13,9 @@ from service.spec import BudgetSpec
 from trainables.result import TrialResult
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
-CONFIG = TrialConfig("megatron", 4, 2, 1, 1, 2, 16, "none", True, False, "bf16")
+CONFIG = TrialConfig(
+    "megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True
+)
 
 
 def ok(rate: float, joules: float | None, method: str = "counter") -> TrialResult:
@@ -31,15 +33,13 @@ def make(trials: int = 10, began_ago_s: float = 0.0, **budget: float) -> Progres
 
 def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:
     make(began_ago_s=65).started(CONFIG.label)
-    assert lines_of(capsys) == ["[  1:05] start  megatron 4gpu dp2 tp2 pp1 zero1 mbs2 sp"]
+    assert lines_of(capsys) == ["[  1:05] start  megatron 4gpu dp2 tp2 zero1 mbs2 sp"]
 
 
 def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     make().finished(ok(1234.5, 0.0665))
     trial, search = lines_of(capsys)
-    assert re.fullmatch(
-        r"\[  0:00\] ok     megatron 4gpu dp2 tp2 pp1 zero1 mbs2 sp: 1,234 tokens/s, 0.0665 J/token", trial
-    )
+    assert re.fullmatch(r"\[  0:00\] ok     megatron 4gpu dp2 tp2 zero1 mbs2 sp: 1,234 tokens/s, 0.0665 J/token", trial)
     assert "trial 1 of at most 10; best so far: 1,234 tokens/s, 0.0665 J/token; about" in search
 
 
@@ -67,6 +67,13 @@ def test_estimated_figures_carry_a_star(capsys: pytest.CaptureFixture[str]) -> N
     assert "best so far: 100 tokens/s, 0.3* J/token;" in search
     make().finished(ok(100.0, 0.3, "counter"))
     assert "*" not in "".join(lines_of(capsys))
+
+
+def test_extrapolated_figures_carry_a_tilde(capsys: pytest.CaptureFixture[str]) -> None:
+    make().finished(ok(100.0, 0.3, "extrapolated"))
+    trial, search = lines_of(capsys)
+    assert trial.endswith(": 100 tokens/s, 0.3~ J/token")
+    assert "best so far: 100 tokens/s, 0.3~ J/token;" in search
 
 
 def test_a_missing_figure_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from service.results import Results, SearchRecord, TrialRecord
 from service.tracking import Tracker
 from trainables.result import TrialResult
 
-CONFIG = TrialConfig("deepspeed", 2, 1, 1, 2, 4, 16, "full", False, False, "fp32")
+CONFIG = TrialConfig("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 DEFAULT = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 
 
@@ -89,6 +90,31 @@ def test_an_estimate_is_never_ranked_against_a_measured_figure() -> None:
     assert results.notices(alone) == ["joules_per_token is estimated, not measured"]
     assert results.describe(alone).estimated == ("joules_per_token",)
     assert results.describe(record).best["joules_per_token"] == 1
+
+
+def test_figures_of_depth_proxies_are_never_ranked_against_measured_ones() -> None:
+    proxies = {"tokens_per_s": "extrapolated", "joules_per_token": "extrapolated"}
+    thought = replace(trial("thought", tokens_per_s=1e9, joules_per_token=0.01, throttle_ratio=0), methods=proxies)
+    slower = replace(thought, trial_id="slower", metrics=thought.metrics | {"tokens_per_s": 1e8})
+    record = search(thought, FAST, FRUGAL)
+    assert ids(results.pareto(record)) == ["fast", "frugal"]
+    assert results.best(record, maximize="tokens_per_s") == FAST
+    assert "tokens_per_s is extrapolated on 1 of 3 trials: these are not ranked" in results.notices(record)
+    alone = search(thought, slower)
+    assert results.best(alone, maximize="tokens_per_s") == thought
+    assert results.notices(alone) == [
+        "tokens_per_s is extrapolated from models of fewer layers, not measured",
+        "joules_per_token is extrapolated from models of fewer layers, not measured",
+    ]
+    info = results.describe(alone)
+    assert info.extrapolated == ("tokens_per_s", "joules_per_token")
+    assert [info.method(metric) for metric in DEFAULT] == ["extrapolated", "extrapolated", None]
+
+
+def test_an_extrapolation_is_ranked_before_an_estimate() -> None:
+    thought = replace(FAST, trial_id="thought", methods={"joules_per_token": "extrapolated"})
+    guessed = replace(FRUGAL, trial_id="guessed", methods={"joules_per_token": "estimated"})
+    assert results.best(search(thought, guessed), minimize="joules_per_token") == thought
 
 
 def test_an_objective_that_nobody_measured_is_left_out_and_told() -> None:
@@ -163,6 +189,19 @@ def test_export_holds_what_launching_needs() -> None:
     assert exported["workload"]["model"] == "tiny-llama"
     assert exported["metrics"]["tokens_per_s"] == 100
     assert exported["methods"] == {"joules_per_token": "counter"}
+    assert exported["deepspeed"]["zero_optimization"]["stage"] == 2
+    assert exported["deepspeed"]["train_micro_batch_size_per_gpu"] == 4
+    assert set(exported["not_expressible"]) == {"recompute"}
+    assert "megatron_lm" not in exported
+
+
+def test_export_of_a_megatron_layout_has_its_arguments() -> None:
+    layout = TrialConfig("megatron", 8, 16, tensor_parallel_size=2, pipeline_parallel_size=4, compile=True)
+    exported = results.export(search(FAST), replace(FAST, config=layout.to_dict()))
+    arguments = " ".join(exported["megatron_lm"])
+    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in arguments
+    assert set(exported["not_expressible"]) == {"compile"}
+    assert "deepspeed" not in exported
 
 
 def dominates(a: np.ndarray, b: np.ndarray) -> bool:
@@ -183,7 +222,11 @@ def test_a_row_is_on_the_front_exactly_if_no_row_dominates_it(costs: np.ndarray)
 
 figures = st.dictionaries(st.sampled_from([*DEFAULT, "mfu"]), st.integers(0, 3).map(float))
 outcomes = st.lists(
-    st.tuples(st.sampled_from(["ok", "ok", "oom"]), st.sampled_from(["counter", "integrated", "estimated"]), figures),
+    st.tuples(
+        st.sampled_from(["ok", "ok", "oom"]),
+        st.sampled_from(["counter", "integrated", "extrapolated", "estimated"]),
+        figures,
+    ),
     max_size=12,
 )
 
@@ -199,7 +242,8 @@ def test_whatever_was_recorded_the_answers_are_comparable_and_agree(
     front = results.pareto(record)
     assert all(one in ok and set(objectives) <= set(one.metrics) for one in front)
     energies = {one.methods.get("joules_per_token") for one in front}
-    assert "estimated" not in energies or energies == {"estimated"}
+    for method in ("estimated", "extrapolated"):
+        assert method not in energies or energies == {method}
     if front:
         assert results.best(record) == front[0]
     if metric in objectives:

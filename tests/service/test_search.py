@@ -46,6 +46,23 @@ def spec_of(tokens: str, **changes: Any) -> SearchSpec:
     return parse_spec(yaml.safe_dump(SPEC | {"data": tokens} | changes))
 
 
+def test_depth_proxies_are_run_and_extrapolated(ray_session: Any, home: Home, tokens: str) -> None:
+    deep = {"family": "llama", "layers": 12, "hidden": 256, "heads": 4, "ffn_hidden": 512, "vocab": 512}
+    search = run(spec_of(tokens, model=deep, depth_proxy=[1, 6], space={"precision": "fp32"}, budget={"trials": 1}))
+    (trial,) = Results(home.tracking_uri).search(search).trials
+    assert trial.status == "ok", trial.cause
+    assert trial.methods["tokens_per_s"] == trial.methods["step_time_s"] == "extrapolated"
+    client = open_client(home.tracking_uri)
+    result = json.loads(Path(client.download_artifacts(trial.run_id, "result.json", str(home.path))).read_text())
+    shallow, half = (proxy["result"]["metrics"] for proxy in result["proxies"])
+    assert [proxy["layers"] for proxy in result["proxies"]] == [1, 6]
+    assert shallow["step_time_s"] < half["step_time_s"] < trial.metrics["step_time_s"]
+    assert trial.metrics["step_time_s"] == pytest.approx(
+        half["step_time_s"] + 6 / 5 * (half["step_time_s"] - shallow["step_time_s"])
+    )
+    assert (Path(client.download_artifacts(trial.run_id, "samples.parquet", str(home.path)))).exists()
+
+
 def test_search_trains_measures_records_and_answers(
     ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

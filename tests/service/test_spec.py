@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from search_spaces.config import ENGINES, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.models import PRESETS
 from service.errors import InputError
@@ -68,7 +69,7 @@ def test_defaults() -> None:
         "joules_per_token": "minimize",
         "throttle_ratio": "minimize",
     }
-    assert [point.label for point in defaults.legal.points] == ["megatron 4gpu dp4 tp1 pp1 zero0 mbs1"]
+    assert [point.label for point in defaults.legal.points] == ["megatron 4gpu dp4 zero0 mbs1"]
     assert defaults.gang_size == 4
 
 
@@ -88,6 +89,52 @@ def test_key_value_heads_default_to_heads() -> None:
 
 def test_llama_knows_no_longest_sequence() -> None:
     assert spec(model="tiny-llama", sequence_length=4096).sequence_length == 4096
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        (None, [None]),
+        ([1, 3], [(1, 3)]),
+        ([[1, 3], [3, 1], [1, 3]], [(1, 3), (3, 1)]),
+        ([None, [2, 2]], [None, (2, 2)]),
+    ],
+)
+def test_axes_of_lists(given: Any, values: list[Any]) -> None:
+    uneven = spec(space={"pipeline_parallel_size": 2, "stage_layers": given})
+    assert uneven.axes["stage_layers"] == values
+    assert {point.stage_layers for point in uneven.legal.points} == {None if v == (2, 2) else v for v in values}
+    assert parse_spec(dump_spec(uneven)) == uneven
+
+
+def test_rank_orders_of_several_sizes() -> None:
+    ordered = spec(space={"num_gpus": [2, 4], "rank_order": [None, [1, 0], [0, 1, 3, 2], [0, 1]]})
+    assert sorted(str(point.rank_order) for point in ordered.legal.points) == ["(0, 1, 3, 2)", "(1, 0)", "None", "None"]
+
+
+def test_proxies_are_the_model_with_fewer_layers() -> None:
+    whole = spec(depth_proxy=[1, 2], model={**SHAPE, "layers": 8, "num_experts": 4, "family": "llama"})
+    assert whole.legal.points
+    half = whole.at_depth(2)
+    assert half.shape == replace(whole.shape, layers=2)
+    assert half.model_copy(update={"model": whole.model, "depth_proxy": [1, 2]}) == whole
+    assert parse_spec(dump_spec(whole)) == whole
+
+
+def test_proxies_let_models_be_tried_that_do_not_fit() -> None:
+    cluster = {"gpus_per_node": 4, "accelerator": "h100"}
+    assert spec(model="llama3-70b", cluster=cluster, depth_proxy=[1, 2], space={"zero_stage": 3}).legal.points
+    line = refusal(yaml.safe_dump(fields(model="llama3-70b", cluster=cluster, depth_proxy=[1, 6])))
+    assert re.match(r"space: no legal layout among 1; states_fit refused 1 \(model states alone need 108 GiB", line)
+
+
+def test_virtual_stages_that_do_not_divide_a_proxy_are_refused_one_by_one() -> None:
+    interleaved = {"pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_stages": [2, 4]}
+    found = spec(
+        model={**SHAPE, "layers": 16}, depth_proxy=[4, 8], space={"pipeline_parallel_size": 2, **interleaved}
+    ).legal
+    assert [point.virtual_pipeline_stages for point in found.points] == [2]
+    assert found.refused == {"layers_divide": 1}
 
 
 def test_numbers_that_yaml_takes_for_text() -> None:
@@ -118,7 +165,7 @@ CLUSTER = {"gpus_per_node": 4, "accelerator": "cpu"}
 # Changes to a good spec, and what the line must say.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # Unknown and missing fields
-    ({"budjet": {}}, r"budjet: unknown field; allowed: name, model, data, .* budget, sampler, seed$"),
+    ({"budjet": {}}, r"budjet: unknown field; allowed: name, model, data, .* budget, sampler, seed, depth_proxy$"),
     (
         {"sequence_lenght": 1, "sequence_length": LEFT_OUT},
         r"sequence_lenght: unknown field; allowed: .*sequence_length",
@@ -204,12 +251,82 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"space": {"num_gpus": "all"}}, r"space\.num_gpus: must be a valid integer \(given: \"all\"\)$"),
     ({"space": {"micro_batch_size": {"a": 1}}}, r"space\.micro_batch_size: must be a valid integer$"),
     ({"space": {"compile": 1}}, r"space\.compile: must be a valid boolean \(given: 1\)$"),
-    ({"space": {"recompute": "selective"}}, r"space\.recompute: must be 'none' or 'full'"),
+    ({"space": {"recompute": "some"}}, r"space\.recompute: must be 'none', 'selective' or 'full' \(given: \"some\"\)"),
     ({"space": {"tensor_parallel_size": [1, 3]}}, r"space\.tensor_parallel_size: 3 does not divide .* allowed: 1, 2$"),
     ({"space": {"tensor_parallel_size": 4}}, r"space\.tensor_parallel_size: 4 does not divide .* 2 key-value heads"),
     (
         {"space": {"pipeline_parallel_size": 3}},
         r"space\.pipeline_parallel_size: 3 does not .* 4 layers; allowed: 1, 2, 4$",
+    ),
+    ({"space": {"context_parallel_size": 3}}, r"space\.context_parallel_size: a sequence of 128 .* 6 pieces$"),
+    ({"space": {"expert_parallel_size": 2}}, r"space\.expert_parallel_size: 2 does not divide the model's 0 experts$"),
+    (
+        {"model": "tiny-moe", "space": {"expert_parallel_size": 3}},
+        r"space\.expert_parallel_size: 3 does not divide the model's 4 experts$",
+    ),
+    ({"space": {"precision": ["bf16", "fp8"]}}, r"space\.precision: cpu has no fp8; these have: h100, h200$"),
+    (
+        {"space": {"pipeline_parallel_size": 2, "pipeline_schedule": ["1f1b", "zbv_zero_bubble"]}},
+        r"space\.virtual_pipeline_stages: zbv_zero_bubble has two stages a rank, not 1$",
+    ),
+    (
+        {"space": {"pipeline_parallel_size": 2, "virtual_pipeline_stages": 2}},
+        r"space\.virtual_pipeline_stages: 1f1b has one stage a rank, not 2$",
+    ),
+    (
+        {"space": {"pipeline_parallel_size": [3, 2], "stage_layers": [1, 3]}},
+        r"space\.pipeline_parallel_size: 3 does not .* 4 layers; allowed: 1, 2, 4$",
+    ),
+    # Lists of lists
+    (
+        {"space": {"stage_layers": "1-3"}},
+        r"space\.stage_layers: must be a list of whole numbers, .*\(given: \"1-3\"\)$",
+    ),
+    ({"space": {"stage_layers": 4}}, r"space\.stage_layers: must be a list of whole numbers, .* \(given: 4\)$"),
+    ({"space": {"stage_layers": {"a": 1}}}, r"space\.stage_layers: must be a list of whole numbers, "),
+    (
+        {"space": {"stage_layers": [[1, 3], 4]}},
+        r"space\.stage_layers: must be a list of whole numbers, .*\(given: 4\)$",
+    ),
+    ({"space": {"stage_layers": [1.5, 2.5]}}, r"space\.stage_layers: must be a list of whole numbers, "),
+    ({"space": {"stage_layers": [[1.5, 2.5]]}}, r"space\.stage_layers: must be a valid integer \(given: 1\.5\)$"),
+    ({"space": {"stage_layers": [["a"]]}}, r"space\.stage_layers: must be a valid integer \(given: \"a\"\)$"),
+    ({"space": {"stage_layers": [True, False]}}, r"space\.stage_layers: must be a valid integer \(given: true\)$"),
+    ({"space": {"stage_layers": [0, 4]}}, r"space\.stage_layers: must be greater than or equal to 1 \(given: 0\)$"),
+    ({"space": {"stage_layers": []}}, r"space\.stage_layers: must not be empty$"),
+    ({"space": {"stage_layers": [[]]}}, r"space\.stage_layers: must not be empty$"),
+    (
+        {"space": {"pipeline_parallel_size": 2, "stage_layers": [[1, 2], [2, 2]]}},
+        r"space\.stage_layers: \[1, 2\] sums to 3, the model has 4 layers$",
+    ),
+    (
+        {"space": {"pipeline_parallel_size": [1, 2, 4], "stage_layers": [1, 1, 2]}},
+        r"space\.stage_layers: \[1, 1, 2\] is of 3 stages; pipeline_parallel_size x .* makes 2 or 4$",
+    ),
+    ({"space": {"stage_layers": [1, 3]}}, r"space\.stage_layers: \[1, 3\] is of 2 stages; .* makes none$"),
+    ({"space": {"rank_order": [0, -1]}}, r"space\.rank_order: must be greater than or equal to 0 \(given: -1\)$"),
+    ({"space": {"rank_order": [0, 1, 2, 2]}}, r"space\.rank_order: \[0, 1, 2, 2\] does not name each of 4 workers"),
+    ({"space": {"rank_order": [1, 2, 3, 4]}}, r"space\.rank_order: \[1, 2, 3, 4\] does not name each of 4 workers"),
+    (
+        {"space": {"rank_order": [None, [1, 0]], "num_gpus": [1, 4]}},
+        r"space\.rank_order: \[1, 0\] does not name each of 1 or 4 workers, from 0, once$",
+    ),
+    # Depth proxies
+    ({"depth_proxy": 2}, r"depth_proxy: must be a valid list \(given: 2\)$"),
+    ({"depth_proxy": [2]}, r"depth_proxy: must be two numbers of layers$"),
+    ({"depth_proxy": [1, 2, 3]}, r"depth_proxy: must be two numbers of layers$"),
+    ({"depth_proxy": [1, "two"]}, r"depth_proxy: must be a valid integer \(given: \"two\"\)$"),
+    ({"depth_proxy": [0, 2]}, r"depth_proxy: must be greater than or equal to 1"),
+    ({"depth_proxy": [2, 2]}, r"depth_proxy: must be two numbers, ascending, below the model's 4 layers, not 2, 2$"),
+    ({"depth_proxy": [2, 1]}, r"depth_proxy: must be two numbers, ascending, .* not 2, 1$"),
+    ({"depth_proxy": [2, 4]}, r"depth_proxy: must be two numbers, ascending, below the model's 4 layers, not 2, 4$"),
+    (
+        {"depth_proxy": [1, 2], "space": {"pipeline_parallel_size": [1, 2]}},
+        r"depth_proxy: 1 and 2 layers cannot both be split evenly over space\.pipeline_parallel_size 2$",
+    ),
+    (
+        {"depth_proxy": [1, 2], "space": {"pipeline_parallel_size": [1, 2], "stage_layers": [None, [1, 3]]}},
+        r"depth_proxy: uneven stages \(space\.stage_layers\) have no equal in a model of fewer layers$",
     ),
     # Nothing left
     (
@@ -267,8 +384,8 @@ def test_broken_yaml_is_refused_with_its_line(text: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("field", "line"),
     [
-        ("space: {precision: no}", r"space\.precision: must be 'bf16' or 'fp32' \(given: false\)"),
-        ("space: {recompute: off}", r"space\.recompute: must be 'none' or 'full' \(given: false\)"),
+        ("space: {precision: no}", r"space\.precision: must be 'bf16', 'fp32' or 'fp8' \(given: false\)"),
+        ("space: {recompute: off}", r"space\.recompute: must be 'none', 'selective' or 'full' \(given: false\)"),
         ("space: {zero_stage: [1,2,]}", None),
         ("space: {compile: on}", None),
         ("space:", r"space: must be a mapping .* \(given: null\)"),
@@ -331,9 +448,11 @@ valid = st.fixed_dictionaries(
             {},
             optional={
                 "engine": some(["megatron", "deepspeed"]),
-                "num_gpus": some([1, 2, 4]).map(lambda sizes: [1, *sizes]),
+                "num_gpus": some([1, 2]).map(lambda sizes: [1, 4, *sizes]),
                 "zero_stage": some([0, 1, 2, 3]),
-                "recompute": some(["none", "full"]),
+                "recompute": some(list(RECOMPUTE)),
+                "rank_order": some([None, [3, 2, 1, 0], [0, 1, 3, 2]]).map(lambda orders: [None, *orders]),
+                "pipeline_schedule": some(list(SCHEDULES)),
                 "compile": some([False, True]) | st.booleans(),
                 "precision": st.sampled_from(["bf16", "fp32"]),
             },
@@ -414,10 +533,7 @@ def test_the_documentation_has_every_field_and_its_default() -> None:
 def test_the_documentation_names_every_choice() -> None:
     text = (ROOT / "docs" / "spec.md").read_text()
     sampler = get_args(SearchSpec.model_fields["sampler"].annotation)
-    axes = itertools.chain(
-        *spec(space={"recompute": ["none", "full"], "engine": ["megatron", "deepspeed"]}).axes.values()
-    )
-    words = [word for word in axes if isinstance(word, str)]
+    words = [*ENGINES, *RECOMPUTE, *PRECISIONS, *REDUCE_PRECISIONS, *SCHEDULES]
     assert [word for word in (*METRICS, *PRESETS, *ACCELERATORS, *sampler, *words) if f"`{word}`" not in text] == []
 
 

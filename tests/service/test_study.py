@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import TrialState
 
 from search_spaces.config import TrialConfig
@@ -215,6 +216,46 @@ def test_storage_keeps_the_trials(tmp_path: Path) -> None:
     assert [study.axes["micro_batch_size"][trial.params["micro_batch_size"]] for trial in kept] == [
         config.micro_batch_size for config in [*asked, oom]
     ]
+
+
+LISTS = space(
+    pipeline_parallel_size=[1, 2],
+    pipeline_schedule=["gpipe", "1f1b", "interleaved_1f1b"],
+    virtual_pipeline_stages=[1, 2],
+    stage_layers=[None, (1, 3), (3, 1), (1, 1, 1, 1)],
+    zero_stage=[0, 1],
+    bucket_size=[500_000_000, 10_000_000],
+    rank_order=[None, (7, 6, 5, 4, 3, 2, 1, 0), (0, 2, 1, 3, 4, 5, 6, 7)],
+    engine=["megatron", "deepspeed"],
+    offload_optimizer=[False, True],
+)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_axes_of_lists_words_and_switches_are_kept_in_a_database(sampler: str, tmp_path: Path) -> None:
+    """What the database says of each trial leads back to the layout that was tried."""
+    axes = ("stage_layers", "rank_order", "pipeline_schedule", "offload_optimizer", "bucket_size")
+    assert all(len({getattr(point, axis) for point in LISTS}) > 1 for axis in axes)
+    storage = f"sqlite:///{tmp_path}/optuna.db"
+    study = make(sampler, LISTS, storage=storage)
+    asked = run(study, STARTUP_TRIALS + 4)
+    assert len(set(asked)) == len(asked)
+    assert set(asked) <= set(LISTS)
+    kept = optuna.load_study(study_name="search", storage=storage).get_trials()
+    for config, trial in zip(asked, kept, strict=True):
+        assert {axis: study.axes[axis][place] for axis, place in trial.params.items()} == {
+            axis: getattr(config, axis) for axis in study.axes
+        }
+
+
+def test_lists_and_words_have_no_order() -> None:
+    """The nearest to an illegal suggestion must not depend on which list happens to sort next to which."""
+    study = make("tpe", LISTS)
+    for axis, distribution in study.distributions.items():
+        unordered = axis in ("engine", "stage_layers", "rank_order", "pipeline_schedule")
+        assert isinstance(distribution, CategoricalDistribution if unordered else IntDistribution), axis
+    assert study.axes["stage_layers"][0] is None
+    assert study.axes["bucket_size"] == [10_000_000, 500_000_000]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from mlflow import MlflowClient
@@ -24,9 +26,12 @@ from service.results import Results, SearchRecord
 from service.tracking import Tracker
 from telemetry.samples import SCHEMA
 from telemetry.store import read_samples
-from trainables.result import NodeWindow, TrialResult
+from trainables.breakdown import break_down
+from trainables.result import NodeWindow, Proxy, RankRecord, TrialResult
 
-CONFIG = TrialConfig("megatron", 4, 2, 1, 1, 2, 16, "none", True, False, "bf16")
+CONFIG = TrialConfig(
+    "megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True
+)
 ENVIRONMENT = {"torch": "2.13.0", "git_commit": "0123abc"}
 
 
@@ -46,6 +51,7 @@ def start(home: Home, uri: str | None = None, params: dict[str, object] | None =
 
 
 def measured(trial_id: str = "s1-000") -> TrialResult:
+    step = break_down(["matmul"], np.array([0]), np.array([400_000_000]), 0.5)
     return TrialResult(
         trial_id,
         CONFIG,
@@ -56,6 +62,12 @@ def measured(trial_id: str = "s1-000") -> TrialResult:
         losses=(9.0, 8.0, 7.5, 7.25),
         windows=(NodeWindow("node", 5, 9, ("GPU-a", "GPU-b")),),
         environment={"gpu_name": "NVIDIA H200"},
+        ranks=tuple(
+            RankRecord(
+                rank, 3 - rank, "node", f"GPU-{3 - rank}", CONFIG.coordinates(rank), 70.5, step if rank else None
+            )
+            for rank in range(4)
+        ),
     )
 
 
@@ -115,6 +127,13 @@ def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     assert list((home.spool("s1") / "unsent").iterdir()) == []
 
 
+def test_a_record_from_before_there_were_ranks_in_it_is_read() -> None:
+    values = json.loads(json.dumps(measured().to_dict()))
+    assert TrialResult.from_dict(values) == measured()
+    del values["ranks"]
+    assert TrialResult.from_dict(values) == replace(measured(), ranks=())
+
+
 def test_series_are_kept_by_step_and_by_device(home: Home) -> None:
     tracker = start(home)
     tracker.start_trial("s1-000", CONFIG, {})
@@ -155,6 +174,19 @@ def test_estimated_energy_is_labelled_where_people_look(home: Home) -> None:
     tags = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags
     assert tags["wattune.energy"] == tags["wattune.method.joules_per_token"] == "estimated"
     assert "estimated" in tags["mlflow.note.content"]
+
+
+def test_extrapolated_figures_are_labelled_with_their_depths(home: Home) -> None:
+    tracker = start(home)
+    part = TrialResult("s1-000-8-layers", CONFIG, "ok", None, {"tokens_per_s": 9.0})
+    proxies = (Proxy(8, part), Proxy(16, part))
+    methods = {"tokens_per_s": "extrapolated"}
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
+    (trial,) = read(home).trials
+    assert trial.methods == methods
+    note = MlflowClient(home.tracking_uri).get_run(trial.run_id).data.tags["mlflow.note.content"]
+    assert "**extrapolated** from models of 8 and 16 layers" in note
 
 
 def test_limits_of_a_batch_are_kept(home: Home) -> None:

@@ -24,7 +24,15 @@ def layouts(draw: st.DrawFn) -> TrialConfig:
     dp, tp, pp, mbs, accumulated = (
         draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 8), (1, 2), (1, 2), (1, 2, 5), (1, 2, 7))
     )
-    return TrialConfig("megatron", dp * tp * pp, tp, pp, 0, mbs, dp * mbs * accumulated, "none", False, False, "fp32")
+    return TrialConfig(
+        "megatron",
+        dp * tp * pp,
+        dp * mbs * accumulated,
+        micro_batch_size=mbs,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        precision="fp32",
+    )
 
 
 @given(config=layouts(), step=st.integers(0, 50))
@@ -44,7 +52,7 @@ def test_data_parallel_ranks_share_out_exactly_the_global_batch(config: TrialCon
 
 
 def test_every_round_deals_a_microbatch_to_each_rank_in_turn() -> None:
-    config = TrialConfig("megatron", 2, 1, 1, 0, 2, 8, "none", False, False, "fp32")
+    config = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32")
     first_samples = [
         [inputs[0, 0].item() // SEQUENCE_LENGTH for inputs, _ in microbatches(numbered(), config, 4, 0, rank, CPU)]
         for rank in range(2)
@@ -53,7 +61,7 @@ def test_every_round_deals_a_microbatch_to_each_rank_in_turn() -> None:
 
 
 def test_labels_are_the_inputs_one_token_later() -> None:
-    config = TrialConfig("megatron", 1, 1, 1, 0, 2, 4, "none", False, False, "fp32")
+    config = TrialConfig("megatron", 1, 4, micro_batch_size=2, precision="fp32")
     stream = open_tokens(SYNTHETIC, 512)
     rows = torch.from_numpy(np.stack([stream.sequence(i, 16) for i in range(4, 8)]))
     (a, b), (c, d) = microbatches(stream, config, 16, 1, 0, CPU)

@@ -23,7 +23,7 @@ from trainables.measure import Protocol
 from trainables.trial import Place, TrialRequest
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = TrialConfig("megatron", 1, 1, 1, 0, 2, 4, "none", False, False, "fp32")
+CONFIG = TrialConfig("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 REQUEST = TrialRequest("short", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)

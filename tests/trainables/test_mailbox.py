@@ -18,7 +18,7 @@ T = TypeVar("T")
 Evaluated = tuple[list[Outcome], list[Member], float]
 
 OK = Outcome("ok", phase="report")
-CONFIG = TrialConfig("megatron", 2, 1, 1, 0, 1, 4, "none", False, False, "fp32")
+CONFIG = TrialConfig("megatron", 2, 4, precision="fp32")
 REQUEST = TrialRequest(
     "t0", CONFIG, PRESETS["tiny-llama"], "synthetic", 32, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60, seed=0
 )
@@ -118,6 +118,18 @@ async def test_a_rank_that_failed_stops_the_others_and_is_named() -> None:
     await mailbox.hand_in(0, number, Outcome("aborted", None, "warmup"))
     outcomes, *_ = await soon(trial)
     assert outcomes == [Outcome("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
+
+
+@in_a_loop
+async def test_a_worker_that_took_another_rank_is_named_by_both() -> None:
+    mailbox = await gang()
+    permuted = replace(REQUEST, config=replace(CONFIG, rank_order=(1, 0)))
+    trial = asyncio.create_task(mailbox.evaluate(permuted))
+    number = (await take(mailbox, 0, 0)).number
+    await mailbox.hand_in(1, number, Outcome("oom", "memory", "warmup"))
+    await mailbox.hand_in(0, number, Outcome("aborted", None, "warmup"))
+    outcomes, *_ = await soon(trial)
+    assert outcomes == [Outcome("oom", "rank 0 on worker 1: memory", "warmup")]
 
 
 @in_a_loop

@@ -15,14 +15,14 @@ GPT = ModelShape("gpt", 2, 64, 4, 4, 256, 512, 64)
 
 
 def whole(shape: ModelShape, sequence_length: int = 16, seed: int = 0) -> Stage:
-    parts = Parts(shape, sequence_length, seed, CPU)
+    parts = Parts(shape, torch.arange(sequence_length), seed)
     return Stage(parts.embedding(), [parts.block(layer) for layer in range(shape.layers)], parts.head())
 
 
 def test_rotary_turns_pairs_by_the_position_times_the_frequency() -> None:
     head_dim, length, theta = 8, 5, 100.0
     x = torch.randn(2, 3, length, head_dim, dtype=torch.float64).float()
-    turned = rotate(x, rotary_table(head_dim, length, theta, CPU))
+    turned = rotate(x, rotary_table(head_dim, torch.arange(length), theta))
     half = head_dim // 2
     for position in range(length):
         for pair in range(half):
@@ -36,7 +36,7 @@ def test_rotary_turns_pairs_by_the_position_times_the_frequency() -> None:
 
 
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
-    table = rotary_table(16, 32, 10_000.0, CPU)
+    table = rotary_table(16, torch.arange(32), 10_000.0)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
     rotated_q, rotated_k = rotate(q.expand(1, 1, 32, 16), table), rotate(k.expand(1, 1, 32, 16), table)
     scores = (rotated_q @ rotated_k.transpose(-1, -2))[0, 0]
@@ -46,7 +46,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
 
 
 def test_rotation_keeps_low_precision_but_computes_in_fp32() -> None:
-    table = rotary_table(16, 8, 10_000.0, CPU)
+    table = rotary_table(16, torch.arange(8), 10_000.0)
     x = torch.randn(1, 1, 8, 16)
     assert rotate(x.bfloat16(), table).dtype == torch.bfloat16
     torch.testing.assert_close(rotate(x.bfloat16(), table), rotate(x.bfloat16().float(), table).bfloat16())
@@ -72,7 +72,7 @@ def attention_by_hand(attention: Attention, shape: ModelShape, x: Tensor) -> Ten
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["grouped-query with rotary", "multi-head"])
 def test_attention_follows_its_definition(shape: ModelShape) -> None:
-    attention = Parts(shape, 12, 0, CPU).block(0).attention
+    attention = Parts(shape, torch.arange(12), 0).block(0).attention
     x = torch.randn(2, 12, shape.hidden)
     expected = torch.stack([attention_by_hand(attention, shape, row) for row in x])
     torch.testing.assert_close(attention(x), expected, rtol=1e-4, atol=1e-5)
@@ -95,7 +95,7 @@ def test_parameters_are_as_many_as_the_shape_says(name: str) -> None:
 
 def test_initial_weights_depend_on_name_and_seed_alone() -> None:
     forwards = dict(whole(LLAMA).named_parameters())
-    parts = Parts(LLAMA, 16, 0, CPU)
+    parts = Parts(LLAMA, torch.arange(16), 0)
     torch.manual_seed(99)
     backwards = Stage(None, [], parts.head())
     last = dict(parts.block(1).named_parameters())
@@ -135,7 +135,7 @@ def test_loss_is_the_mean_cross_entropy_in_fp32() -> None:
 def test_stages_in_a_row_are_the_whole_model() -> None:
     model = whole(LLAMA)
     assert model.embedding is not None
-    parts = Parts(LLAMA, 16, 0, CPU)
+    parts = Parts(LLAMA, torch.arange(16), 0)
     blocks: list[nn.Module] = [parts.block(layer) for layer in range(2)]
     first, last = Stage(parts.embedding(), blocks[:1], None), Stage(None, blocks[1:], parts.head())
     tokens = torch.randint(512, (2, 16))

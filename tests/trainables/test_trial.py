@@ -15,7 +15,7 @@ from trainables.measure import Protocol
 from trainables.trial import TrialRequest, WrongTraining, check_learning
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = TrialConfig("megatron", 1, 1, 1, 0, 2, 4, "none", False, False, "fp32")
+CONFIG = TrialConfig("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=7)
 REQUEST = TrialRequest("alone", CONFIG, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=120, seed=0)
 

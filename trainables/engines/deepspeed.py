@@ -1,55 +1,56 @@
-"""DeepSpeed's engine: ZeRO 0 to 3, its pipeline module and its tensor parallelism.
+"""DeepSpeed's engine: ZeRO, offloading, pipelines, tensor parallelism, Ulysses and experts as DeepSpeed has them.
 
-The JSON that DeepSpeed is configured with comes from `configuration` alone. DeepSpeed does not survive a second trial
-in one process, so that this module must only be used in a process that ends with its trial.
+The JSON that DeepSpeed is configured with comes from `trainables.deepspeed_config`. DeepSpeed does not survive a second
+trial in one process, so that this module must only be used in a process that ends with its trial.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_local_fp32_param, set_z3_leaf_modules
+from torch import Tensor, nn
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
+from trainables.deepspeed_config import configuration
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
-from trainables.model import Block, Embedding, Head, Parts, Stage, language_model_loss
+from trainables.model import Block, Embedding, Parts, Stage, causal_attention, language_model_loss
+from trainables.moe import attach_loss, balance_loss, choose_experts
+from trainables.recompute import recomputed
 
 # Without this DeepSpeed compiles a C++ shared-memory all-reduce on CPU machines; gloo serves.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
+# Which layers of `trainables.model` DeepSpeed's tensor parallelism splits, and how.
+SPLIT_LAYERS = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.(wq|wk|wv|gate|up)\.(weight|bias)$"], "partition_type": "column"},
+        {"patterns": [r".*\.(wo|down)\.(weight|bias)$"], "partition_type": "row"},
+        {"patterns": [r".*\.(tokens|positions|output)\.weight$"], "partition_type": "skip"},
+    ],
+}
 
-def configuration(config: TrialConfig) -> dict[str, Any]:
-    """DeepSpeed's JSON configuration (deepspeed.ai/docs/config-json) for one layout."""
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": config.micro_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "gradient_clipping": GRADIENT_CLIP,
-        "bf16": {"enabled": config.precision == "bf16"},
-        "zero_optimization": {"stage": config.zero_stage},
-        "steps_per_print": 2**31,
-    }
-    if config.pipeline_parallel_size > 1:
-        settings["pipeline"] = {"use_reentrant": False}
+
+def settings_of(config: TrialConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration of a layout of the models of `trainables.model`."""
+    settings = configuration(config) | {"gradient_clipping": GRADIENT_CLIP, "steps_per_print": 2**31}
     if config.tensor_parallel_size > 1:
-        settings["tensor_parallel"] = {
-            "autotp_size": config.tensor_parallel_size,
-            "partition_config": {
-                "use_default_specs": False,
-                "layer_specs": [
-                    {"patterns": [r".*\.(wq|wk|wv|gate|up)\.(weight|bias)$"], "partition_type": "column"},
-                    {"patterns": [r".*\.(wo|down)\.(weight|bias)$"], "partition_type": "row"},
-                    {"patterns": [r".*\.(tokens|positions|output)\.weight$"], "partition_type": "skip"},
-                ],
-            },
-        }
+        settings["tensor_parallel"]["partition_config"] = SPLIT_LAYERS
     return settings
 
 
@@ -64,15 +65,76 @@ class PartSpec(LayerSpec):
         return self.make()
 
 
-class Recomputed(nn.Module):
-    """A block whose activations are computed again in the backward pass."""
+class TiedSpec(TiedLayerSpec):
+    """A part whose parameter `weight` is also that of the other part with the same key, on another stage."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, key: str, weight: str, part: type[nn.Module], make: Callable[[], nn.Module]) -> None:
+        super().__init__(key, part, tied_weight_attr=weight)
+        self.make = make
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.make()
+
+
+class Ulysses:
+    """Causal attention over sequences of which each rank of `group` holds a piece (Jacobs et al. 2023).
+
+    DeepSpeed takes the ranks of `group` for data-parallel ones. Told of them (through `mesh_param`,
+    `sequence_parallel_size` or `mpu`), release 0.19 scales gradients or their norm wrongly.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.exchange = DistributedAttention(self._attend, group, scatter_idx=2, gather_idx=1)
+
+    @torch.compiler.disable  # traced, the exchange loses its gradient
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v: (batch, heads, sequence / ranks, head_dim), keys and values with as many or fewer heads; like q."""
+        return self.exchange(*(x.transpose(1, 2) for x in (q, k, v)), 0).transpose(1, 2)
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+class DispatchedExperts(nn.Module):
+    """The mixture of experts of block `layer`, with DeepSpeed's routing and exchange of tokens; none is dropped.
+
+    DeepSpeed's own load-balancing loss is of whole microbatches; here it is the one of `trainables.moe`, of sequences,
+    `scale` times. `context_group`: ranks that hold the other tokens of the same sequences.
+    """
+
+    def __init__(
+        self, parts: Parts, layer: int, size: int, rank: int, context_group: dist.ProcessGroup | None, scale: float
+    ) -> None:
         super().__init__()
-        self.block = block
+        shape = parts.shape
+        self.count, self.scale, self.context_group = shape.experts_per_token, scale, context_group
+        with parts.device:
+            self.moe = MoE(
+                shape.hidden,
+                parts.expert(layer, 0),
+                shape.num_experts,
+                ep_size=size,
+                k=self.count,
+                drop_tokens=False,
+                use_rts=False,
+                top2_2nd_expert_sampling=False,
+            )
+        self.router = self.moe.deepspeed_moe.gate.wg
+        self.router.load_state_dict(parts.router(layer).state_dict())
+        experts = self.moe.deepspeed_moe.experts.deepspeed_experts
+        for index, expert in enumerate(experts, start=rank % size * len(experts)):
+            expert.load_state_dict(parts.expert(layer, index).state_dict())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=False)
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, hidden) to the same shape."""
+        out, _, _ = self.moe(x)
+        if not self.scale:
+            return out
+        logits = F.linear(x.float(), self.router.weight.float())
+        probabilities, _, experts = choose_experts(logits, self.count)
+        return attach_loss(out, balance_loss(probabilities, experts, self.context_group), self.scale)
 
 
 class DeepSpeedEngine:
@@ -80,67 +142,187 @@ class DeepSpeedEngine:
 
     def __init__(self, job: Job) -> None:
         self.config = config = job.config
+        self.device = job.device
         deepspeed.init_distributed(dist_init_required=False)
-        parts = Parts(job.model, job.sequence_length, job.seed, job.device)
-        self.loss_function = torch.compile(language_model_loss) if config.compile else language_model_loss
+        place = config.coordinates(job.rank)
+        self.data_parallel_rank, self.context_rank, self.tensor_rank = place["dp"], place["cp"], place["tp"]
         self.pipelined = config.pipeline_parallel_size > 1
+        self.settings = settings_of(config)
+        self.context_group = self._context_group()
+        self.loss_function = torch.compile(language_model_loss) if config.compile else language_model_loss
+        # Each part with how it is made, to draw it again.
+        self.made: list[tuple[nn.Module, Callable[[], nn.Module]]] = []
+        whole = torch.arange(job.sequence_length, device=job.device)
+        parts = Parts(job.model, whole.chunk(config.context_parallel_size)[self.context_rank], job.seed)
         model = self._pipeline(parts, job.model) if self.pipelined else self._whole(parts, job.model)
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            self._parameter_groups(model),
             lr=learning_rate(job.model),
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
-            fused=job.device.type == "cuda",
+            fused=True,
         )
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(config))
-        group = config.tensor_parallel_size
-        self.data_parallel_rank = self.engine.grid.get_data_parallel_rank() if self.pipelined else job.rank // group
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self.settings)
+        self._start_from_fp32()
+        self.norm: Tensor | None = None
+        self.engine.clip_fp32_gradients = self._clip
 
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
-        ranks = self.config.num_gpus
+        pieces = ((self._piece(inputs), self._piece(labels)) for inputs, labels in microbatches)
         if self.pipelined:
             # DeepSpeed averages over the data-parallel ranks and tells every stage.
-            loss = self.engine.train_batch(microbatches).detach() / ranks
+            loss = self.engine.train_batch(pieces).detach()
         else:
             losses = []
-            for inputs, labels in microbatches:
+            for inputs, labels in pieces:
                 loss = self.loss_function(self.engine(inputs), labels)
                 self.engine.backward(loss)
                 self.engine.step()
                 losses.append(loss.detach())
-            loss = torch.stack(losses).mean() / ranks
-        norm = self.engine.get_global_grad_norm()
-        return StepOutput(loss, torch.as_tensor(float("nan") if norm is None else norm))
+            loss = torch.stack(losses).mean()
+        norm = self.engine.get_global_grad_norm() if self.norm is None else self.norm
+        return StepOutput(loss / self.config.num_gpus, torch.as_tensor(norm))
+
+    def _piece(self, tokens: Tensor) -> Tensor:
+        """This rank's piece of sequences (batch, sequence)."""
+        return tokens.chunk(self.config.context_parallel_size, dim=1)[self.context_rank]
+
+    def _context_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the pieces of the same sequences. Collective."""
+        config = self.config
+        if config.context_parallel_size == 1:
+            return None
+        peers: dict[tuple[int, int, int], list[int]] = {}
+        for rank in range(config.num_gpus):
+            place = config.coordinates(rank)
+            peers.setdefault((place["pp"], place["dp"], place["tp"]), []).append(rank)
+        group, _ = dist.new_subgroups_by_enumeration(list(peers.values()))
+        return group
+
+    def _part(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """A part of the model as DeepSpeed trains it, so that never more than one lies whole in fp32 on the device."""
+        part = make()
+        self.made.append((part, make))
+        if self.settings["bf16"]["enabled"]:
+            part.bfloat16()
+        if self.config.zero_stage == 3 and self.config.tensor_parallel_size == 1:
+            deepspeed.zero.Init(module=part, config_dict_or_path=self.settings)  # shards it here and now
+        return part
+
+    def _block(self, parts: Parts, layer: int) -> nn.Module:
+        block = self._part(lambda: self._mixture(parts, layer) if parts.shape.num_experts else parts.block(layer))
+        assert isinstance(block, Block)
+        if self.context_group is not None:
+            block.attention.attend = Ulysses(self.context_group)
+        module = recomputed(block, self.config.recompute)
+        if self.config.compile:
+            # The forward alone: for each module that ZeRO-3's hooks find, their graph would be another one.
+            module.forward = torch.compile(module.forward)
+        return module
+
+    def _mixture(self, parts: Parts, layer: int) -> Block:
+        config, shape = self.config, parts.shape
+        block = Parts(replace(shape, num_experts=0), parts.positions, parts.seed).block(layer)
+        scale = shape.router_aux_loss * config.context_parallel_size / config.gradient_accumulation_steps
+        block.ffn = DispatchedExperts(
+            parts, layer, config.expert_parallel_size, dist.get_rank(), self.context_group, scale
+        )
+        return block
 
     def _whole(self, parts: Parts, model: ModelShape) -> nn.Module:
-        blocks: list[nn.Module] = []
-        for layer in range(model.layers):
-            block: nn.Module = parts.block(layer)
-            if self.config.recompute == "full":
-                block = Recomputed(block)
-            blocks.append(self._compiled(block))
-        stage = Stage(parts.embedding(), blocks, parts.head())
+        embedding = self._part(parts.embedding)
+        blocks = [self._block(parts, layer) for layer in range(model.layers)]
+        head = self._part(parts.head)
         if model.tie_embeddings:
-            stage.head.output.weight = stage.embedding.tokens.weight  # type: ignore[union-attr]
+            head.output.weight = embedding.tokens.weight  # type: ignore[union-attr]
+        if "torch_autocast" in self.settings:
+            # Autocast leaves lookups in fp32, and then all sums of hidden states with what blocks add to them.
+            embedding.register_forward_hook(lambda _module, _inputs, hidden: hidden.bfloat16())
+        stage = Stage(embedding, blocks, head)
+        if self.config.zero_stage == 3:
+            set_z3_leaf_modules(stage, [type(blocks[0])])  # parameters are gathered by the block
         return stage
-
-    def _compiled(self, block: nn.Module) -> nn.Module:
-        if self.config.compile:
-            block.compile()
-        return block
 
     def _pipeline(self, parts: Parts, model: ModelShape) -> PipelineModule:
         config = self.config
         blocks = [
-            PartSpec(Block, lambda layer=layer: self._compiled(parts.block(layer)))  # type: ignore[misc]
+            PartSpec(Block, lambda layer=layer: self._block(parts, layer))  # type: ignore[misc]
             for layer in range(model.layers)
         ]
+
+        def norm() -> nn.Module:
+            return parts.head().norm
+
+        def output() -> nn.Module:
+            return parts.head().output
+
+        first: LayerSpec = PartSpec(Embedding, lambda: self._part(parts.embedding))
+        last: LayerSpec = PartSpec(nn.Linear, lambda: self._part(output))
+        if model.tie_embeddings:
+            first = TiedSpec("tokens", "tokens.weight", Embedding, first.make)
+            last = TiedSpec("tokens", "weight", nn.Linear, last.make)
         return PipelineModule(
-            layers=[PartSpec(Embedding, parts.embedding), *blocks, PartSpec(Head, parts.head)],
+            layers=[first, *blocks, PartSpec(nn.Module, lambda: self._part(norm)), last],
             topology=PipeModelDataParallelTopology(
-                num_pp=config.pipeline_parallel_size, num_mp=1, num_dp=config.data_parallel_size
+                num_pp=config.pipeline_parallel_size, num_mp=1, num_dp=config.shard_ranks
             ),
             loss_fn=self.loss_function,
             partition_method="type:Block",
-            activation_checkpoint_interval=1 if config.recompute == "full" else 0,
         )
+
+    @staticmethod
+    def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+        groups_of = {"params": list(model.parameters()), "name": "all"}
+        return split_params_into_different_moe_groups_for_optimizer(groups_of, max_group_size=None)
+
+    @torch.no_grad()
+    def _start_from_fp32(self) -> None:
+        """Give the master weights the start that fp32 training has; DeepSpeed makes them from weights in bf16."""
+        if not self.settings["bf16"]["enabled"]:
+            return
+        for part, make in self.made:
+            drawn = dict(make().named_parameters())
+            for name, parameter in part.named_parameters():
+                value = drawn[name].detach()
+                for dim, size in enumerate(getattr(parameter, "ds_shape", parameter.shape)):
+                    if size != value.shape[dim]:  # split by tensor parallelism
+                        value = value.narrow(dim, self.tensor_rank * size, size)
+                if hasattr(parameter, "ds_id"):
+                    _set_partition(parameter, value)
+                else:
+                    safe_set_full_fp32_param(parameter, value)
+        self.made.clear()
+
+    def _clip(self) -> None:
+        """Clip fp32 gradients of ZeRO-0 by the norm of the whole model's gradient, and keep that norm.
+
+        In the place of DeepSpeed's own, which leaves out all stages of a pipeline but the first and tells no norm.
+        """
+        parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
+        counted = [p for p in parameters if not getattr(p, "ds_pipe_replicated", False)]  # what is tied, counts once
+        experts = [p for p in counted if is_moe_param(p)]
+        split = [p for p in counted if is_model_parallel_parameter(p)]
+        apart = {id(p) for p in (*experts, *split)}
+        square = self._square([p for p in counted if id(p) not in apart])
+        if split:
+            square += self._square(split, groups.get_tensor_model_parallel_group())
+        if experts:
+            square += self._square(experts, groups._get_expert_parallel_group(experts[0].group_name))
+        if self.pipelined:
+            dist.all_reduce(square, group=self.engine.grid.get_pipe_parallel_group())
+        self.norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(parameters, GRADIENT_CLIP, self.norm)
+
+    def _square(self, parameters: list[Any], group: dist.ProcessGroup | None = None) -> Tensor:
+        """Squared norm of the gradients of `parameters`, summed over `group` where each rank holds others."""
+        square = torch.nn.utils.get_total_norm([p.grad for p in parameters]).to(self.device) ** 2
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        return square
+
+
+def _set_partition(parameter: Any, value: Tensor) -> None:
+    """Set this rank's partition of a ZeRO-3 parameter's master weight; the last partition is padded."""
+    size, group = parameter.ds_tensor.numel(), parameter.ds_process_group
+    padded = F.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
+    safe_set_local_fp32_param(parameter, padded.narrow(0, size * dist.get_rank(group), size))

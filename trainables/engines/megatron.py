@@ -1,8 +1,6 @@
 """Megatron-style layouts on torch's own primitives: DeviceMesh, DTensor, FSDP2 and pipeline schedules.
 
-Tensor and sequence parallelism follow Shoeybi et al. 2019 and Korthikanti et al. 2022, the pipeline schedule is 1F1B
-(Narayanan et al. 2021), and the ZeRO stages (Rajbhandari et al. 2020) are FSDP2 with different times of gathering
-parameters and reducing gradients:
+The ZeRO stages (Rajbhandari et al. 2020) are FSDP2 with different times of gathering parameters and reducing gradients:
 
 =====  ======================================  =============================
 stage  parameters                              gradients
@@ -12,6 +10,8 @@ stage  parameters                              gradients
 2      gathered once a step                    reduce-scattered a microbatch
 3      gathered for each forward and backward  reduce-scattered a microbatch
 =====  ======================================  =============================
+
+With hybrid sharding the shards' sums are all-reduced between the copies, once a step.
 """
 
 from __future__ import annotations
@@ -19,105 +19,34 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._tensor import DTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
-from search_spaces.config import TrialConfig
+from trainables.context import positions
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
-from trainables.model import Block, Embedding, Head, Parts, Stage, language_model_loss
+from trainables.engines.mesh import Mesh
+from trainables.engines.parallelize import Layout
+from trainables.engines.pipeline import Pipeline, TiedTable, stages_of
+from trainables.model import Embedding, Head, Parts, Stage, language_model_loss
+from trainables.moe import ExpertLayout, Experts
 
 
-class Layout:
-    """The mesh of one trial, tensor parallel innermost, and how one part of the model is laid over it."""
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of one mesh; each rank of the expert and tensor groups has other `experts`, or other parts of them."""
 
-    def __init__(self, config: TrialConfig, device: torch.device) -> None:
-        self.config = config
-        dp = config.data_parallel_size
-        replicate, shard = (dp, 1) if config.zero_stage == 0 else (1, dp)
-        self.mesh = init_device_mesh(
-            device.type,
-            (config.pipeline_parallel_size, replicate, shard, config.tensor_parallel_size),
-            mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
-        )
-        self.sharding: dict[str, Any] = {
-            "mesh": self.mesh["dp_replicate", "dp_shard"] if config.zero_stage == 0 else self.mesh["dp_shard"],
-            "reshard_after_forward": config.zero_stage == 3,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16 if config.precision == "bf16" else None, reduce_dtype=torch.float32
-            ),
-        }
+    parameters: list[nn.Parameter]
+    experts: bool
 
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.mesh.get_local_rank("dp_replicate") + self.mesh.get_local_rank("dp_shard")
-
-    def block(self, block: Block) -> nn.Module:
-        """Tensor parallel, recomputed, compiled, sharded: in this order, each wraps the one before."""
-        self._tensor_parallel(block, self._block_plan(block))
-        module: nn.Module = checkpoint_wrapper(block) if self.config.recompute == "full" else block
-        if self.config.compile:
-            module.compile()
-        fully_shard(module, **self.sharding)
-        return module
-
-    def embedding(self, embedding: Embedding) -> Embedding:
-        hidden = Shard(1) if self.config.sequence_parallel else Replicate()
-        plan: dict[str, Any] = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden)}
-        if embedding.positions is not None:
-            plan["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden)
-        self._tensor_parallel(embedding, plan)
-        return embedding
-
-    def head(self, head: Head) -> Head:
-        hidden = Shard(1) if self.config.sequence_parallel else Replicate()
-        plan: dict[str, Any] = {
-            "output": ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1), use_local_output=False)
-        }
-        if self.config.sequence_parallel:
-            plan["norm"] = SequenceParallel()
-        self._tensor_parallel(head, plan)
-        return head
-
-    def _block_plan(self, block: Block) -> dict[str, Any]:
-        hidden = Shard(1) if self.config.sequence_parallel else Replicate()
-        whole = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
-        plan: dict[str, Any] = {
-            "attention": whole,
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=hidden),
-            "ffn": whole,
-            "ffn.up": ColwiseParallel(),
-            "ffn.down": RowwiseParallel(output_layouts=hidden),
-        }
-        if hasattr(block.ffn, "gate"):
-            plan["ffn.gate"] = ColwiseParallel()
-        if self.config.sequence_parallel:
-            plan["attention_norm"] = plan["ffn_norm"] = SequenceParallel()
-        return plan
-
-    def _tensor_parallel(self, module: nn.Module, plan: dict[str, Any]) -> None:
-        if self.config.tensor_parallel_size > 1:
-            # Each rank drew the whole tensor from the same seed, so that nothing needs to be sent.
-            parallelize_module(module, self.mesh["tp"], plan, src_data_rank=None)
+    def gradients(self, besides: Tensor | None = None) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None and p is not besides]
 
 
 class MegatronEngine:
@@ -125,105 +54,150 @@ class MegatronEngine:
 
     def __init__(self, job: Job) -> None:
         self.config = config = job.config
-        self.layout = Layout(config, job.device)
-        self.data_parallel_rank = self.layout.data_parallel_rank
-        stage_index, stages = self.layout.mesh.get_local_rank("pp"), config.pipeline_parallel_size
-        self.is_last = stage_index == stages - 1
-        self.stage = self._build(job, stage_index, stages)
-        self.groups = self._parameters_by_mesh()
+        self.mesh = mesh = Mesh(config, job.device)
+        self.data_parallel_rank = config.coordinates(job.rank)["dp"]
+        self.positions = positions(job.sequence_length, config.context_parallel_size, mesh.context_rank, job.device)
+        layout = Layout(config, mesh)
+        parts = Parts(job.model, self.positions, job.seed, self._expert_layout())
+        mine = stages_of(config, mesh.pipeline_rank)
+        self.stages = {index: self._build(index, parts, layout) for index in mine}
+        self.holds_loss = config.pipeline_stages - 1 in self.stages
+        self.loss_function: Callable[[Tensor, Tensor], Tensor] = language_model_loss
+        if config.compile and config.tensor_parallel_size == 1:
+            self.loss_function = torch.compile(language_model_loss)
+        self.pipeline = None
+        self.tied = None
+        if config.pipeline_parallel_size > 1:
+            group = mesh.pipeline_group
+            self.pipeline = Pipeline(config, dict(self.stages), group, self.loss_function, job.device)
+            if job.model.tie_embeddings:
+                self.tied = TiedTable(self._tables(), group)
+        self.groups = self._parameter_groups()
         self.optimizer = torch.optim.AdamW(
-            [{"params": parameters} for parameters in self.groups],
+            [{"params": group.parameters} for group in self.groups],
             lr=learning_rate(job.model),
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             fused=True,
         )
-        self.loss_function: Callable[[Tensor, Tensor], Tensor] = language_model_loss
-        if config.compile and config.tensor_parallel_size == 1:
-            self.loss_function = torch.compile(language_model_loss)
-        self.schedule = None
-        if stages > 1:
-            stage = PipelineStage(self.stage, stage_index, stages, job.device, group=self.layout.mesh.get_group("pp"))
-            self.schedule = Schedule1F1B(stage, config.gradient_accumulation_steps, loss_fn=self.loss_function)
 
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
         self.optimizer.zero_grad()
+        local = self._own_tokens(microbatches)
         with loss_parallel() if self.config.tensor_parallel_size > 1 else contextlib.nullcontext():
-            losses = self._accumulate(microbatches) if self.schedule is None else self._pipeline(microbatches)
+            losses = self._accumulate(local) if self.pipeline is None else self._pipeline(local)
+        self._complete_gradients()
         grad_norm = self._clip()
         self.optimizer.step()
         return StepOutput(self._contribution(losses), grad_norm)
 
-    def _build(self, job: Job, stage_index: int, stages: int) -> Stage:
+    def _build(self, index: int, parts: Parts, layout: Layout) -> Stage:
         """Make and shard one part after the other, so that never more than one lies whole on the device."""
-        parts, layout = Parts(job.model, job.sequence_length, job.seed, job.device), self.layout
-        share = job.model.layers // stages
-        embedding = layout.embedding(parts.embedding()) if stage_index == 0 else None
-        tied = job.model.tie_embeddings
+        last = index == self.config.pipeline_stages - 1
+        tied = parts.shape.tie_embeddings and index == 0 and last
+        embedding = layout.embedding(parts.embedding()) if index == 0 else None
         if embedding is not None and not tied:
-            fully_shard(embedding, **layout.sharding)
-        layers = range(stage_index * share, (stage_index + 1) * share)
+            layout.shard(embedding)
+        layers = self.config.layers_by_stage(parts.shape.layers)[index]
         blocks = [layout.block(parts.block(layer)) for layer in layers]
-        head = layout.head(parts.head()) if self.is_last else None
-        if head is not None and embedding is not None and tied:
+        head = layout.head(parts.head()) if last else None
+        if tied:
+            assert head is not None
+            assert embedding is not None
             head.output.weight = embedding.tokens.weight  # both lie in the root's own shard group
         elif head is not None:
-            fully_shard(head, **layout.sharding)
+            layout.shard(head)
         stage = Stage(embedding, blocks, head)
-        fully_shard(stage, **layout.sharding)
+        layout.root(stage)
         return stage
 
-    def _parameters_by_mesh(self) -> list[list[nn.Parameter]]:
-        """Fused kernels take DTensors of one mesh at a time."""
-        groups: dict[DeviceMesh, list[nn.Parameter]] = defaultdict(list)
-        for parameter in self.stage.parameters():
-            groups[parameter.device_mesh].append(parameter)  # type: ignore[attr-defined]
-        return list(groups.values())
+    def _tables(self) -> list[Tensor]:
+        """The rank's copies of a token table that the first and the last pipeline rank hold."""
+        stages = self.stages.values()
+        first = [stage.embedding.tokens.weight for stage in stages if isinstance(stage.embedding, Embedding)]
+        return first + [stage.head.output.weight for stage in stages if isinstance(stage.head, Head)]
+
+    def _expert_layout(self) -> ExpertLayout:
+        """A pipeline divides gradients by the number of microbatches at the end, not each microbatch's loss."""
+        config, mesh = self.config, self.mesh
+        return ExpertLayout(
+            expert_group=mesh.expert_group,
+            tensor_mesh=mesh.tensor if config.tensor_parallel_size > 1 else None,
+            context_group=mesh.context_group,
+            sequence_parallel=config.sequence_parallel,
+            loss_scale=1.0 if config.pipeline_parallel_size > 1 else 1 / config.gradient_accumulation_steps,
+        )
+
+    def _parameter_groups(self) -> list[ParameterGroup]:
+        """Fused kernels take DTensors of one mesh at a time; experts are of their own ranks alone."""
+        groups: dict[tuple[DeviceMesh, bool], list[nn.Parameter]] = defaultdict(list)
+        for stage in self.stages.values():
+            of_experts = {p for m in stage.modules() if isinstance(m, Experts) for p in m.parameters()}
+            for parameter in stage.parameters():
+                groups[parameter.device_mesh, parameter in of_experts].append(parameter)  # type: ignore[attr-defined]
+        return [ParameterGroup(parameters, experts) for (_, experts), parameters in groups.items()]
+
+    def _own_tokens(self, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
+        """What this context-parallel rank holds of each sequence."""
+        for inputs, labels in microbatches:
+            if self.config.context_parallel_size > 1:
+                inputs, labels = inputs[:, self.positions], labels[:, self.positions]
+            yield inputs, labels
 
     def _accumulate(self, microbatches: Iterator[Microbatch]) -> list[Tensor]:
         """Forward and backward of all microbatches without a pipeline."""
         losses: list[Tensor] = []
-        steps, stage = self.config.gradient_accumulation_steps, self.config.zero_stage
-        assert isinstance(self.stage, FSDPModule)
+        steps, zero = self.config.gradient_accumulation_steps, self.config.zero_stage
+        stage = self.stages[0]
+        assert isinstance(stage, FSDPModule)
         for index, (inputs, labels) in enumerate(microbatches):
             last = index == steps - 1
-            self.stage.set_is_last_backward(last)
-            self.stage.set_requires_gradient_sync(last or stage >= 2)
-            self.stage.set_reshard_after_backward(last or stage == 3)
-            loss = self.loss_function(self.stage(inputs), labels)
+            stage.set_is_last_backward(last)
+            stage.set_requires_gradient_sync(last or zero >= 2)
+            stage.set_requires_all_reduce(last)
+            stage.set_reshard_after_backward(last or zero == 3)
+            loss = self.loss_function(stage(inputs), labels)
             (loss / steps).backward()
             losses.append(loss.detach())
         return losses
 
     def _pipeline(self, microbatches: Iterator[Microbatch]) -> list[Tensor]:
-        """One 1F1B round; the schedule splits the step's sequences into the microbatches again."""
-        assert self.schedule is not None
+        """The pipeline splits the step's sequences into the microbatches again."""
+        assert self.pipeline is not None
         inputs, labels = (torch.cat(tensors) for tensors in zip(*microbatches, strict=True))
-        losses: list[Tensor] = []
-        first = self.stage.embedding is not None
-        self.schedule.step(
-            *((inputs,) if first else ()),
-            target=labels if self.is_last else None,
-            losses=losses if self.is_last else None,
-            return_outputs=False,
-        )
-        return [loss.detach() for loss in losses]
+        return self.pipeline.step(inputs, labels)
+
+    def _complete_gradients(self) -> None:
+        """What FSDP does not know of: other copies of a tied table, and tokens that came to experts from elsewhere."""
+        if self.tied is not None:
+            self.tied.sum_gradients()
+        if self.config.expert_parallel_size > 1:
+            # FSDP took the mean over the ranks that hold these experts, of all those that sent them tokens.
+            for group in self.groups:
+                if group.experts:
+                    torch._foreach_mul_(group.gradients(), 1 / self.config.expert_parallel_size)
 
     def _clip(self) -> Tensor:
         """Clip to `GRADIENT_CLIP` by the norm of the whole model's gradient and return that norm."""
-        square = torch.zeros((), device=self.layout.mesh.device_type)
-        for parameters in self.groups:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            square += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+        square = torch.zeros((), device=self.mesh.device)
+        second_copy = self.tied.table if self.tied is not None and self.holds_loss else None
+        for group in self.groups:
+            norm = torch.nn.utils.get_total_norm(group.gradients(besides=second_copy))
+            part = (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+            if group.experts:
+                for ranks in (self.mesh.expert_group, self.mesh.tensor.get_group()):
+                    if ranks is not None and ranks.size() > 1:
+                        dist.all_reduce(part, group=ranks)
+            square += part
         if self.config.pipeline_parallel_size > 1:
-            dist.all_reduce(square, group=self.layout.mesh.get_group("pp"))
+            dist.all_reduce(square, group=self.mesh.pipeline_group)
         total = square.sqrt()
-        for parameters in self.groups:
-            torch.nn.utils.clip_grads_with_norm_(parameters, GRADIENT_CLIP, total)
+        for group in self.groups:
+            torch.nn.utils.clip_grads_with_norm_(group.parameters, GRADIENT_CLIP, total)
         return total
 
     def _contribution(self, losses: list[Tensor]) -> Tensor:
-        if not self.is_last:
-            return torch.zeros((), device=self.layout.mesh.device_type)
+        if not self.holds_loss:
+            return torch.zeros((), device=self.mesh.device)
         mean = torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]).mean()
-        return mean / (self.config.data_parallel_size * self.config.tensor_parallel_size)
+        return mean / (self.config.shard_ranks * self.config.tensor_parallel_size)

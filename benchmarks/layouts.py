@@ -1,0 +1,99 @@
+"""Run every legal layout of some specs, one after the other, in one gang, and print what each reaches.
+
+    python -m benchmarks.layouts SPEC... --out FILE.jsonl [--repeat 10]
+
+All specs must name the same cluster. Each line of the output file is one trial: the spec's name and the whole result,
+with its losses, step times, ranks and breakdowns. With `--repeat`, every layout runs that often in a row, and the
+differences within the pairs of neighbouring runs are printed: how well a figure can be had again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from search_spaces.config import TrialConfig
+from service.cluster import ray_session
+from service.evaluate import run
+from service.gang import Gang, close_gangs
+from service.spec import SearchSpec, load_spec
+from telemetry.actor import start_telemetry
+from trainables.result import TrialResult
+
+COLUMNS = {
+    "tokens_per_s_per_gpu": ("tok/s/GPU", ".1f"),
+    "mfu": ("MFU", ".3f"),
+    "joules_per_token": ("J/token", ".4f"),
+    "mean_power_w": ("W", ".0f"),
+    "peak_gpu_temp_c": ("GPU degC", ".0f"),
+    "peak_hbm_temp_c": ("HBM degC", ".0f"),
+    "throttle_ratio": ("thermal", ".3f"),
+    "power_cap_ratio": ("cap", ".2f"),
+    "peak_memory_gib": ("GiB", ".1f"),
+    "trial_overhead_s": ("overhead s", ".1f"),
+}
+REPEATED = ("tokens_per_s_per_gpu", "joules_per_token")
+
+
+def run_all(specs: list[SearchSpec], repeat: int, out: IO[str]) -> list[list[TrialResult]]:
+    """The results of each layout's runs. A layout that fails ends the program with none of the others."""
+    results: list[list[TrialResult]] = []
+    size = max(spec.gang_size for spec in specs)
+    with tempfile.TemporaryDirectory() as storage, ray_session(specs[0]):
+        telemetry = start_telemetry()
+        gang = Gang("layouts", size, specs[0].cluster, Path(storage))
+        for spec in specs:
+            print(f"\n{spec.name}: {spec.shape.layers} layers, global batch {spec.global_batch_size}")
+            print(f"{'layout':66}" + "".join(f"{title:>12}" for title, _ in COLUMNS.values()), flush=True)
+            for point in spec.legal.points:
+                results.append([])
+                for number in range(repeat):
+                    trial_id = f"{spec.name}-{len(results)}-{number}"
+                    result = run(trial_id, point, spec, gang.mailbox, telemetry, {})
+                    results[-1].append(result)
+                    out.write(json.dumps({"spec": spec.name} | result.to_dict()) + "\n")
+                    out.flush()
+                    print(row(point, result), flush=True)
+        close_gangs([gang])
+    return results
+
+
+def row(point: TrialConfig, result: TrialResult) -> str:
+    if result.status != "ok":
+        return f"{point.label:66}  {result.status}: {(result.cause or '')[:120]}"
+    cells = [(result.metrics.get(name), form) for name, (_, form) in COLUMNS.items()]
+    return f"{point.label:66}" + "".join(
+        f"{'-' if value is None else format(value, form):>12}" for value, form in cells
+    )
+
+
+def differences(runs: list[TrialResult], metric: str) -> list[float]:
+    """Relative difference within each pair of neighbouring runs, first and second, third and fourth, ..."""
+    values: list[Any] = [run.metrics.get(metric) for run in runs if run.status == "ok"]
+    pairs = [(a, b) for a, b in zip(values[::2], values[1::2], strict=False) if a and b]
+    return [abs(a - b) / a for a, b in pairs]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("specs", nargs="+", type=Path)
+    parser.add_argument("--out", type=argparse.FileType("w"), required=True)
+    parser.add_argument("--repeat", type=int, default=1)
+    arguments = parser.parse_args(argv)
+    specs = [load_spec(path).located() for path in arguments.specs]
+    if any(spec.cluster != specs[0].cluster for spec in specs):
+        parser.error("the specs must name the same cluster")
+    for runs in run_all(specs, arguments.repeat, arguments.out):
+        for metric in REPEATED:
+            if found := differences(runs, metric):
+                each = " ".join(f"{100 * value:.2f}" for value in found)
+                middle = f"median {100 * statistics.median(found):.2f} %"
+                print(f"{runs[0].config.label}: {metric} differs by {each} %, {middle}")
+
+
+if __name__ == "__main__":
+    main()

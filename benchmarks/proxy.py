@@ -1,0 +1,86 @@
+"""How far depth proxies are from the truth, on a model that does fit.
+
+    python -m benchmarks.proxy SPEC SHALLOW DEEP --trials N
+
+Runs the first N legal layouts of a spec in one gang, each with the model itself and with models of SHALLOW and of DEEP
+layers, and prints what the two smaller ones foretell against what the model came to: a table of errors in percent, then
+the figures as lines of JSON, one a layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from search_spaces.config import TrialConfig
+from service.cluster import ray_session
+from service.evaluate import run
+from service.gang import Gang, close_gangs
+from service.proxy import EXTRAPOLATED
+from service.spec import SearchSpec, dump_spec, load_spec, parse_spec
+from service.tables import heading, render
+from telemetry.actor import start_telemetry
+from trainables.result import TrialResult
+
+
+def compare(
+    whole: SearchSpec, proxied: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any], storage: Path
+) -> list[dict[str, Any]]:
+    """For each layout its metrics as measured and as extrapolated, and the error of these relative to those."""
+    gang = Gang("proxy", proxied.gang_size, proxied.cluster, storage)
+    ray.get(gang.mailbox.ready.remote())
+    rows = []
+    for number, point in enumerate(points):
+        measured = _metrics(run(f"whole-{number}", point, whole, gang.mailbox, telemetry, {}))
+        extrapolated = _metrics(run(f"proxy-{number}", point, proxied, gang.mailbox, telemetry, {}))
+        errors = {metric: extrapolated[metric] / measured[metric] - 1 for metric in measured}
+        rows.append({"layout": point.label, "measured": measured, "extrapolated": extrapolated, "error": errors})
+    close_gangs([gang])
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Errors in percent, one row a layout, and the largest and the median of their sizes."""
+    metrics = list(rows[0]["error"])
+    errors = [[row["error"][metric] for metric in metrics] for row in rows]
+    lines = [[row["layout"], *(f"{error:+.2%}" for error in line)] for row, line in zip(rows, errors, strict=True)]
+    sizes = [[abs(error) for error in column] for column in zip(*errors, strict=True)]
+    lines += [
+        [name, *(f"{of(column):.2%}" for column in sizes)]
+        for name, of in (("largest", max), ("median", statistics.median))
+    ]
+    return render(["error of", *map(heading, metrics)], lines)
+
+
+def _metrics(result: TrialResult) -> dict[str, float]:
+    if result.status != "ok":
+        raise SystemExit(f"{result.trial_id}: {result.config.label}: {result.status}: {result.cause}")
+    return {name: value for name in EXTRAPOLATED if (value := result.metrics[name]) is not None}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("depths", type=int, nargs=2, metavar=("SHALLOW", "DEEP"))
+    parser.add_argument("--trials", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    spec = load_spec(arguments.spec).located()
+    whole = spec.model_copy(update={"depth_proxy": None})
+    proxied = parse_spec(dump_spec(whole.model_copy(update={"depth_proxy": arguments.depths})), str(arguments.spec))
+    points = list(proxied.legal.points[: arguments.trials])
+    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
+        rows = compare(whole, proxied, points, start_telemetry(), Path(storage))
+    shallow, deep = arguments.depths
+    print(f"{spec.shape.layers} layers foretold from {shallow} and {deep}\n\n{table(rows)}\n")
+    for row in rows:
+        print(json.dumps({"spec": str(arguments.spec), "depths": arguments.depths, **row}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Linear layers in 8-bit floats follow the exact ones as closely as their three and two bits of mantissa allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainables.fp8 import FORWARD, GRADIENT, Float8Linear, quantize, use_fp8
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(FORWARD, 2**-4), (GRADIENT, 2**-3)])
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])
+def test_quantized_values_lie_within_half_a_step(dtype: torch.dtype, bound: float, magnitude: float) -> None:
+    x = torch.linspace(0.5, 1.0, 997) * magnitude
+    quantized, scale = quantize(x, dtype)
+    assert quantized.dtype == dtype
+    torch.testing.assert_close(quantized.float() * scale, x, rtol=bound, atol=0)
+
+
+def test_zeros_stay_zero() -> None:
+    quantized, scale = quantize(torch.zeros(16), FORWARD)
+    assert torch.equal(quantized.float() * scale, torch.zeros(16))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_product_and_gradients_follow_the_exact_ones(bias: bool) -> None:
+    torch.manual_seed(0)
+    exact = nn.Linear(64, 96, bias=bias)
+    rough = nn.Linear(64, 96, bias=bias)
+    rough.load_state_dict(exact.state_dict())
+    use_fp8(rough)
+    assert isinstance(rough, Float8Linear)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    out, found = exact(x), rough(y)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    found.backward(upstream)
+    assert x.grad is not None
+    assert y.grad is not None
+    assert 0 < error(found, out) < 0.06
+    assert 0 < error(y.grad, x.grad) < 0.09
+    for name, parameter in exact.named_parameters():
+        gradient = rough.get_parameter(name).grad
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert error(gradient, parameter.grad) < 0.09
+
+
+def test_only_linear_layers_change() -> None:
+    inner = nn.Sequential(nn.Linear(16, 16))
+    module = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), inner)
+    parameters = dict(module.named_parameters())
+    use_fp8(module)
+    assert [type(child) for child in (module[0], module[1], inner[0])] == [Float8Linear, nn.LayerNorm, Float8Linear]
+    assert all(parameters[name] is parameter for name, parameter in module.named_parameters())

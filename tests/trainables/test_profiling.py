@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.nn.functional import scaled_dot_product_attention
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from tests.trainables.conftest import RunRanks
+from trainables import profiling
+from trainables.data import SYNTHETIC
+from trainables.measure import Protocol
+from trainables.profiling import Profile, profile_step
+from trainables.trial import RankReport, TrialRequest
+
+MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
+CONFIG = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+PROTOCOL = Protocol(2, 0.5, 0.2, 0.2, 7, breakdown=True)
+REQUEST = TrialRequest("profiled", CONFIG, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=120, seed=0)
+
+
+def alone(step: Callable[[], object], use_gpu: bool = False) -> Profile:
+    """Profile a step of a trial on one rank."""
+    config = replace(CONFIG, num_gpus=1)
+    return profile_step(step, config, use_gpu, meet=lambda: None, slowest=lambda seconds: seconds)
+
+
+def train(device: str) -> None:
+    a = torch.ones(512, 512, device=device)
+    q = torch.ones(1, 4, 256, 64, device=device, dtype=torch.bfloat16)
+    for _ in range(5):
+        a = (a @ a).relu()
+        q = scaled_dot_product_attention(q, q, q, is_causal=True)
+    a.to("cpu")
+
+
+def check(report: RankReport) -> None:
+    """What holds of every breakdown."""
+    assert report.profile is not None
+    assert report.profile.problem is None
+    found = report.profile.breakdown
+    assert found is not None
+    assert found.matmul_s > 0
+    assert found.attention_s > 0
+    assert found.other_s > 0
+    parts = found.compute_s + found.exposed_communication_s + found.memory_copy_s + found.idle_s
+    assert parts == pytest.approx(found.span_s, rel=0.2)  # CPU threads may copy while another computes
+    assert found.communication_s == pytest.approx(
+        found.overlapped_communication_s + found.exposed_communication_s, abs=1e-9
+    )
+    assert found.span_s < report.profile.time_s < 20
+    # The step that was profiled is none of the trial's.
+    assert len(report.losses) == len(report.timing.warmup_steps_s) + len(report.timing.window_steps_s)
+
+
+@pytest.mark.parametrize(
+    ("layout", "communication"),
+    [
+        (replace(CONFIG, zero_stage=3), ["all_gather_s", "reduce_scatter_s"]),
+        (replace(CONFIG, pipeline_parallel_size=2), ["send_recv_s"]),
+        (replace(CONFIG, engine="deepspeed", zero_stage=0), ["all_reduce_s"]),
+    ],
+    ids=lambda value: value.label if isinstance(value, TrialConfig) else "",
+)
+def test_each_rank_says_where_its_step_went(layout: TrialConfig, communication: list[str], run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(replace(REQUEST, trial_id=f"profiled {layout.label}", config=layout))
+    spans = set()
+    for rank, outcome in enumerate(outcomes):
+        assert (outcome.status, outcome.cause) == ("ok", None)
+        assert outcome.report is not None
+        check(outcome.report)
+        assert outcome.report.coordinates == layout.coordinates(rank)
+        assert outcome.report.profile is not None
+        times: Any = outcome.report.profile.breakdown
+        assert all(getattr(times, name) > 0 for name in communication)
+        spans.add(times.span_s)
+    assert len(spans) == 1  # the slowest rank's
+
+
+def test_without_the_option_nothing_is_profiled(run_ranks: RunRanks) -> None:
+    request = replace(REQUEST, trial_id="unprofiled", protocol=replace(PROTOCOL, breakdown=False))
+    for outcome in run_ranks(request):
+        assert outcome.report is not None
+        assert outcome.report.profile is None
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_a_profiler_that_fails_leaves_the_step_and_its_reason(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(profiling.profile):
+        def fail(self, *arguments: object) -> None:
+            raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nsee the manual")
+
+    setattr(Broken, method, Broken.fail)
+    monkeypatch.setattr(profiling, "profile", Broken)
+    done: list[str] = []
+    try:
+        found = profile_step(
+            lambda: done.append("step"), CONFIG, False, lambda: done.append("meet"), lambda seconds: seconds
+        )
+    finally:
+        if method == "__exit__":
+            torch.autograd._disable_profiler()
+    assert done == ["meet", "step"]
+    assert found.breakdown is None
+    assert found.problem == "the profiler failed: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+
+
+def test_a_step_that_fails_fails() -> None:
+    with pytest.raises(ZeroDivisionError):
+        alone(lambda: 1 / 0)
+    torch.autograd._disable_profiler()
+
+
+@dataclass
+class Event:
+    """What the profiler says of one kernel or operator."""
+
+    label: str
+    start: int
+    end: int
+    thread: int = 1
+    correlation: int = 0
+    linked: int = 0
+    device: DeviceType = DeviceType.CPU
+
+    def name(self) -> str:
+        return self.label
+
+    def start_ns(self) -> int:
+        return self.start
+
+    def end_ns(self) -> int:
+        return self.end
+
+    def duration_ns(self) -> int:
+        return self.end - self.start
+
+    def start_thread_id(self) -> int:
+        return self.thread
+
+    def correlation_id(self) -> int:
+        return self.correlation
+
+    def linked_correlation_id(self) -> int:
+        return self.linked
+
+    def device_type(self) -> DeviceType:
+        return self.device
+
+    def is_async(self) -> bool:
+        return False
+
+    def is_user_annotation(self) -> bool:
+        return False
+
+
+def test_kernels_of_one_name_are_told_apart_by_the_call_that_launched_them() -> None:
+    second = 1_000_000_000
+    exchange = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+    kernels = [(exchange, 2), (exchange, 4), (exchange, 0), ("ncclDevKernel_Generic_1(...)", 6)]
+    events = [
+        Event("c10d::alltoall_base_", 10, 20, correlation=1),
+        Event("record_param_comms", 12, 18, correlation=2),
+        Event("c10d::send", 30, 40, correlation=3),
+        Event("record_param_comms", 32, 38, correlation=4),
+        Event("c10d::allreduce_", 10, 40, thread=2, correlation=5),
+        Event("record_param_comms", 12, 38, thread=2, correlation=6),
+        *(
+            Event(name, i * second, (i + 1) * second, linked=linked, device=DeviceType.CUDA)
+            for i, (name, linked) in enumerate(kernels)
+        ),
+    ]
+    found = profiling._of_kernels(events, None, 5.0)
+    assert (found.all_to_all_s, found.send_recv_s, found.all_reduce_s) == (1.0, 2.0, 1.0)
+    by_layout = profiling._of_kernels(events, "all_to_all", 5.0)
+    assert (by_layout.all_to_all_s, by_layout.send_recv_s, by_layout.other_communication_s) == (3.0, 0.0, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_kernels_of_a_gpu_are_seen() -> None:
+    train("cuda")
+    found = alone(lambda: train("cuda"), use_gpu=True)
+    assert found.problem is None
+    times = found.breakdown
+    assert times is not None
+    assert min(times.matmul_s, times.attention_s, times.other_s, times.memory_copy_s) > 0
+    assert times.communication_s == 0
+    busy = times.compute_s + times.memory_copy_s
+    assert busy <= times.span_s * 1.01
+    assert times.idle_s == pytest.approx(times.span_s - busy, rel=0.05)

@@ -1,0 +1,192 @@
+"""Where the time of one optimizer step goes on one rank: kernels sorted by name, their times joined as intervals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+COMPUTE = ("matmul", "attention", "other")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "all_to_all", "other_communication")
+MEMORY_COPY = "memory_copy"
+GENERIC = "generic_communication"
+"""A kernel whose name does not tell its collective, such as RCCL's: `GENERIC` until the caller knows better."""
+
+COMPILED = "## Call CompiledFxGraph"
+"""The name under which Inductor's fused loops run on the CPU."""
+
+_COLLECTIVE = re.compile(r"(allreduce)|(allgather)|(reducescatter)|(send|recv)|(alltoall)")
+_OF_NCCL = re.compile(r"nccl|rccl|nvshmem")
+_SYMMETRIC_MEMORY = re.compile(r"symm(etric)?_mem|multimem_|one_shot_|two_shot_|(barrier|(put|wait)_signal)_kernel")
+_ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|dot_do_o|convert_dq")
+_MATMUL = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitkreduce|matmul|^cijk_")
+_CPU_ATTENTION = re.compile(r"::_?(scaled_dot_product|flash_attention|efficient_attention|flex_attention)")
+_CPU_MATMUL = re.compile(
+    r"::_?(mm|addmm|bmm|baddbmm|mv|addmv|scaled_mm|grouped_mm|scaled_grouped_mm|mkldnn_linear|linear_pointwise)(_|$|\.)"
+)
+_CPU_COPY = re.compile(r"^aten::(copy_|fill_|zero_)$")
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of one optimizer step on one rank; a time is that during which at least one such kernel ran.
+
+    - `span_s` is the whole step, to the end of the slowest rank; `idle_s` what of it nothing at all ran here.
+    - `compute_s` is `matmul_s` (grouped and fp8 as well), `attention_s` and `other_s` together.
+    - `communication_s` is all the collectives together. It is `overlapped` while this rank computes, else `exposed`,
+      in total and for each collective.
+    - `other_communication_s` is broadcasts, copies from GPU to GPU, and waiting for signals between GPUs.
+    - `memory_copy_s` is copies and fills by the copy engines or their like; neither compute nor communication.
+    """
+
+    span_s: float
+    compute_s: float
+    matmul_s: float
+    attention_s: float
+    other_s: float
+    memory_copy_s: float
+    idle_s: float
+    communication_s: float
+    overlapped_communication_s: float
+    exposed_communication_s: float
+    all_reduce_s: float
+    all_gather_s: float
+    reduce_scatter_s: float
+    send_recv_s: float
+    all_to_all_s: float
+    other_communication_s: float
+    exposed_all_reduce_s: float
+    exposed_all_gather_s: float
+    exposed_reduce_scatter_s: float
+    exposed_send_recv_s: float
+    exposed_all_to_all_s: float
+    exposed_other_communication_s: float
+
+
+def break_down(
+    categories: Sequence[str], starts_ns: NDArray[np.int64], ends_ns: NDArray[np.int64], span_s: float
+) -> Breakdown:
+    """Join the intervals of a step, each of one of `COMPUTE`, `COLLECTIVES` or `MEMORY_COPY`."""
+    labels = np.asarray(categories, dtype=object)
+
+    def seconds(*names: str) -> float:
+        """Length of the union of all intervals of these categories."""
+        chosen = np.isin(labels, names)
+        return union_ns(starts_ns[chosen], ends_ns[chosen]) / 1e9
+
+    compute = seconds(*COMPUTE)
+    times = {f"{name}_s": seconds(name) for name in (*COMPUTE, MEMORY_COPY, *COLLECTIVES)}
+    # What lies outside compute is what it adds to the union.
+    exposed = {f"exposed_{name}_s": seconds(name, *COMPUTE) - compute for name in COLLECTIVES}
+    communication = seconds(*COLLECTIVES)
+    exposed_communication = seconds(*COLLECTIVES, *COMPUTE) - compute
+    return Breakdown(
+        span_s=span_s,
+        compute_s=compute,
+        communication_s=communication,
+        overlapped_communication_s=communication - exposed_communication,
+        exposed_communication_s=exposed_communication,
+        idle_s=max(0.0, span_s - seconds(*COMPUTE, MEMORY_COPY, *COLLECTIVES)),
+        **times,
+        **exposed,
+    )
+
+
+def union_ns(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
+    """Length of the union of the intervals [start, end)."""
+    if not len(starts):
+        return 0
+    order = np.argsort(starts, kind="stable")
+    starts, reached = starts[order], np.maximum.accumulate(ends[order])
+    covered = np.concatenate((starts[:1], reached[:-1]))  # up to where the intervals before each one reach
+    return int(np.maximum(0, reached - np.maximum(starts, covered)).sum())
+
+
+def collective(name: str) -> str:
+    """The collective that a kernel's or an operator's name speaks of, in NCCL's, gloo's or c10d's spelling."""
+    found = _COLLECTIVE.search(name.lower().replace("_", ""))
+    return COLLECTIVES[found.lastindex - 1] if found and found.lastindex else "other_communication"
+
+
+@lru_cache(maxsize=4096)
+def kernel_category(name: str) -> str:
+    """Category of a GPU kernel or copy by its name; `GENERIC` if only the host knows which collective it is."""
+    lower = name.lower()
+    if lower.startswith("memcpy"):
+        return "other_communication" if "ptop" in lower else MEMORY_COPY
+    if lower.startswith("memset"):
+        return MEMORY_COPY
+    if lower.startswith("triton_"):  # Inductor's: fused ones bear the names of whatever they are fused with
+        if not lower.startswith("triton_tem_"):
+            return "other"
+        return "attention" if "attention" in lower else "matmul"
+    if _OF_NCCL.search(lower):
+        return GENERIC if "generic" in lower else collective(name)
+    if _ATTENTION.search(lower):
+        return "attention"
+    if _SYMMETRIC_MEMORY.search(lower):
+        return collective(name)
+    return "matmul" if _MATMUL.search(lower) else "other"
+
+
+@lru_cache(maxsize=4096)
+def operator_category(name: str) -> str | None:
+    """Category of a CPU operator's own time; None for what only waits or wraps others."""
+    if name.startswith(("gloo:", "c10d::", "record_param_comms")):
+        return None if "barrier" in name else collective(name)
+    if name.startswith(COMPILED):
+        return "other"
+    if "::" not in name or name.startswith(("_c10d_functional::", "autograd::", "torch::autograd::")):
+        return None
+    if _CPU_ATTENTION.search(name):
+        return "attention"
+    if _CPU_MATMUL.search(name):
+        return "matmul"
+    return MEMORY_COPY if _CPU_COPY.match(name) else "other"
+
+
+def own_times(
+    operators: Iterable[tuple[int, int, int, str]],
+) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut nested CPU operators, as (thread, start, end, name) in ns, into the intervals of each one's own time.
+
+    Within attention, a matrix product or a collective, everything is theirs.
+    """
+    categories: list[str] = []
+    edges: list[tuple[int, int]] = []
+    open_: list[tuple[int, str | None]] = []  # the end and the category of what is under way, outermost first
+    thread, cursor = -1, 0
+
+    def run_to(time: int) -> None:
+        """Attribute the time from the cursor up to `time`, closing what ends before."""
+        nonlocal cursor
+        while open_ and cursor < time:
+            end, category = open_[-1]
+            until = min(end, time)
+            if category is not None and until > cursor:
+                categories.append(category)
+                edges.append((cursor, until))
+            cursor = max(cursor, until)
+            if end <= time:
+                open_.pop()
+
+    for owner, start, end, name in sorted(operators, key=lambda o: (o[0], o[1], -o[2])):
+        if owner != thread:
+            run_to(1 << 62)
+            open_.clear()
+            thread, cursor = owner, start
+        run_to(start)
+        while open_ and open_[-1][0] <= start:
+            open_.pop()
+        cursor = max(cursor, start)
+        around, category = open_[-1][1] if open_ else None, operator_category(name)
+        if around in COLLECTIVES or (around in ("matmul", "attention") and category in (*COMPUTE, MEMORY_COPY)):
+            category = around
+        open_.append((end, category))
+    run_to(1 << 62)
+    times = np.array(edges, dtype=np.int64).reshape(-1, 2)
+    return categories, times[:, 0], times[:, 1]

@@ -1,0 +1,65 @@
+"""Context parallelism of the `megatron` engine: each rank holds an early and a late piece of every sequence.
+
+Keys and values are gathered, queries stay where they are (Grattafiori et al. 2024, section 3.3.2). Of 2 N pieces rank r
+of N holds pieces r and 2 N - 1 - r, so that all ranks have the same share of the causal triangle.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup, _functional_collectives
+
+
+def positions(sequence_length: int, size: int, rank: int, device: torch.device) -> Tensor:
+    """Where the tokens of rank `rank` of `size` lie in a sequence, ascending, int64 (sequence_length / size,)."""
+    whole = torch.arange(sequence_length, device=device)
+    if size == 1:
+        return whole
+    pieces = whole.chunk(2 * size)
+    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
+
+
+def _attend_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of queries that are the last of the positions that `k` and `v` have."""
+    queries, keys = q.shape[2], k.shape[2]
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        # FlashAttention-2 aligns causal masks with the end; no function of torch says so without making the mask.
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class GatheredAttention:
+    """Causal attention of this rank's queries to the keys and values of whole sequences. Collective over `group`."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+        early = [2 * rank for rank in range(self.size)]
+        late = [2 * rank + 1 for rank in reversed(range(self.size))]
+        self.order = torch.tensor(early + late, device=device)  # of the gathered pieces, as the sequence has them
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v: (batch, heads, sequence / size, head_dim), keys and values with as many or fewer heads; like q."""
+        length = q.shape[2] // 2
+        k, v = self._gather(torch.stack((k, v))).unbind(0)
+        repeats = q.shape[1] // k.shape[1]
+        if repeats > 1:  # attention that is not square takes no grouped queries
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        outputs = []
+        for query, piece in zip(q.chunk(2, dim=2), (self.rank, 2 * self.size - 1 - self.rank), strict=True):
+            seen = (piece + 1) * length
+            outputs.append(_attend_to_the_end(query, k[:, :, :seen], v[:, :, :seen]))
+        return torch.cat(outputs, dim=2)
+
+    def _gather(self, local: Tensor) -> Tensor:
+        """(2, batch, heads, sequence / size, head_dim) of every rank to (2, batch, heads, sequence, head_dim)."""
+        gather = getattr(_functional_collectives, "all_gather_single_autograd", None)
+        if gather is None:  # its name before torch 2.13
+            gather = _functional_collectives.all_gather_tensor_autograd
+        gathered = _functional_collectives.wait_tensor(gather(local.contiguous(), 0, self.group))
+        pieces = gathered.unflatten(0, (self.size, 2)).unflatten(4, (2, -1))  # rank, k or v, batch, heads, piece, ...
+        pieces = pieces.permute(1, 2, 3, 0, 4, 5, 6).flatten(3, 4)
+        return pieces.index_select(3, self.order).flatten(3, 4)

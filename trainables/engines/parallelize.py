@@ -1,0 +1,151 @@
+"""How one part of the model is laid over the mesh: split, recomputed, compiled and sharded, in this order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from search_spaces.config import TrialConfig
+from trainables.context import GatheredAttention
+from trainables.engines.mesh import Mesh
+from trainables.fp8 import use_fp8
+from trainables.model import Block, Embedding, Head
+from trainables.moe import Experts, MoE
+from trainables.recompute import recomputed
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Layout:
+    """Lays parts of a model over one mesh; tensor and sequence parallelism as in Shoeybi et al. 2019 and Korthikanti
+    et al. 2022."""
+
+    def __init__(self, config: TrialConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.hidden = Shard(1) if config.sequence_parallel else Replicate()
+        self.sharding: dict[str, Any] = {
+            "mesh": mesh.sharding,
+            "reshard_after_forward": config.zero_stage == 3,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if config.precision == "fp32" else torch.bfloat16,
+                reduce_dtype=_DTYPES[config.reduce_precision],
+            ),
+        }
+        self.attend = None
+        if mesh.context_group is not None:
+            self.attend = GatheredAttention(mesh.context_group, mesh.device)
+        if config.async_tensor_parallel:
+            # The compiler then splits the products beside a gather or a scatter, and sends one part's while it
+            # computes another's, through memory that neighbours map.
+            torch._inductor.config._micro_pipeline_tp = True
+            enable_symm_mem_for_group(mesh.tensor.get_group().group_name)
+
+    def block(self, block: Block) -> nn.Module:
+        if self.attend is not None:
+            block.attention.attend = self.attend
+        if self.config.precision == "fp8":
+            use_fp8(block)
+        self._tensor_parallel(block, self._block_plan(block))
+        if isinstance(block.ffn, MoE):
+            self._shard_experts(block.ffn.experts)
+        module = recomputed(block, self.config.recompute)
+        if self.config.compile:
+            module.compile()
+        fully_shard(module, **self.sharding)
+        return module
+
+    def embedding(self, embedding: Embedding) -> Embedding:
+        plan: dict[str, Any] = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=self.hidden)}
+        if embedding.positions is not None:
+            plan["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=self.hidden)
+        self._tensor_parallel(embedding, plan)
+        if self.config.tensor_parallel_size > 1:
+            embedding.register_forward_hook(_arrived)
+        return embedding
+
+    def head(self, head: Head) -> Head:
+        plan: dict[str, Any] = {
+            "output": ColwiseParallel(input_layouts=self.hidden, output_layouts=Shard(-1), use_local_output=False)
+        }
+        if self.config.sequence_parallel:
+            plan["norm"] = SequenceParallel()
+        self._tensor_parallel(head, plan)
+        return head
+
+    def shard(self, module: nn.Module) -> None:
+        """Make one group of `module`'s parameters that no part of it has sharded yet."""
+        fully_shard(module, **self.sharding)
+
+    def root(self, module: nn.Module) -> None:
+        """The same for what holds all parts of a stage, whose communication it times from then on."""
+        fully_shard(module, **self.sharding)
+        config = self.config
+        if self.mesh.device.type == "cuda" and not (config.overlap_grad_reduce and config.overlap_param_gather):
+            _serialize(module, gradients=not config.overlap_grad_reduce, parameters=not config.overlap_param_gather)
+
+    def _block_plan(self, block: Block) -> dict[str, Any]:
+        whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
+        plan: dict[str, Any] = {
+            "attention": whole,
+            "attention.wq": ColwiseParallel(),
+            "attention.wk": ColwiseParallel(),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=self.hidden),
+        }
+        if not isinstance(block.ffn, MoE):  # a mixture of experts is made for its place in the mesh
+            plan |= {"ffn": whole, "ffn.up": ColwiseParallel(), "ffn.down": RowwiseParallel(output_layouts=self.hidden)}
+            if hasattr(block.ffn, "gate"):
+                plan["ffn.gate"] = ColwiseParallel()
+        if self.config.sequence_parallel:
+            plan["attention_norm"] = plan["ffn_norm"] = SequenceParallel()
+        return plan
+
+    def _shard_experts(self, experts: Experts) -> None:
+        """Over the ranks that hold the same experts: whole ones each where there are enough, else a part of each."""
+        mesh = self.mesh.expert_sharding
+        ranks = mesh.size(mesh.ndim - 1)
+        dimension = 0 if len(experts.local) % ranks == 0 else 1
+        sharding = self.sharding | {"mesh": mesh, "shard_placement_fn": lambda _: Shard(dimension)}
+        fully_shard(experts, **sharding)
+
+    def _tensor_parallel(self, module: nn.Module, plan: dict[str, Any]) -> None:
+        if self.config.tensor_parallel_size > 1:
+            # Each rank drew the whole tensor from the same seed, so that nothing needs to be sent.
+            parallelize_module(module, self.mesh.tensor, plan, src_data_rank=None)
+
+
+def _arrived(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    """The hidden states as a plain tensor. What a collective returns is of a kind of its own until it has arrived, and
+    a compiled block that is given one passes no gradient back through it."""
+    return output.clone()
+
+
+def _serialize(root: nn.Module, gradients: bool, parameters: bool) -> None:
+    """Let FSDP2 reduce gradients, or gather parameters, on the stream that computes, and so at no time beside it.
+
+    FSDP2 has no switch for this: its streams are replaced once its root has made them, in its first forward.
+    """
+    assert isinstance(root, FSDPModule)
+
+    def replace_streams(*_: object) -> None:
+        streams = root._get_fsdp_state()._comm_ctx
+        compute = torch.cuda.current_stream()
+        if parameters:
+            streams.all_gather_copy_in_stream = streams.all_gather_stream = compute
+        if gradients:
+            streams.reduce_scatter_stream = streams.all_reduce_stream = compute
+        handle.remove()
+
+    handle = root.register_forward_pre_hook(replace_streams)
