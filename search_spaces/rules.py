@@ -114,6 +114,13 @@ def zero_bubble_is_not_compiled(config: TrialConfig, work: Workload) -> str | No
     return None
 
 
+def zero_bubble_keeps_no_selection(config: TrialConfig, work: Workload) -> str | None:
+    """A split backward pass goes through a block twice; torch gives out what selective recomputation kept once."""
+    if config.recompute == "selective" and config.pipeline_schedule.endswith("zero_bubble"):
+        return f"{config.pipeline_schedule} needs twice what selective recomputation keeps for one backward pass"
+    return None
+
+
 def zero_with_pipeline(config: TrialConfig, work: Workload) -> str | None:
     """Stages keep the gradients of all microbatches in flight, and would gather their parameters once a microbatch."""
     if config.pipeline_parallel_size > 1 and config.zero_stage > 1:
@@ -163,6 +170,8 @@ def fp8_is_supported(config: TrialConfig, work: Workload) -> str | None:
         return "grouped matrix products of experts have no fp8 form here"
     if any(width % 16 for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)):
         return "fp8 matrix products need widths that are multiples of 16"
+    if config.micro_batch_size * work.sequence_length // config.context_parallel_size % 16:
+        return "fp8 matrix products need microbatches whose tokens on a GPU are a multiple of 16"
     return None
 
 
@@ -281,7 +290,7 @@ RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
     "sequence_parallel": (sequence_divides,),
     "async_tensor_parallel": (async_tensor_parallel_is_supported,),
     "rank_order": (rank_order_is_permutation,),
-    "recompute": (deepspeed_tensor_parallel_sums_in_place,),
+    "recompute": (zero_bubble_keeps_no_selection, deepspeed_tensor_parallel_sums_in_place),
     "overlap_grad_reduce": (),
     "overlap_param_gather": (),
     "bucket_size": (),

@@ -34,11 +34,8 @@ def _attend_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class GatheredAttention:
     """Causal attention of this rank's queries to the keys and values of whole sequences. Collective over `group`."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
-        early = [2 * rank for rank in range(self.size)]
-        late = [2 * rank + 1 for rank in reversed(range(self.size))]
-        self.order = torch.tensor(early + late, device=device)  # of the gathered pieces, as the sequence has them
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -47,7 +44,7 @@ class GatheredAttention:
         k, v = self._gather(torch.stack((k, v))).unbind(0)
         repeats = q.shape[1] // k.shape[1]
         if repeats > 1:  # attention that is not square takes no grouped queries
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+            k, v = (x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2) for x in (k, v))
         outputs = []
         for query, piece in zip(q.chunk(2, dim=2), (self.rank, 2 * self.size - 1 - self.rank), strict=True):
             seen = (piece + 1) * length
@@ -60,6 +57,5 @@ class GatheredAttention:
         if gather is None:  # its name before torch 2.13
             gather = _functional_collectives.all_gather_tensor_autograd
         gathered = _functional_collectives.wait_tensor(gather(local.contiguous(), 0, self.group))
-        pieces = gathered.unflatten(0, (self.size, 2)).unflatten(4, (2, -1))  # rank, k or v, batch, heads, piece, ...
-        pieces = pieces.permute(1, 2, 3, 0, 4, 5, 6).flatten(3, 4)
-        return pieces.index_select(3, self.order).flatten(3, 4)
+        halves = [pieces.chunk(2, dim=3) for pieces in gathered.unflatten(0, (self.size, 2)).unbind(0)]
+        return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=3)

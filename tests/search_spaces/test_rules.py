@@ -155,6 +155,15 @@ CASES: dict[str, list[Case]] = {
         for schedule in ("interleaved_zero_bubble", "zbv_zero_bubble")
         for allowed, compiled in ((schedule, False), ("interleaved_1f1b", True))
     ],
+    "zero_bubble_keeps_no_selection": [
+        Case(
+            INTERLEAVED | {"pipeline_schedule": schedule, "recompute": "selective"},
+            INTERLEAVED | {"pipeline_schedule": allowed, "recompute": recompute},
+            f"{schedule} needs twice",
+        )
+        for schedule in ("interleaved_zero_bubble", "zbv_zero_bubble")
+        for allowed, recompute in ((schedule, "full"), ("interleaved_1f1b", "selective"))
+    ],
     "zero_with_pipeline": [
         Case(
             {"pipeline_parallel_size": 2, "zero_stage": stage, "engine": engine},
@@ -216,6 +225,12 @@ CASES: dict[str, list[Case]] = {
         ),
         Case({"precision": "fp8"}, {}, "experts", model=EXPERTS, work=H200),
         Case({"precision": "fp8"}, {}, "multiples of 16", model={"ffn_hidden": 184}, work=H200),
+        Case(
+            {"precision": "fp8", "context_parallel_size": 2},
+            {"precision": "fp8", "context_parallel_size": 2, "micro_batch_size": 2},
+            "tokens on a GPU",
+            work=H200 | {"sequence_length": 16},
+        ),
     ],
     "async_tensor_parallel_is_supported": [
         Case(

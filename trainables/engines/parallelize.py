@@ -45,7 +45,7 @@ class Layout:
         }
         self.attend = None
         if mesh.context_group is not None:
-            self.attend = GatheredAttention(mesh.context_group, mesh.device)
+            self.attend = GatheredAttention(mesh.context_group)
         if config.async_tensor_parallel:
             # The compiler then splits the products beside a gather or a scatter, and sends one part's while it
             # computes another's, through memory that neighbours map.
@@ -62,7 +62,9 @@ class Layout:
             self._shard_experts(block.ffn.experts)
         module = recomputed(block, self.config.recompute)
         if self.config.compile:
-            module.compile()
+            # Selective recomputation is for the compiler to see. Full recomputation goes around what it made: a graph
+            # that recomputes fails to keep the device mesh of sequence parallelism (seen with torch 2.13).
+            (block if self.config.recompute == "full" else module).compile()
         fully_shard(module, **self.sharding)
         return module
 
