@@ -295,7 +295,9 @@ class SearchSpec(Strict):
                     f"{2 * size} pieces"
                 )
         for size in axes["expert_parallel_size"]:
-            if size > 1 and (not shape.num_experts or shape.num_experts % size):
+            if size > 1 and not shape.num_experts:
+                raise ValueError("space.expert_parallel_size: the model has no experts to spread; allowed: 1")
+            if shape.num_experts % size:
                 raise ValueError(
                     f"space.expert_parallel_size: {size} does not divide the model's {shape.num_experts} experts"
                 )

@@ -259,7 +259,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"space\.pipeline_parallel_size: 3 does not .* 4 layers; allowed: 1, 2, 4$",
     ),
     ({"space": {"context_parallel_size": 3}}, r"space\.context_parallel_size: a sequence of 128 .* 6 pieces$"),
-    ({"space": {"expert_parallel_size": 2}}, r"space\.expert_parallel_size: 2 does not divide the model's 0 experts$"),
+    (
+        {"space": {"expert_parallel_size": 2}},
+        r"space\.expert_parallel_size: the model has no experts to spread; allowed: 1$",
+    ),
     (
         {"model": "tiny-moe", "space": {"expert_parallel_size": 3}},
         r"space\.expert_parallel_size: 3 does not divide the model's 4 experts$",
