@@ -54,6 +54,7 @@ METRICS = (
     "joules_per_token",
     "mean_power_w",
     "peak_power_w",
+    "energy_ratio",
     "throttle_ratio",
     "power_cap_ratio",
     "throttle_time_s",

@@ -47,9 +47,9 @@ SCHEMA = pa.schema(
         ("throttle_reasons", pa.uint64()),
     ]
 )
-"""`time_ns` is the node's `time.monotonic_ns()`, `device` a GPU's UUID or `cpu:<hostname>`, `kind` `nvidia` or `cpu`,
-`energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`; `throttle_reasons` is the driver's
-bitmask."""
+"""`time_ns` is the node's `time.monotonic_ns()`, `device` a GPU's UUID or `cpu:<hostname>`, `kind` `nvidia`, `amd` or
+`cpu`, `energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`; `throttle_reasons` is the
+driver's bitmask."""
 
 
 class SampleBuffer:

@@ -19,6 +19,15 @@ from telemetry.samples import THROTTLE_CAUSES
 MAX_GAP_NS = 1_000_000_000
 """The longest stretch without a fresh reading across which a value is interpolated."""
 
+MAX_DEVICE_W = 10_000
+"""More than any one device draws: energy that grows faster was misread."""
+
+RATIO_BOUNDS = (0.95, 1.05)
+"""Integrated power over the counter's energy: outside, one of the two is wrong."""
+
+MIN_RATIO_S = 2.0
+"""Shorter windows are left alone: what an edge misses, a tick of the counter at most, may be over 5% of them."""
+
 _METHODS_BY_TRUST = ("counter", "integrated", "estimated")
 
 
@@ -27,15 +36,17 @@ class DeviceWindow:
     """One device over its node's window of `duration_s` seconds.
 
     `energy_method`: `counter` (hardware counter), `integrated` (from sampled power) or `estimated` (a model's power);
-    None where there were no samples. `throttle_s` holds seconds by cause. `thermal_throttle_s` bounds the seconds lost
-    to heat: software and hardware slowdown may coincide, so they lie between the larger one and the sum (at most the
-    duration). None is unknown.
+    None where there were no samples. `integrated_j` is the energy by sampled power beside a hardware counter's: it is
+    compared with `energy_j` and never takes its place. `throttle_s` holds seconds by cause. `thermal_throttle_s` bounds
+    the seconds lost to heat: software and hardware slowdown may coincide, so they lie between the larger one and the
+    sum (at most the duration). None is unknown.
     """
 
     device: str
     duration_s: float
     energy_j: float | None
     energy_method: str | None
+    integrated_j: float | None
     throttle_s: dict[str, float | None]
     thermal_throttle_s: tuple[float, float] | None
     mean_sm_clock_mhz: float | None
@@ -80,6 +91,11 @@ class WindowSummary:
         methods = [window.energy_method for window in self.devices]
         known = [method for method in methods if method is not None]
         return max(known, key=_METHODS_BY_TRUST.index) if known and len(known) == len(methods) else None
+
+    @property
+    def energy_ratio(self) -> float | None:
+        """Integrated power over the energy by the counters; None unless every device has both."""
+        return _ratio(_total(window.integrated_j for window in self.devices), self.energy_j)
 
     @property
     def mean_power_w(self) -> float | None:
@@ -153,6 +169,7 @@ class WindowSummary:
         names = (
             "mean_power_w",
             "peak_power_w",
+            "energy_ratio",
             "throttle_ratio",
             "power_cap_ratio",
             "throttle_time_s",
@@ -198,6 +215,10 @@ class Unusable(ValueError):
     """Readings that do not support the value asked of them."""
 
 
+class WentBackwards(Unusable):
+    """A counter lost its past, as when a device is reset."""
+
+
 def summarise(table: pa.Table, start_ns: int, end_ns: int, devices: Iterable[str]) -> WindowSummary:
     """The window from `start_ns` to `end_ns` of one node's monotonic clock, for the given devices of that node.
 
@@ -226,14 +247,15 @@ def combine(summaries: Sequence[WindowSummary]) -> WindowSummary:
 def counter_difference(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> float:
     """Growth of a cumulative counter over a window, read at `time_ns` [n] (int64, ascending) as `value` [n] (uint64).
 
-    Raises Unusable if an edge is not between two readings at most MAX_GAP_NS apart, or if the counter decreased.
+    Raises Unusable if an edge is not between two readings at most MAX_GAP_NS apart, the second followed as soon by a
+    third (a call that hangs returns a value much younger than its time), or if the counter decreased.
     """
     first, last = _bracket(time_ns, start_ns, end_ns)
     for edge, before in (("start", first), ("end", last - 1)):
-        _require_no_gap(time_ns[before : before + 2], f"at the window's {edge}")
+        _require_no_gap(time_ns[before : before + 3], f"at the window's {edge}")
     time_ns, value = time_ns[first : last + 1], value[first : last + 1]
     if np.any(value[1:] < value[:-1]):
-        raise Unusable("went backwards")
+        raise WentBackwards("went backwards")
     growth = np.interp([0, end_ns - start_ns], time_ns - start_ns, value - value[0])
     return float(growth[1] - growth[0])
 
@@ -271,16 +293,28 @@ def _device_window(device: str, rows: pa.Table, start_ns: int, end_ns: int) -> D
     duration_s = (end_ns - start_ns) / 1e9
     inside = rows.filter((pc.field("time_ns") >= start_ns) & (pc.field("time_ns") <= end_ns))
     problems: list[str] = [] if inside.num_rows else ["has no samples in the window"]
+    energy_method = _energy_method(rows)
     energy_j: float | None = None
+    integrated_j: float | None = None
+    reset = False
     try:
         energy_j = _energy_j(rows, start_ns, end_ns)
     except Unusable as problem:
         problems.append(str(problem))
+        reset = isinstance(problem, WentBackwards)
+    if energy_method == "counter":
+        try:
+            integrated_j = _integrated_j(rows, start_ns, end_ns)
+        except Unusable as problem:
+            problems.append(str(problem))
+    ratio = _ratio(integrated_j, energy_j)
+    if ratio is not None and duration_s >= MIN_RATIO_S and not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1]:
+        problems.append(f"integrated power gives {ratio:.3f} times the energy counter's energy")
     throttle_s: dict[str, float | None] = dict.fromkeys(THROTTLE_CAUSES)
     refused: set[str] = set()
     for cause in THROTTLE_CAUSES:
         try:
-            throttle_s[cause] = _throttle_s(rows, cause, start_ns, end_ns)
+            throttle_s[cause] = _throttle_s(rows, cause, start_ns, end_ns, reset)
         except Unusable as problem:
             problems.append(str(problem))
             refused.add(cause)
@@ -290,7 +324,8 @@ def _device_window(device: str, rows: pa.Table, start_ns: int, end_ns: int) -> D
         device=device,
         duration_s=duration_s,
         energy_j=energy_j,
-        energy_method=_energy_method(rows),
+        energy_method=energy_method,
+        integrated_j=integrated_j,
         throttle_s=throttle_s,
         thermal_throttle_s=(max(thermal), min(sum(thermal), duration_s)) if thermal_known else None,
         mean_sm_clock_mhz=pc.mean(inside["sm_clock_mhz"]).as_py(),
@@ -311,18 +346,18 @@ def _energy_method(rows: pa.Table) -> str | None:
 
 
 def _energy_j(rows: pa.Table, start_ns: int, end_ns: int) -> float | None:
-    """Energy by the counter; by integrated power for a device that has none; None for one that has neither.
-
-    The counter moves only as often as the driver refreshes it (100 ms on Hopper), so a reading that repeats the one
-    before is not a new tick: edges are interpolated between readings at which it had moved.
-    """
+    """Energy by the counter; by integrated power for a device that has none; None for one that has neither."""
     time_ns, energy_mj = _series(rows, "energy_mj")
-    if len(time_ns):
-        moved = np.flatnonzero(energy_mj[1:] != energy_mj[:-1]) + 1
-        try:
-            return counter_difference(time_ns[moved], energy_mj[moved], start_ns, end_ns) / 1000
-        except Unusable as problem:
-            raise Unusable(f"energy counter {problem}") from None
+    if not len(time_ns):
+        return _integrated_j(rows, start_ns, end_ns)
+    try:
+        return _counted_mj(time_ns, energy_mj, start_ns, end_ns) / 1000
+    except Unusable as problem:
+        raise type(problem)(f"energy counter {problem}") from None
+
+
+def _integrated_j(rows: pa.Table, start_ns: int, end_ns: int) -> float | None:
+    """Energy by sampled power; None where none was sampled."""
     time_ns, power_w = _series(rows, "power_w")
     if not len(time_ns):
         return None
@@ -332,12 +367,40 @@ def _energy_j(rows: pa.Table, start_ns: int, end_ns: int) -> float | None:
         raise Unusable(f"power {problem}") from None
 
 
-def _throttle_s(rows: pa.Table, cause: str, start_ns: int, end_ns: int) -> float | None:
+def _counted_mj(time_ns: np.ndarray, energy_mj: np.ndarray, start_ns: int, end_ns: int) -> float:
+    """Growth of an energy counter over a window. Raises Unusable where a fault may hide in it.
+
+    The counter moves only as often as the driver refreshes it (100 ms on Hopper), so a reading that repeats the one
+    before is not a new tick: edges are interpolated between readings at which it had moved.
+    """
+    moved = np.flatnonzero(energy_mj[1:] != energy_mj[:-1]) + 1
+    tick_ns, tick_mj = time_ns[moved], energy_mj[moved]
+    grown_mj = counter_difference(tick_ns, tick_mj, start_ns, end_ns)
+    first, last = _bracket(tick_ns, start_ns, end_ns)
+    moved = moved[first : last + 1]
+    still_ns = int(np.max(time_ns[moved[1:] - 1] - time_ns[moved[:-1]]))
+    if still_ns > MAX_GAP_NS:
+        raise Unusable(f"stood still for {still_ns / 1e9:.1f} s")
+    mj_per_ns = MAX_DEVICE_W / 1e6
+    if np.any(np.diff(energy_mj[moved]) > mj_per_ns * (np.diff(time_ns[moved]) + MAX_GAP_NS)):
+        raise Unusable(f"grew faster than {MAX_DEVICE_W} W")
+    time_ns, energy_mj = time_ns[moved[0] : moved[-1] + 1], energy_mj[moved[0] : moved[-1] + 1]
+    gap_ns = np.diff(time_ns)
+    hidden = (gap_ns > MAX_GAP_NS) & (energy_mj[1:] <= mj_per_ns * gap_ns)
+    if np.any(hidden):
+        raise Unusable(f"may have been reset while it was not read for {gap_ns[hidden][0] / 1e9:.1f} s")
+    return grown_mj
+
+
+def _throttle_s(rows: pa.Table, cause: str, start_ns: int, end_ns: int, reset: bool) -> float | None:
+    """Seconds throttled for a cause. A counter that stands at 0 hides a reset: `reset` says that another one saw it."""
     time_ns, throttled_ns = _series(rows, f"throttle_{cause}_ns")
     if not len(time_ns):
         return None
     try:
         grown_ns = counter_difference(time_ns, throttled_ns, start_ns, end_ns)
+        if reset:
+            raise Unusable("may have been reset with the energy counter")
         duration_ns = end_ns - start_ns
         if grown_ns > 1.02 * duration_ns + 50e6:  # more than late readings explain
             raise Unusable("ran faster than time")
@@ -362,6 +425,10 @@ def _series(rows: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Times (int64 ns) and values of a column's readings."""
     known = rows.select(["time_ns", column]).drop_null()
     return known["time_ns"].to_numpy(), known[column].to_numpy()
+
+
+def _ratio(integrated_j: float | None, counted_j: float | None) -> float | None:
+    return integrated_j / counted_j if integrated_j is not None and counted_j else None
 
 
 def _all_known(values: Iterable[float | None]) -> list[float] | None:

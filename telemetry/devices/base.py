@@ -10,7 +10,8 @@ from typing import Any, Protocol
 class DeviceInfo:
     """What does not change while a device is watched.
 
-    `energy_method` is `counter` where the hardware counts its energy, `estimated` where `energy_mj` is a model's.
+    `energy_method` is `counter` where the hardware counts its energy, `estimated` where `energy_mj` is a model's or its
+    share of a counter that it has in common with another device.
     """
 
     uuid: str

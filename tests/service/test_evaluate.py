@@ -95,6 +95,7 @@ def device_window(device: str, energy_j: float | None, **changes: Any) -> Device
             duration_s=10.0,
             energy_j=energy_j,
             energy_method="counter",
+            integrated_j=None if energy_j is None else 0.98 * energy_j,
             throttle_s={cause: 5.0 if cause == "power_cap" else 0.0 for cause in THROTTLE_CAUSES},
             thermal_throttle_s=(1.0, 2.0),
             mean_sm_clock_mhz=1500.0,
@@ -123,6 +124,7 @@ def test_speed_and_efficiency_follow_from_the_window() -> None:
     assert found["joules_per_token"] == pytest.approx(4 * 2560 / tokens)
     assert found["mean_power_w"] == pytest.approx(4 * 256)
     assert found["peak_power_w"] == 1400.0
+    assert found["energy_ratio"] == pytest.approx(0.98)
     assert found["throttle_ratio"] == pytest.approx(0.1)
     assert found["power_cap_ratio"] == pytest.approx(0.5)
     assert found["peak_memory_gib"] == 3.5

@@ -117,6 +117,7 @@ def test_every_metric_of_the_record_has_its_place() -> None:
     states = {
         "mean_power_w",
         "peak_power_w",
+        "energy_ratio",
         "throttle_ratio",
         "power_cap_ratio",
         "throttle_time_s",

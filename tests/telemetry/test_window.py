@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from telemetry.samples import SCHEMA
 from telemetry.window import (
+    MAX_DEVICE_W,
     Unusable,
     WindowSummary,
     combine,
@@ -147,7 +150,11 @@ def test_a_window_that_the_samples_do_not_span_has_no_energy(start: float, end: 
 def test_a_gap_at_an_edge_is_refused_and_one_inside_is_not() -> None:
     def without(start: float, end: float) -> pa.Table:
         return table(
-            [{"time_ns": at(s), "energy_mj": round(500_000 * (s + 1))} for s in ticks(-1, 11) if not start < s < end]
+            [
+                {"time_ns": at(s), "energy_mj": round(7e9 + 500_000 * (s + 1))}
+                for s in ticks(-1, 11)
+                if not start < s < end
+            ]
         )
 
     assert summarise(without(3, 6), at(0), at(10), ["GPU-a"]).energy_j == pytest.approx(5000)
@@ -358,3 +365,169 @@ def test_any_readings_end_in_energy_that_is_none_or_not_negative(
     assert summary.energy_j is None or 0 <= summary.energy_j <= (max(values) - min(values)) / 1000
     if values and summary.energy_j is None:
         assert summary.problems
+
+
+@dataclass(frozen=True)
+class Driver:
+    """An energy counter as a driver offers it: refreshed each `tick_s`, `bits` wide, back at 0 after a reset, and
+    unreadable from `reset_s` or `gap_s` on for some seconds; the device draws `watts` all along."""
+
+    watts: float
+    tick_s: float
+    phase_s: float
+    start_mj: int
+    bits: int
+    reset_s: float | None
+    down_s: float
+    gap_s: float | None
+    missing_s: float
+
+    def spent_mj(self, seconds: float) -> int:
+        """The energy up to the last tick, from 2 seconds before time 0 on."""
+        tick = math.floor((seconds + self.phase_s) / self.tick_s) * self.tick_s - self.phase_s
+        return round(self.watts * 1000 * (tick + 2))
+
+    def read(self, seconds: float) -> int | None:
+        spent = self.spent_mj(seconds)
+        if self.gap_s is not None and self.gap_s <= seconds < self.gap_s + self.missing_s:
+            return None
+        if self.reset_s is not None and seconds >= self.reset_s:
+            if seconds < self.reset_s + self.down_s:
+                return None
+            return spent - self.spent_mj(self.reset_s)
+        return (self.start_mj + spent) % 2**self.bits
+
+    def lost_past(self, start: float, end: float) -> bool:
+        """Whether the counter wrapped or was reset from `start` to `end`."""
+        if self.reset_s is not None and self.reset_s < end:
+            return self.reset_s > start
+        first, last = (self.start_mj + self.spent_mj(edge) for edge in (start, end))
+        return first // 2**self.bits != last // 2**self.bits
+
+
+drivers = st.builds(
+    Driver,
+    watts=st.floats(30, 2000),
+    tick_s=st.sampled_from([0.02, 0.1, 0.25]),
+    phase_s=st.floats(0, 0.1),
+    start_mj=st.integers(0, 10**10) | st.integers(2**32 - 10**7, 2**32) | st.integers(2**64 - 10**7, 2**64 - 1),
+    bits=st.sampled_from([32, 64]),
+    reset_s=st.none() | st.floats(-1, 11),
+    down_s=st.floats(0, 4),
+    gap_s=st.none() | st.floats(-1, 11),
+    missing_s=st.floats(0, 4),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    driver=drivers,
+    period_s=st.floats(0.03, 0.3),
+    dropped=st.booleans(),
+    window=st.tuples(st.floats(0, 4), st.floats(6, 10)),
+)
+# Reset when nearly new: after 3 seconds unread the counter is already past where it was.
+@example(Driver(700.0, 0.1, 0.0, 0, 64, 0.8, 4.0, 0.7, 4.0), 0.1, False, (0.0, 9.0))
+def test_wraps_resets_and_gaps_end_in_none_with_a_reason_and_never_in_a_wrong_energy(
+    driver: Driver, period_s: float, dropped: bool, window: tuple[float, float]
+) -> None:
+    """Readings that fail are null, or without a row at all."""
+    start, end = window
+    if driver.reset_s is not None:  # but not right after a wrap: nobody can see a past lost twice between two readings
+        counted_mj = (driver.start_mj + driver.spent_mj(driver.reset_s)) % 2**driver.bits
+        assume(counted_mj == driver.spent_mj(driver.reset_s) or counted_mj > 1300 * driver.watts)
+    rows = [{"time_ns": at(s), "energy_mj": driver.read(s)} for s in ticks(-2, 12, period_s)]
+    summary = summarise(
+        table([r for r in rows if not dropped or r["energy_mj"] is not None]), at(start), at(end), ["GPU-a"]
+    )
+    if summary.energy_j is None:
+        assert summary.problems
+        assert "energy counter" in summary.problems[0] or "no samples" in summary.problems[0]
+        return
+    assert not driver.lost_past(start, end)
+    late_s = driver.tick_s + period_s
+    assert summary.energy_j == pytest.approx(driver.watts * (end - start), abs=driver.watts * late_s + 0.01)
+
+
+def test_a_sound_counter_is_not_refused() -> None:
+    driver = Driver(700.0, 0.1, 0.03, 7 * 10**9, 64, None, 0.0, 4.0, 3.0)
+    rows = [{"time_ns": at(s), "energy_mj": driver.read(s)} for s in ticks(-2, 12)]
+    summary = summarise(table(rows), at(0.5), at(9.5), ["GPU-a"])
+    assert summary.energy_j == pytest.approx(6300, abs=140)
+    assert summary.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (lambda s: 7_000_000_000 + round(5e5 * (s if s < 3 else max(s - 2, 3))), "stood still for 2.0 s"),
+        (lambda s: 7_000_000_000 + round(5e5 * (s + 2)) + 2**40 * (s > 5), f"grew faster than {MAX_DEVICE_W} W"),
+        (
+            lambda s: round(5e5 * (s + 2)) if not 3 < s < 5 else None,
+            "may have been reset while it was not read for 2.0 s",
+        ),
+    ],
+)
+def test_a_counter_in_which_a_fault_may_hide_is_refused(rows: Callable[[float], int | None], reason: str) -> None:
+    read = table([{"time_ns": at(s), "energy_mj": rows(s), "power_w": 500.0} for s in ticks(-1, 11)])
+    summary = summarise(read, at(0), at(10), ["GPU-a"])
+    assert summary.problems == (f"GPU-a: energy counter {reason}",)
+    assert (summary.energy_j, summary.energy_ratio) == (None, None)
+    assert summary.devices[0].integrated_j == pytest.approx(5000)  # told, but no substitute
+
+
+def test_a_call_that_hangs_at_an_edge_gives_no_energy() -> None:
+    """The reading asked for at 5.0 s came 3 s later, with the energy of then."""
+    times = [s for s in ticks(-1, 12) if s <= 5.01 or s > 8]
+    rows = [{"time_ns": at(s), "energy_mj": round(7e9 + 500_000 * (8 if 4.99 < s < 5.01 else s))} for s in times]
+    summary = summarise(table(rows), at(4.95), at(11), ["GPU-a"])
+    assert summary.energy_j is None
+    assert "not refreshed for 3.1 s at the window's start" in summary.problems[0]
+    assert summarise(table(rows), at(1), at(11), ["GPU-a"]).energy_j == pytest.approx(5000)
+
+
+def test_a_reset_that_the_energy_counter_shows_makes_the_others_unknown() -> None:
+    """A throttle counter that stands at 0 looks the same after a reset."""
+    rows = [
+        {"time_ns": at(s), "energy_mj": round(5e5 * (s + 9 if s < 5 else s - 4)), "throttle_sw_thermal_ns": 0}
+        for s in ticks(-1, 11)
+    ]
+    summary = summarise(table(rows), at(0), at(10), ["GPU-a"])
+    assert summary.throttle_s["sw_thermal"] is None
+    assert summary.throttle_ratio is None
+    assert summary.problems == (
+        "GPU-a: energy counter went backwards",
+        "GPU-a: sw_thermal throttle counter may have been reset with the energy counter",
+    )
+    assert summarise(table(rows), at(5.5), at(10), ["GPU-a"]).throttle_ratio == 0.0
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds", "flagged"), [(1.04, 10, False), (1.06, 10, True), (0.94, 10, True), (0.5, 1.5, False)]
+)
+def test_integrated_power_stands_beside_the_counter(share: float, seconds: float, flagged: bool) -> None:
+    rows = [
+        {
+            "time_ns": at(s),
+            "energy_mj": round(7e9 + 600_000 * s),
+            "power_w": share * (600 + 100 * (-1) ** round(10 * s)),
+        }
+        for s in ticks(-1, 11)
+    ]
+    both = pa.concat_tables([table(rows, device) for device in ("GPU-a", "GPU-b")])
+    summary = summarise(both, at(0), at(seconds), ["GPU-a", "GPU-b"])
+    assert summary.energy_j == pytest.approx(1200 * seconds)
+    assert (summary.energy_method, summary.methods()["mean_power_w"]) == ("counter", "counter")
+    assert summary.metrics()["energy_ratio"] == pytest.approx(share, rel=1e-6)
+    told = f"integrated power gives {share:.3f} times the energy counter's energy"
+    assert summary.problems == ((f"GPU-a: {told}", f"GPU-b: {told}") if flagged else ())
+    assert WindowSummary.from_dict(json.loads(json.dumps(summary.to_dict()))) == summary
+
+
+def test_the_ratio_needs_both_methods_on_every_device() -> None:
+    bare = table([{"time_ns": at(s), "energy_mj": round(7e9 + 500_000 * s)} for s in ticks(-1, 11)], "GPU-b")
+    summary = summarise(pa.concat_tables([ramp(), bare]), at(0), at(10), ["GPU-a", "GPU-b"])
+    assert summary.devices[0].integrated_j == pytest.approx(5000)
+    assert (summary.energy_ratio, summary.problems) == (None, ())
+    still = table([{"time_ns": at(s), "power_w": 500.0} for s in ticks(-1, 11)])
+    assert summarise(still, at(0), at(10), ["GPU-a"]).energy_ratio is None  # integrated power alone compares to nothing

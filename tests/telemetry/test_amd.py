@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telemetry.devices.amd import _ThrottledTime, torch_uuid
+from telemetry.samples import SCHEMA
+from telemetry.window import summarise
+
+ROOT = Path(__file__).parents[2]
+
+# Its struct is what fake_amdsmi.c fills in.
+AMDSMI = "amdsmi==7.0.2"
+
+# amdsmi keeps the library that it has loaded, and Ray cannot be imported beside it: a process for each scenario.
+WATCH = """
+import json, sys, time
+from dataclasses import asdict
+from telemetry.devices import discover
+devices = discover()
+reads, times = [], []
+for _ in range(int(sys.argv[1])):
+    times.append(time.monotonic_ns())
+    reads.append([device.read() for device in devices])
+    time.sleep(float(sys.argv[2]))
+print(json.dumps({"infos": [asdict(device.info) for device in devices], "reads": reads, "times": times}))
+"""
+
+
+@pytest.fixture(scope="module")
+def amdsmi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the genuine amdsmi alone: in this environment it would break `import ray`."""
+    folder = tmp_path_factory.mktemp("amdsmi")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    try:
+        done = subprocess.run(
+            [*pip, "--retries", "1", "--target", str(folder), AMDSMI], capture_output=True, text=True, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"no {AMDSMI}: the package index did not answer within two minutes")
+    if done.returncode != 0:
+        pytest.skip(f"no {AMDSMI}: {done.stderr.strip()[-200:]}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fake_rocm(amdsmi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libamd_smi.so that the genuine binding loads."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the fake library with")
+    folder = tmp_path_factory.mktemp("rocm")
+    wanted = set(
+        re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", (amdsmi / "amdsmi/amdsmi_wrapper.py").read_text())
+    )
+    others = folder / "others.c"
+    others.write_text("\n".join(f"__attribute__((weak)) int {name}(void) {{ return 2; }}" for name in sorted(wanted)))
+    source = Path(__file__).with_name("fake_amdsmi.c")
+    library = folder / "libamd_smi.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, others], check=True)
+    return folder
+
+
+def watch(
+    amdsmi: Path, library: Path | None, reads: int = 1, period_s: float = 0.0, **script: object
+) -> tuple[dict[str, Any], str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROCM_")}
+    environment |= {f"FAKE_{name.upper()}": str(value) for name, value in script.items()}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(amdsmi)])}
+    environment |= {"LD_LIBRARY_PATH": str(library)} if library else {}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, str(reads), str(period_s)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def rows(seen: dict[str, Any], device: int) -> pa.Table:
+    """What was seen of a device as the sampler stores it."""
+    info = seen["infos"][device]
+    common = {"node": "n", "device": info["uuid"], "kind": info["kind"], "energy_method": info["energy_method"]}
+    return pa.Table.from_pylist(
+        [
+            {"time_ns": time_ns} | common | reading[device]
+            for time_ns, reading in zip(seen["times"], seen["reads"], strict=True)
+        ],
+        schema=SCHEMA,
+    )
+
+
+def test_hips_uuid_in_torchs_words() -> None:
+    assert torch_uuid("GPU-61b786e239c9c398") == "GPU-36316237-3836-6532-3339-633963333938"
+    assert torch_uuid("GPU-XX") is None
+    assert torch_uuid("") is None
+
+
+def test_a_sample_of_an_mi300_under_the_genuine_binding(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, log = watch(amdsmi, fake_rocm, model="mi300")
+    assert log == ""
+    assert seen["infos"][0] == {
+        "uuid": "GPU-36316237-3836-6532-3339-633963333930",
+        "index": 0,
+        "name": "Fake MI300X",
+        "kind": "amd",
+        "energy_method": "counter",
+        "driver_version": "6.14.14",
+        "power_limit_w": 750.0,
+    }
+    assert seen["reads"][0][0] == {
+        "energy_mj": (2**40 + 10**6) * 15_259 // 10**6,
+        "power_w": 700.0,
+        "power_average_w": None,
+        "throttle_power_cap_ns": 0,
+        "throttle_sw_thermal_ns": 0,
+        "throttle_hw_thermal_ns": 0,
+        "sm_clock_mhz": 2050.0,
+        "memory_clock_mhz": 1300,
+        "gpu_temp_c": 61,
+        "hbm_temp_c": 66,
+        "gpu_utilisation": 0.97,
+        "memory_used_gib": 12.0,
+        "throttle_reasons": None,
+    }
+    assert rows(seen, 0).num_rows == 1
+
+
+def test_residency_counters_become_time(amdsmi: Path, fake_rocm: Path) -> None:
+    """Half of the ticks at the power limit, a quarter hot at the socket and a tenth at the memory in the same time."""
+    seen, _ = watch(amdsmi, fake_rocm, reads=40, period_s=0.01, model="mi300", busy=50)
+    first, last = seen["reads"][0][0], seen["reads"][-1][0]
+    elapsed_ns = seen["times"][-1] - seen["times"][0]
+    assert last["throttle_power_cap_ns"] - first["throttle_power_cap_ns"] == pytest.approx(0.5 * elapsed_ns, rel=0.02)
+    assert last["throttle_sw_thermal_ns"] - first["throttle_sw_thermal_ns"] == pytest.approx(
+        0.25 * elapsed_ns, rel=0.02
+    )
+    assert last["throttle_hw_thermal_ns"] == 0
+    window = summarise(rows(seen, 0), seen["times"][2], seen["times"][-4], [seen["infos"][0]["uuid"]])
+    assert window.throttle_ratio == pytest.approx(0.25, rel=0.1)
+    assert window.power_cap_ratio == pytest.approx(0.5, rel=0.1)
+
+
+def residencies(ticks: int, **counts: int) -> SimpleNamespace:
+    names = ("ppt", "socket_thm", "vr_thm", "hbm_thm", "prochot")
+    return SimpleNamespace(
+        accumulation_counter=ticks, **{f"{name}_residency_acc": counts.get(name, 0) for name in names}
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3_000_000_000),  # ns from the reading before
+            st.integers(0, 5_000),  # ticks in it: none if the firmware's table was not renewed
+            st.floats(0, 1),  # share of them at the power limit
+            st.sampled_from(["read", "read", "read", "gap", "reset"]),
+        ),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_throttled_time_never_outruns_time(steps: list[tuple[int, int, float, str]]) -> None:
+    """Whatever comes between readings: a gap (readings that failed), a reset, a table that is the one before."""
+    throttled = _ThrottledTime()
+    now_ns, ticks, power_cap, was_reset = 0, 1, 0, False
+    before = throttled.advance(residencies(ticks), now_ns)
+    for elapsed_ns, more, share, event in steps:
+        now_ns += elapsed_ns
+        if event == "reset":
+            ticks, power_cap, was_reset = 0, 0, True
+        ticks, power_cap = ticks + more, power_cap + int(share * more)
+        if event == "gap":
+            continue
+        seen = throttled.advance(residencies(ticks, ppt=power_cap, hbm_thm=power_cap // 2), now_ns)
+        if not ticks:
+            assert seen == {}
+            continue
+        assert seen["throttle_hw_thermal_ns"] == 0
+        assert seen["throttle_sw_thermal_ns"] <= seen["throttle_power_cap_ns"] <= now_ns
+        assert was_reset or all(seen[column] >= before[column] for column in before)
+        before, was_reset = seen, False
+
+
+def test_a_reset_of_residency_counters_starts_again_at_0() -> None:
+    throttled = _ThrottledTime()
+    throttled.advance(residencies(1000), 0)
+    assert throttled.advance(residencies(2000, ppt=250), 10**9)["throttle_power_cap_ns"] == 250_000_000
+    assert throttled.advance(residencies(2000, ppt=250), 2 * 10**9)["throttle_power_cap_ns"] == 250_000_000
+    assert throttled.advance(residencies(3000, ppt=750), 3 * 10**9)["throttle_power_cap_ns"] == 1_250_000_000
+    assert throttled.advance(residencies(500, ppt=100), 4 * 10**9)["throttle_power_cap_ns"] == 0
+    assert throttled.advance(residencies(1500, ppt=600), 5 * 10**9)["throttle_power_cap_ns"] == 500_000_000
+    # All counters have overtaken those before a reset, but more ticks were throttled since than there were ticks.
+    assert throttled.advance(residencies(1600, ppt=1600), 6 * 10**9)["throttle_power_cap_ns"] == 0
+
+
+def test_the_dies_of_an_mi250_share_what_one_reports(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, log = watch(amdsmi, fake_rocm, reads=2, model="mi250")
+    assert log == ""
+    assert [info["uuid"][-1] for info in seen["infos"]] == ["0", "1", "2", "3"]  # by place on the bus
+    assert [info["index"] for info in seen["infos"]] == [2, 3, 0, 1]  # AMD SMI's own order
+    assert {info["energy_method"] for info in seen["infos"]} == {"estimated"}
+    assert {info["power_limit_w"] for info in seen["infos"]} == {280.0}
+    for reading, grown in zip(seen["reads"], (2, 3), strict=True):  # one more read told which die reports
+        card_mj = (2**40 + grown * 10**6) * 15_259 // 10**6
+        for card in (reading[:2], reading[2:]):
+            assert sum(die["energy_mj"] for die in card) == pytest.approx(card_mj, abs=1)
+            assert sum(die["power_w"] for die in card) == 500
+            assert [die["power_average_w"] for die in card] == [250, 250]
+    die = seen["reads"][0][1]
+    assert die["throttle_reasons"] == 1 << 34 | 1
+    assert not [column for column in die if column.startswith("throttle_") and column.endswith("_ns")]
+    assert (die["sm_clock_mhz"], die["gpu_temp_c"], die["hbm_temp_c"]) == (1650, 62, 59)
+
+
+@pytest.mark.parametrize(("hidden", "unknown"), [(0, [0]), (2, [2])])
+def test_a_die_whose_partner_is_not_seen_has_no_power(
+    amdsmi: Path, fake_rocm: Path, hidden: int, unknown: list[int]
+) -> None:
+    """It says 0 of its own accord. The other card is not disturbed."""
+    seen, log = watch(amdsmi, fake_rocm, model="mi250", hidden=hidden)
+    assert [place for place, die in enumerate(seen["reads"][0]) if die.get("power_w") is None] == unknown
+    assert [place for place, die in enumerate(seen["reads"][0]) if die.get("energy_mj") is None] == unknown
+    assert seen["infos"][unknown[0]]["power_limit_w"] is None
+    assert log.count("the die that reports its card's power and energy is not to be seen") == 1
+
+
+def test_one_die_lost_leaves_the_other_card(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, log = watch(amdsmi, fake_rocm, model="mi250", dead=0)
+    assert "AMD GPU 2 does not answer and is not watched" in log
+    assert [info["uuid"][-1] for info in seen["infos"]] == ["1", "2", "3"]
+    assert [die.get("power_w") for die in seen["reads"][0]] == [None, 250, 250]
+
+
+def test_what_is_not_supported_is_null(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, _ = watch(amdsmi, fake_rocm, reads=2, model="mi300", fields="none")
+    assert (seen["infos"][0]["power_limit_w"], seen["infos"][0]["driver_version"]) == (None, None)
+    for reading in seen["reads"]:
+        assert set(reading[0].values()) == {None}
+
+
+def test_what_an_older_library_does_not_fill_in_is_not_read_as_0(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, _ = watch(amdsmi, fake_rocm, reads=2, model="mi250", fields="short")
+    die = seen["reads"][1][0]
+    assert (die["power_w"], die["sm_clock_mhz"], die["throttle_reasons"]) == (250, 1650, 1 << 34 | 1)
+
+
+def test_values_in_units_that_cannot_be_are_null(amdsmi: Path, fake_rocm: Path) -> None:
+    """Activity and temperature in hundredths, a power that no GPU draws; a cap in W where uW are usual is read."""
+    seen, _ = watch(amdsmi, fake_rocm, reads=2, model="mi300", fields="odd")
+    assert [info["uuid"] for info in seen["infos"]] == ["amd:0000:c1:00.0", "amd:0000:c6:00.0"]
+    assert seen["infos"][0]["power_limit_w"] == 750
+    sample = seen["reads"][1][0]
+    for column in ("power_w", "gpu_temp_c", "hbm_temp_c", "gpu_utilisation", "memory_clock_mhz"):
+        assert sample[column] is None
+    assert sample["energy_mj"] is not None
+    assert "throttle_sw_thermal_ns" not in sample  # one of its three counters is not supported
+    assert sample["throttle_power_cap_ns"] > 0
+
+
+def test_a_partition_does_not_claim_the_power_of_the_whole(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, log = watch(amdsmi, fake_rocm, reads=3, model="mi300", fields="partition")
+    assert not any("energy_mj" in gpu or "power_w" in gpu for reading in seen["reads"] for gpu in reading)
+    assert log.count("is a partition") == 2
+
+
+def test_a_gpu_that_falls_off_the_bus_reads_nothing(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, _ = watch(amdsmi, fake_rocm, reads=4, model="mi300", lost=2)
+    assert [bool(reading[0]) for reading in seen["reads"]] == [True, True, False, False]
+    assert rows(seen, 0)["energy_mj"].null_count == 2
+
+
+@pytest.mark.parametrize(
+    "script", [{"energy": 2**64 - 20_500_000}, {"reset": 20}], ids=["the accumulator wraps", "the GPU is reset"]
+)
+def test_counters_that_lose_their_past_give_no_figure(amdsmi: Path, fake_rocm: Path, script: dict[str, int]) -> None:
+    seen, _ = watch(amdsmi, fake_rocm, reads=40, period_s=0.01, model="mi300", **script)
+    window = summarise(rows(seen, 0), seen["times"][4], seen["times"][-6], [seen["infos"][0]["uuid"]])
+    assert window.energy_j is None
+    assert any("energy counter went backwards" in problem for problem in window.problems)
+    assert window.throttle_time_s is None
+
+
+@pytest.mark.parametrize(("init", "warning"), [(34, ""), (18, "AMD SMI does not answer, no AMD GPU is watched")])
+def test_without_a_gpu_that_answers_the_cpu_is_the_device(
+    amdsmi: Path, fake_rocm: Path, init: int, warning: str
+) -> None:
+    seen, log = watch(amdsmi, fake_rocm, init=init)
+    assert [info["kind"] for info in seen["infos"]] == ["cpu"]
+    assert warning in log
+    assert bool(log) == bool(warning)
+
+
+def test_amdsmi_without_rocm_is_one_clear_line(amdsmi: Path) -> None:
+    if any(Path(folder, "libamd_smi.so").exists() for folder in ("/opt/rocm/lib", "/usr/lib64")):
+        pytest.skip("ROCm is installed here")
+    seen, log = watch(amdsmi, None)
+    assert [info["kind"] for info in seen["infos"]] == ["cpu"]
+    assert "amdsmi is installed but ROCm's libamd_smi.so is not found" in log
+    assert log.count("\n") == 1
+
+
+def test_a_library_of_another_age_is_one_clear_line(amdsmi: Path, tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the fake library with")
+    source, library = tmp_path / "empty.c", tmp_path / "libamd_smi.so"
+    source.write_text("int nothing;\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    seen, log = watch(amdsmi, tmp_path)
+    assert [info["kind"] for info in seen["infos"]] == ["cpu"]
+    assert "amdsmi does not go with this libamd_smi.so" in log
+    assert log.count("\n") == 1
