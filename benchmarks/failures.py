@@ -13,30 +13,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pynvml
-import ray
 
+from benchmarks.gang import one_gang
 from benchmarks.layouts import REPEATED, differences
 from search_spaces.config import TrialConfig
-from service.cluster import ray_session
-from service.evaluate import run
-from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec, parse_spec
-from telemetry.actor import start_telemetry
 from trainables.result import TrialResult
 
 # One H200 has 140 GiB. Logits of 8192 positions over 128 256 words take 2 GiB a sequence in bf16, and their gradient as
 # much again; an 8B model with its gradients 80 GB, and Adam's states 64 GB more.
-FAULTS = {
+FAULTS: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "oom in forward": ("two", {"micro_batch_size": 64, "recompute": "none", "compile": False}, "stage(inputs)"),
     "oom in backward": ("two", {"micro_batch_size": 40, "recompute": "full", "compile": True}, "backward()"),
     "oom in the optimizer": ("whole", {"micro_batch_size": 1, "recompute": "full"}, "self.optimizer.step()"),
@@ -95,10 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     specs = variants(load_spec(arguments.spec).located())
     good: list[TrialResult] = []
-    with tempfile.TemporaryDirectory() as storage, ray_session(specs[None]):
-        telemetry = start_telemetry()
-        gang = Gang("failures", 1, specs[None].cluster, Path(storage))
-        ray.get(gang.mailbox.ready.remote())
+    with one_gang(specs[None], 1) as run:
         point = specs[None].legal.points[0]
         for number, fault in enumerate([*plan(arguments.trials), None]):
             model, changes, where = FAULTS[fault] if fault else (None, {}, "")
@@ -107,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
             if fault == "killed":
                 threading.Timer(KILL_AFTER_S, kill_children).start()
             began = time.monotonic()
-            result = run(f"trial-{number}", layout, spec, gang.mailbox, telemetry, {})
+            result = run(f"trial-{number}", layout, spec)
             seconds = time.monotonic() - began
             left = left_behind()
             as_meant = result.status == ("ok" if fault is None else "crash" if fault == "killed" else "oom")
@@ -124,12 +116,9 @@ def main(argv: list[str] | None = None) -> None:
             )
             if fault is None:
                 good.append(result)
-        close_gangs([gang])
+    print("\n".join(differences(good)))
     for metric in REPEATED:
-        found = differences(good, metric)
         first, last = good[0].metrics[metric] or 0.0, good[-1].metrics[metric] or 0.0
-        each = " ".join(f"{100 * value:.2f}" for value in found)
-        print(f"{metric}: pairs differ by {each} %, median {100 * statistics.median(found):.2f} %")
         print(f"{metric}: {first:.5g} at the start, {last:.5g} at the end, {100 * (last / first - 1):+.2f} %")
 
 

@@ -12,16 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.gang import one_gang
 from search_spaces.config import TrialConfig
-from service.cluster import ray_session
-from service.evaluate import run
-from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec
-from telemetry.actor import start_telemetry
 from trainables.result import TrialResult
 
 COLUMNS = {
@@ -40,25 +36,20 @@ REPEATED = ("tokens_per_s_per_gpu", "joules_per_token")
 
 
 def run_all(specs: list[SearchSpec], repeat: int, out: IO[str]) -> list[list[TrialResult]]:
-    """The results of each layout's runs. A layout that fails ends the program with none of the others."""
+    """The results of each layout's runs, of those that failed as well."""
     results: list[list[TrialResult]] = []
-    size = max(spec.gang_size for spec in specs)
-    with tempfile.TemporaryDirectory() as storage, ray_session(specs[0]):
-        telemetry = start_telemetry()
-        gang = Gang("layouts", size, specs[0].cluster, Path(storage))
+    with one_gang(specs[0], max(spec.gang_size for spec in specs)) as run:
         for spec in specs:
             print(f"\n{spec.name}: {spec.shape.layers} layers, global batch {spec.global_batch_size}")
             print(f"{'layout':66}" + "".join(f"{title:>12}" for title, _ in COLUMNS.values()), flush=True)
             for point in spec.legal.points:
                 results.append([])
                 for number in range(repeat):
-                    trial_id = f"{spec.name}-{len(results)}-{number}"
-                    result = run(trial_id, point, spec, gang.mailbox, telemetry, {})
+                    result = run(f"{spec.name}-{len(results)}-{number}", point, spec)
                     results[-1].append(result)
                     out.write(json.dumps({"spec": spec.name} | result.to_dict()) + "\n")
                     out.flush()
                     print(row(point, result), flush=True)
-        close_gangs([gang])
     return results
 
 
@@ -71,11 +62,17 @@ def row(point: TrialConfig, result: TrialResult) -> str:
     )
 
 
-def differences(runs: list[TrialResult], metric: str) -> list[float]:
-    """Relative difference within each pair of neighbouring runs, first and second, third and fourth, ..."""
-    values: list[Any] = [run.metrics.get(metric) for run in runs if run.status == "ok"]
-    pairs = [(a, b) for a, b in zip(values[::2], values[1::2], strict=False) if a and b]
-    return [abs(a - b) / a for a, b in pairs]
+def differences(runs: list[TrialResult]) -> list[str]:
+    """How far two runs are apart, by metric: first and second, third and fourth, ... of those that ended well."""
+    told = []
+    for metric in REPEATED:
+        values: list[Any] = [run.metrics.get(metric) for run in runs if run.status == "ok"]
+        pairs = zip(values[::2], values[1::2], strict=False)
+        found = [abs(a - b) / a for a, b in pairs if a and b]
+        if found:
+            each = " ".join(f"{100 * value:.2f}" for value in found)
+            told.append(f"{metric} differs by {each} %, median {100 * statistics.median(found):.2f} %")
+    return told
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -88,11 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     if any(spec.cluster != specs[0].cluster for spec in specs):
         parser.error("the specs must name the same cluster")
     for runs in run_all(specs, arguments.repeat, arguments.out):
-        for metric in REPEATED:
-            if found := differences(runs, metric):
-                each = " ".join(f"{100 * value:.2f}" for value in found)
-                middle = f"median {100 * statistics.median(found):.2f} %"
-                print(f"{runs[0].config.label}: {metric} differs by {each} %, {middle}")
+        for line in differences(runs):
+            print(f"{runs[0].config.label}: {line}")
 
 
 if __name__ == "__main__":

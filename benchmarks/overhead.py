@@ -20,7 +20,7 @@ import ray
 
 from search_spaces.config import TrialConfig
 from service.cluster import ray_session
-from service.evaluate import make_request, run_on_gang
+from service.evaluate import run
 from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec
 from telemetry.actor import start_telemetry
@@ -35,7 +35,7 @@ def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any],
     ray.get(gang.mailbox.ready.remote())
     seconds = []
     for number, point in enumerate(points):
-        result = run_on_gang(make_request(f"warm-{number}", point, spec), spec, gang.mailbox, telemetry, {})
+        result = run(f"warm-{number}", point, spec, gang.mailbox, telemetry, {})
         seconds.append(_require_ok(result)["trial_overhead_s"])
         _say("warm", point, seconds[-1])
     close_gangs([gang])
@@ -48,7 +48,7 @@ def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any],
     for number, point in enumerate(points):
         began = time.monotonic()
         gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage)
-        result = run_on_gang(make_request(f"cold-{number}", point, spec), spec, gang.mailbox, telemetry, {})
+        result = run(f"cold-{number}", point, spec, gang.mailbox, telemetry, {})
         close_gangs([gang])
         figures = _require_ok(result)
         seconds.append(time.monotonic() - began - sum(figures[name] for name in USEFUL))

@@ -12,36 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import ray
-
+from benchmarks.gang import Run, one_gang
 from search_spaces.config import TrialConfig
-from service.cluster import ray_session
-from service.evaluate import run
-from service.gang import Gang, close_gangs
 from service.proxy import EXTRAPOLATED
 from service.spec import SearchSpec, dump_spec, load_spec, parse_spec
 from service.tables import heading, render
-from telemetry.actor import start_telemetry
 from trainables.result import TrialResult
 
 
-def compare(
-    whole: SearchSpec, proxied: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any], storage: Path
-) -> list[dict[str, Any]]:
+def compare(run: Run, whole: SearchSpec, proxied: SearchSpec, points: list[TrialConfig]) -> list[dict[str, Any]]:
     """For each layout its metrics as measured and as extrapolated, and the error of these relative to those."""
-    gang = Gang("proxy", proxied.gang_size, proxied.cluster, storage)
-    ray.get(gang.mailbox.ready.remote())
     rows = []
     for number, point in enumerate(points):
-        measured = _metrics(run(f"whole-{number}", point, whole, gang.mailbox, telemetry, {}))
-        extrapolated = _metrics(run(f"proxy-{number}", point, proxied, gang.mailbox, telemetry, {}))
+        measured = _metrics(run(f"whole-{number}", point, whole))
+        extrapolated = _metrics(run(f"proxy-{number}", point, proxied))
         errors = {metric: extrapolated[metric] / measured[metric] - 1 for metric in measured}
         rows.append({"layout": point.label, "measured": measured, "extrapolated": extrapolated, "error": errors})
-    close_gangs([gang])
     return rows
 
 
@@ -74,8 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     whole = spec.model_copy(update={"depth_proxy": None})
     proxied = parse_spec(dump_spec(whole.model_copy(update={"depth_proxy": arguments.depths})), str(arguments.spec))
     points = list(proxied.legal.points[: arguments.trials])
-    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
-        rows = compare(whole, proxied, points, start_telemetry(), Path(storage))
+    with one_gang(spec, proxied.gang_size) as run:
+        rows = compare(run, whole, proxied, points)
     shallow, deep = arguments.depths
     print(f"{spec.shape.layers} layers foretold from {shallow} and {deep}\n\n{table(rows)}\n")
     for row in rows:

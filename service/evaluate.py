@@ -195,19 +195,14 @@ def metrics(
     neither into compiling, nor into warm-up, nor into the window, nor into the breakdown.
     """
     reports = [outcome.report for outcome in outcomes if outcome.report is not None]
-    timing, gpus = reports[0].timing, len(reports)
+    timing = reports[0].timing
     window_s = sum(timing.window_steps_s)
     warmup_s = sum(timing.warmup_steps_s) - timing.compile_s
-    tokens = spec.global_batch_size * spec.sequence_length * len(timing.window_steps_s)
-    rate = tokens / window_s
-    peak_flops = spec.cluster.device.peak_flops
-    flops = spec.shape.flops_per_token(spec.sequence_length) * rate
+    tokens = spec.tokens_per_step * len(timing.window_steps_s)
     breakdown_s = max(report.profile.time_s if report.profile else 0.0 for report in reports)
     memory = [report.peak_memory_gib for report in reports if report.peak_memory_gib is not None]
     return {
-        "tokens_per_s": rate,
-        "tokens_per_s_per_gpu": rate / gpus,
-        "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
+        **spec.speed(tokens / window_s, len(reports)),
         "step_time_s": statistics.median(timing.window_steps_s),
         "joules_per_token": None if summary.energy_j is None else summary.energy_j / tokens,
         **summary.metrics(),

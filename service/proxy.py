@@ -76,16 +76,11 @@ def full_metrics(spec: SearchSpec, shallow: Proxy, deep: Proxy) -> dict[str, flo
             )
         return line(depths, (first, second), layers)
 
-    tokens = spec.global_batch_size * spec.sequence_length
     rates = (low["tokens_per_s"], high["tokens_per_s"])
-    mean_s = grown("mean time", [rate and tokens / rate for rate in rates])
+    mean_s = grown("mean time", [rate and spec.tokens_per_step / rate for rate in rates])
     assert mean_s is not None, "every run that ended well has a speed"
-    rate, gpus, peak = tokens / mean_s, deep.result.config.num_gpus, spec.cluster.device.peak_flops
-    flops = spec.shape.flops_per_token(spec.sequence_length) * rate
     return {
-        "tokens_per_s": rate,
-        "tokens_per_s_per_gpu": rate / gpus,
-        "mfu": None if peak is None else flops / (gpus * peak),
+        **spec.speed(spec.tokens_per_step / mean_s, deep.result.config.num_gpus),
         "step_time_s": grown("median time", (low["step_time_s"], high["step_time_s"])),
         "joules_per_token": grown("energy", (low.get("joules_per_token"), high.get("joules_per_token"))),
         "peak_memory_gib": peak_memory(layers, shallow, deep),

@@ -250,6 +250,20 @@ class SearchSpec(Strict):
         return enumerate_space(self.axes, self.workload)
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.sequence_length
+
+    def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:
+        """The metrics that follow from the speed of a trial on so many GPUs."""
+        peak_flops = self.cluster.device.peak_flops
+        flops = self.shape.flops_per_token(self.sequence_length) * tokens_per_s
+        return {
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s / gpus,
+            "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
+        }
+
+    @property
     def gang_size(self) -> int:
         """Workers of one gang: the most GPUs that a legal point uses."""
         return max(point.num_gpus for point in self.legal.points)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from search_spaces.models import ModelShape
-from trainables.moe import ONE_PROCESS, ExpertLayout, Experts, MoE
+from trainables.moe import ONE_PROCESS, ExpertLayout, Experts, MoE, swiglu
 
 INIT_STD = 0.02
 
@@ -76,7 +76,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(shape.ffn_hidden, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(swiglu(self.gate(x), self.up(x)))
 
 
 class GELU(nn.Module):

@@ -6,7 +6,6 @@ parallelism does so, and multiplies them with the tokens that the other ranks se
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,16 +97,16 @@ def attach_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The gated activation of Shazeer 2020."""
     return F.silu(gate) * up
 
 
 class Experts(nn.Module):
-    """A rank's share of a block's SwiGLU experts. The engine may put a compiled function for `activation`."""
+    """A rank's share of a block's SwiGLU experts."""
 
     def __init__(self, shape: ModelShape, layout: ExpertLayout) -> None:
         super().__init__()
         self.local, self.width = layout.local_experts(shape.num_experts), layout.local_width(shape.ffn_hidden)
-        self.activation: Callable[[Tensor, Tensor], Tensor] = swiglu
         count, hidden, width = len(self.local), shape.hidden, self.width.stop - self.width.start
         self.gate = nn.Parameter(torch.empty(count, hidden, width))
         self.up = nn.Parameter(torch.empty(count, hidden, width))
@@ -118,7 +117,7 @@ class Experts(nn.Module):
 
         With tensor parallelism the result is this rank's summand of it.
         """
-        inner = self.activation(grouped_matmul(tokens, self.gate, ends), grouped_matmul(tokens, self.up, ends))
+        inner = swiglu(grouped_matmul(tokens, self.gate, ends), grouped_matmul(tokens, self.up, ends))
         return grouped_matmul(inner, self.down, ends)
 
     @torch.no_grad()

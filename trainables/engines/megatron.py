@@ -55,11 +55,12 @@ class MegatronEngine:
     def __init__(self, job: Job) -> None:
         self.config = config = job.config
         self.mesh = mesh = Mesh(config, job.device)
-        self.data_parallel_rank = config.coordinates(job.rank)["dp"]
-        self.positions = positions(job.sequence_length, config.context_parallel_size, mesh.context_rank, job.device)
+        place = config.coordinates(job.rank)
+        self.data_parallel_rank = place["dp"]
+        self.positions = positions(job.sequence_length, config.context_parallel_size, place["cp"], job.device)
         layout = Layout(config, mesh)
         parts = Parts(job.model, self.positions, job.seed, self._expert_layout())
-        mine = stages_of(config, mesh.pipeline_rank)
+        mine = stages_of(config, place["pp"])
         self.stages = {index: self._build(index, parts, layout) for index in mine}
         self.holds_loss = config.pipeline_stages - 1 in self.stages
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = language_model_loss

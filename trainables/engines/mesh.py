@@ -17,7 +17,7 @@ class Mesh:
     """
 
     def __init__(self, config: TrialConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
+        self.device = device
         pp, tp, cp, ep = (
             config.pipeline_parallel_size,
             config.tensor_parallel_size,
@@ -62,14 +62,6 @@ class Mesh:
     @property
     def expert_group(self) -> ProcessGroup | None:
         return None if self.experts is None else self.experts.get_group("ep")
-
-    @property
-    def pipeline_rank(self) -> int:
-        return self.dense.get_local_rank("pp")
-
-    @property
-    def context_rank(self) -> int:
-        return 0 if self.context is None else self.context.get_local_rank("cp")
 
     def _mesh(self, **sizes: int) -> DeviceMesh:
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -1,0 +1,34 @@
+"""One warm gang for as long as a benchmark lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ray
+
+from search_spaces.config import TrialConfig
+from service.cluster import ray_session
+from service.evaluate import run
+from service.gang import Gang, close_gangs
+from service.spec import SearchSpec
+from telemetry.actor import start_telemetry
+from trainables.result import TrialResult
+
+Run = Callable[[str, TrialConfig, SearchSpec], TrialResult]
+"""Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
+
+
+@contextlib.contextmanager
+def one_gang(spec: SearchSpec, size: int) -> Iterator[Run]:
+    """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
+    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
+        telemetry = start_telemetry()
+        gang = Gang("benchmark", size, spec.cluster, Path(storage))
+        ray.get(gang.mailbox.ready.remote())
+        try:
+            yield lambda trial_id, layout, of: run(trial_id, layout, of, gang.mailbox, telemetry, {})
+        finally:
+            close_gangs([gang])
