@@ -3,9 +3,9 @@
     python -m benchmarks.failures SPEC [--trials 30] --out FILE.jsonl
 
 Runs the first legal layout of the spec in one gang, and in every third place one that must fail: memory runs out in the
-forward pass, in the backward pass or in the optimizer, or the rank's process is killed. Prints, after each trial, the
-memory in use on the GPU and the number of the gang's processes; then how far tokens/s and J/token of the good trials
-differ within neighbouring pairs, and between the first and the last.
+forward pass, in the backward pass or in the optimizer, or the rank's process is killed. Prints, for each trial, how
+soon after its result the GPU's memory is free again, what is in use then, and the number of the gang's processes; then
+how far tokens/s and J/token of the good trials differ within neighbouring pairs, and between the first and the last.
 """
 
 from __future__ import annotations
@@ -30,26 +30,31 @@ from service.spec import SearchSpec, load_spec, parse_spec
 from trainables.result import TrialResult
 
 # One H200 has 140 GiB. Logits of 8192 positions over 128 256 words take 2 GiB a sequence in bf16, and their gradient as
-# much again; an 8B model with its gradients 80 GB, and Adam's states 64 GB more.
-FAULTS: dict[str, tuple[str | None, dict[str, Any], str]] = {
-    "oom in forward": ("two", {"micro_batch_size": 64, "recompute": "none", "compile": False}, "stage(inputs)"),
-    "oom in backward": ("two", {"micro_batch_size": 40, "recompute": "full", "compile": True}, "backward()"),
-    "oom in the optimizer": ("whole", {"micro_batch_size": 1, "recompute": "full"}, "self.optimizer.step()"),
-    "killed": (None, {}, ""),
+# much again; 40 layers with their gradients 100 GB, and Adam's states 78 GB more.
+FAULTS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "oom in forward": (2, {"micro_batch_size": 64, "recompute": "none", "compile": False}, "stage(inputs)"),
+    "oom in backward": (2, {"micro_batch_size": 40, "recompute": "full", "compile": True}, "backward()"),
+    "oom in the optimizer": (40, {"micro_batch_size": 1, "recompute": "full"}, "self.optimizer.step()"),
+    "killed": (0, {}, ""),
 }
+# By name: the layers of the model, 0 for the spec's own, what of the layout is changed, and the line that fails.
+
 KILL_AFTER_S = 6.0
+FREE_GIB = 1.0
+FREE_TIMEOUT_S = 20.0
 
 
-def variants(spec: SearchSpec) -> dict[str | None, SearchSpec]:
-    """The spec itself, and with models that do not fit."""
-    shape = "{family: llama, layers: %d, hidden: 4096, heads: 32, kv_heads: 8, ffn_hidden: 14336, vocab: 128256}"
-
-    def with_model(layers: int) -> SearchSpec:
-        values = spec.model_dump(mode="json") | {"model": "MODEL", "global_batch_size": 64 * 40}
-        values["cluster"]["accelerator"] = "gpu"  # of which nothing is known that would refuse these layouts
-        return parse_spec(json.dumps(values).replace('"MODEL"', shape % layers))
-
-    return {None: spec, "two": with_model(2), "whole": with_model(32)}
+def faulty(spec: SearchSpec, layers: int, changes: dict[str, Any]) -> tuple[SearchSpec, TrialConfig]:
+    """A model of so many layers, and a layout of one or two microbatches, of which the spec's rules know nothing."""
+    shape = (
+        f"{{family: llama, layers: {layers}, hidden: 4096, heads: 32, kv_heads: 8, ffn_hidden: 14336, vocab: 128256}}"
+    )
+    sequences = max(2, changes["micro_batch_size"])
+    values = spec.model_dump(mode="json") | {"model": "MODEL", "global_batch_size": sequences}
+    values["cluster"]["accelerator"] = "gpu"  # of which nothing is known that would refuse these layouts
+    values["space"] = {}
+    changed = parse_spec(json.dumps(values).replace('"MODEL"', shape))
+    return changed, replace(spec.legal.points[0], global_batch_size=sequences, **changes)
 
 
 def gang_processes() -> list[psutil.Process]:
@@ -69,10 +74,15 @@ def kill_children() -> None:
 
 
 def left_behind() -> dict[str, float]:
-    """GPU memory in use, in GiB, and the number of processes that run trials."""
+    """GPU memory in use in GiB and processes that run trials, once memory is free again, and the seconds until then."""
     pynvml.nvmlInit()
-    used = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
-    return {"gpu_gib": used / 2**30, "processes": len(gang_processes())}
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    began = time.monotonic()
+    while (used_gib := pynvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30) > FREE_GIB:
+        if time.monotonic() - began > FREE_TIMEOUT_S:
+            break
+        time.sleep(0.05)
+    return {"seconds": time.monotonic() - began, "gpu_gib": used_gib, "processes": len(gang_processes())}
 
 
 def plan(trials: int) -> Iterator[str | None]:
@@ -88,18 +98,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--out", type=argparse.FileType("w"), required=True)
     arguments = parser.parse_args(argv)
-    specs = variants(load_spec(arguments.spec).located())
+    spec = load_spec(arguments.spec).located()
     good: list[TrialResult] = []
-    with one_gang(specs[None], 1) as run:
-        point = specs[None].legal.points[0]
+    with one_gang(spec, 1) as run:
         for number, fault in enumerate([*plan(arguments.trials), None]):
-            model, changes, where = FAULTS[fault] if fault else (None, {}, "")
-            spec = specs[model]
-            layout: TrialConfig = replace(point, global_batch_size=spec.global_batch_size, **changes)
+            layers, changes, where = FAULTS[fault] if fault else (0, {}, "")
+            of, layout = faulty(spec, layers, changes) if layers else (spec, spec.legal.points[0])
             if fault == "killed":
                 threading.Timer(KILL_AFTER_S, kill_children).start()
             began = time.monotonic()
-            result = run(f"trial-{number}", layout, spec)
+            result = run(f"trial-{number}", layout, of)
             seconds = time.monotonic() - began
             left = left_behind()
             as_meant = result.status == ("ok" if fault is None else "crash" if fault == "killed" else "oom")
@@ -109,10 +117,10 @@ def main(argv: list[str] | None = None) -> None:
             kind = (fault or "good") + ("" if as_meant else " (not as meant)")
             speed = result.metrics.get("tokens_per_s_per_gpu")
             reached = "" if speed is None else f"{speed:9.1f} tok/s/GPU"
-            remains = f"{left['gpu_gib']:.2f} GiB  {left['processes']:.0f} processes"
+            remains = f"{left['gpu_gib']:.2f} GiB after {left['seconds']:.2f} s, {left['processes']:.0f} processes"
             cause = (result.cause or "")[:100]
             print(
-                f"{number:3} {kind:24} {result.status:7} {seconds:5.1f} s  {reached:20}  {remains}  {cause}", flush=True
+                f"{number:3} {kind:22} {result.status:5} {seconds:5.1f} s {reached:20} {remains}  {cause}", flush=True
             )
             if fault is None:
                 good.append(result)

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from telemetry.devices.base import Device
@@ -15,9 +15,22 @@ from telemetry.samples import SampleBuffer
 logger = logging.getLogger(__name__)
 
 
+FULL_PERIOD_S = 10.0
+"""How often a device is read in full where nobody asks for it."""
+
+TICK_BUDGET_S = 0.005
+"""Time into a tick after which no further device is read in full: it waits for the next."""
+
+SLOW_READ_S = 0.2
+"""A reading that took longer is dropped: there is no telling of which moment it is."""
+
+
 class Sampler:
     """Reads every device each `period_s` seconds into a buffer, on a fixed schedule: ticks do not drift, and a tick
-    whose time has passed while the one before was still being read is skipped."""
+    whose time has passed while the one before was still being read is skipped.
+
+    What takes the driver milliseconds is read every `FULL_PERIOD_S` and soon after each `mark`.
+    """
 
     def __init__(self, devices: Sequence[Device], buffer: SampleBuffer, node: str, period_s: float = 0.1) -> None:
         self._devices = devices
@@ -26,6 +39,8 @@ class Sampler:
         self._period_s = period_s
         self._stopping = threading.Event()
         self._failed: set[str] = set()
+        self._full_ns = dict.fromkeys((device.info.uuid for device in devices), 0)
+        self._marked_ns = 1
         self._thread = threading.Thread(target=self._poll, name="telemetry-sampler", daemon=True)
 
     def start(self) -> None:
@@ -36,16 +51,28 @@ class Sampler:
         self._stopping.set()
         self._thread.join()
 
+    def mark(self) -> None:
+        """Have every device read in full as soon as ticks allow: an edge of a window is now."""
+        self._marked_ns = time.monotonic_ns()
+
+    def was_full(self, uuids: Iterable[str], since_ns: int) -> bool:
+        """Whether each of these devices was read in full since then."""
+        return all(self._full_ns.get(uuid, since_ns) >= since_ns for uuid in uuids)
+
     def _poll(self) -> None:
         origin, tick = time.monotonic(), 0
         while not self._stopping.wait(max(origin + tick * self._period_s - time.monotonic(), 0.0)):
-            self._buffer.append([self._sample(device) for device in self._devices])
+            began_ns = time.monotonic_ns()
+            self._buffer.append([self._sample(device, began_ns) for device in self._devices])
             tick = max(tick + 1, math.ceil((time.monotonic() - origin) / self._period_s))
 
-    def _sample(self, device: Device) -> dict[str, Any]:
-        info = device.info
+    def _sample(self, device: Device, tick_ns: int) -> dict[str, Any]:
+        info, now_ns = device.info, time.monotonic_ns()
+        last_ns = self._full_ns[info.uuid]
+        due = last_ns < self._marked_ns or now_ns - last_ns >= FULL_PERIOD_S * 1e9
+        full = due and now_ns - tick_ns < TICK_BUDGET_S * 1e9
         row: dict[str, Any] = {
-            "time_ns": time.monotonic_ns(),
+            "time_ns": now_ns,
             "node": self._node,
             "device": info.uuid,
             "index": info.index,
@@ -53,10 +80,16 @@ class Sampler:
             "energy_method": info.energy_method,
         }
         try:
-            reading = device.read()
+            reading = device.read(full)
+            seconds = (time.monotonic_ns() - now_ns) / 1e9
+            if seconds > SLOW_READ_S:
+                raise TimeoutError(f"the driver took {seconds:.1f} s")
         except Exception:
             if info.uuid not in self._failed:
                 self._failed.add(info.uuid)
                 logger.exception("reading %s failed; its samples are null while it does", info.uuid)
             return row
+        finally:
+            if full:
+                self._full_ns[info.uuid] = now_ns
         return row | reading

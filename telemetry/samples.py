@@ -1,8 +1,9 @@
 """The samples of a node's devices: one row a device and a tick, columnar in bulk.
 
-Units are in the column names (`_w` watts, `_mj` millijoules, `_ns` nanoseconds, `_mhz`, `_c` degrees Celsius,
-`_gib`); a utilisation is a share from 0 to 1. What a device cannot say is null. Columns of type uint64 with `_mj` or
-`_ns` are cumulative counters that start at an arbitrary value; everything else is the state at the tick.
+Units are in the column names (`_w` watts, `_mj` millijoules, `_ns` nanoseconds, `_mhz`, `_c` degrees Celsius, `_gib`,
+`_bytes`); utilisations and activities are shares from 0 to 1. What a device cannot say, or was not asked at a tick, is
+null. `COUNTERS` are running totals that start at an arbitrary value; everything else is the state at the tick, but for
+`MEANS`, which are of the time since the device was last asked for them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ THROTTLE_CAUSES = ("power_cap", "sw_thermal", "hw_thermal", "hw_brake", "sync_bo
 GAUGES = (
     "power_w",
     "power_average_w",
+    "hbm_power_w",
     "sm_clock_mhz",
     "memory_clock_mhz",
     "gpu_temp_c",
+    "gpu_temp_margin_c",
     "hbm_temp_c",
     "gpu_utilisation",
     "memory_used_gib",
@@ -33,6 +36,18 @@ GAUGES = (
 )
 """Columns that hold a state rather than a running total."""
 
+MEANS = ("tensor_activity", "dram_activity")
+"""Columns that hold a mean since they were last read: share of cycles in which tensor cores, or memory, were busy."""
+
+TRAFFIC = ("pcie_rx_bytes", "pcie_tx_bytes", "link_rx_bytes", "link_tx_bytes")
+"""Bytes received and sent by the GPU over PCIe, and over its links to other GPUs (NVLink, xGMI)."""
+
+EVENTS = ("ecc_corrected", "ecc_uncorrected", "xid_errors")
+"""Numbers of events: memory errors that were corrected and that were not, and XID errors that the driver told of."""
+
+COUNTERS = ("energy_mj", *(f"throttle_{cause}_ns" for cause in THROTTLE_CAUSES), *TRAFFIC, *EVENTS)
+"""Columns that hold a running total."""
+
 SCHEMA = pa.schema(
     [
         pa.field("time_ns", pa.int64(), nullable=False),
@@ -41,15 +56,15 @@ SCHEMA = pa.schema(
         ("index", pa.int32()),
         ("kind", pa.string()),
         ("energy_method", pa.string()),
-        ("energy_mj", pa.uint64()),
-        *((name, pa.float64()) for name in GAUGES),
-        *((f"throttle_{cause}_ns", pa.uint64()) for cause in THROTTLE_CAUSES),
+        *((name, pa.float64()) for name in (*GAUGES, *MEANS)),
+        *((name, pa.uint64()) for name in COUNTERS),
         ("throttle_reasons", pa.uint64()),
+        ("xid", pa.uint64()),
     ]
 )
 """`time_ns` is the node's `time.monotonic_ns()`, `device` a GPU's UUID or `cpu:<hostname>`, `kind` `nvidia`, `amd` or
 `cpu`, `energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`; `throttle_reasons` is the
-driver's bitmask."""
+driver's bitmask, `xid` the number of the latest XID error."""
 
 
 class SampleBuffer:

@@ -7,16 +7,20 @@ at all. The fork costs milliseconds, since torch and DeepSpeed are imported once
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import re
 import signal
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from trainables.trial import Place, RankReport, TrialRequest, WrongTraining, run_trial
 
@@ -27,6 +31,7 @@ PRELOAD = [
     "torch._inductor.compile_fx",
 ]
 POLL_S = 0.1
+STACK_S = 1.0
 _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  # CUDA's words, and the host's
 
 
@@ -35,7 +40,7 @@ class Outcome:
     """How one rank's trial ended: `ok` with a report, or another status with its cause.
 
     `aborted` is a rank that was stopped because another rank failed. `phase` is the last phase it reached, `traceback`
-    what Python said of the error.
+    what Python said of the error, or where a rank that hangs was.
     """
 
     status: str
@@ -69,20 +74,22 @@ class Nursery:
         before the cause is known.
         """
         ours, theirs = self._context.Pipe(duplex=False)
-        child = self._context.Process(target=_child, args=(request, place, theirs), daemon=True)
-        child.start()
-        theirs.close()
-        try:
-            yield _watch(child, ours, request.deadline_s, elapsed_s, aborted)
-        finally:
-            ours.close()
-            child.kill()
-            child.join()
+        with tempfile.NamedTemporaryFile(prefix="wattune-stack-") as stack:
+            child = self._context.Process(target=_child, args=(request, place, theirs, stack.name), daemon=True)
+            child.start()
+            theirs.close()
+            try:
+                yield _watch(child, ours, Path(stack.name), request.deadline_s, elapsed_s, aborted)
+            finally:
+                ours.close()
+                child.kill()
+                child.join()
 
 
 def _watch(
     child: BaseProcess,
     messages: Connection,
+    stack: Path,
     deadline_s: float,
     elapsed_s: Callable[[], float],
     aborted: Callable[[], bool],
@@ -102,7 +109,19 @@ def _watch(
         elif aborted():
             return Outcome("aborted", None, phase)
         elif elapsed_s() > deadline_s:
-            return Outcome("hang", f"no result after {deadline_s:.0f} s, in phase {phase}", phase)
+            cause = f"no result after {deadline_s:.0f} s, in phase {phase}"
+            return Outcome("hang", cause, phase, traceback=_where(child, stack))
+
+
+def _where(child: BaseProcess, stack: Path) -> str | None:
+    """The Python stack of a child that may be stuck in native code; None if it does not tell."""
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGUSR1)
+    until = time.monotonic() + STACK_S
+    while not stack.stat().st_size and time.monotonic() < until:
+        time.sleep(POLL_S)
+    time.sleep(POLL_S)  # the rest of it
+    return stack.read_text() or None
 
 
 def _nothing() -> None:
@@ -115,7 +134,8 @@ def _death(exit_code: int | None, phase: str) -> str:
     return f"the process ended with exit code {exit_code} in phase {phase}"
 
 
-def _child(request: TrialRequest, place: Place, connection: Connection) -> None:
+def _child(request: TrialRequest, place: Place, connection: Connection, stack: str) -> None:
+    faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=False)  # noqa: SIM115
     threading.Thread(target=_end_with_worker, daemon=True).start()
     phase = "start"
 

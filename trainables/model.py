@@ -18,6 +18,9 @@ from trainables.moe import ONE_PROCESS, ExpertLayout, Experts, MoE, swiglu
 
 INIT_STD = 0.02
 
+MOST_LOGITS = 2**31
+"""From here on kernels count in 64 bits."""
+
 
 def rotary_table(head_dim: int, positions: Tensor, theta: float) -> Tensor:
     """Cosines and sines of rotary positions (Su et al. 2021), fp32, shape (2, len(positions), head_dim)."""
@@ -214,8 +217,24 @@ class Parts:
 
 
 def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in fp32 of logits (batch, sequence, vocab) against labels (batch, sequence)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+    """Mean cross-entropy in fp32 of logits (..., vocab) against labels (...)."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
+def compiled_loss() -> Callable[[Tensor, Tensor], Tensor]:
+    """`language_model_loss`, compiled, over as few pieces of the tokens as keep each below `MOST_LOGITS`."""
+    loss = torch.compile(language_model_loss)
+
+    def in_pieces(logits: Tensor, labels: Tensor) -> Tensor:
+        tokens = labels.numel()
+        pieces = -(-logits.numel() // MOST_LOGITS)
+        if pieces == 1:
+            return loss(logits, labels)
+        size = -(-tokens // pieces)
+        pairs = zip(logits.flatten(0, -2).split(size), labels.flatten().split(size), strict=True)
+        return torch.stack([loss(part, marks) * (marks.numel() / tokens) for part, marks in pairs]).sum()
+
+    return in_pieces
 
 
 class Stage(nn.Module):

@@ -76,7 +76,7 @@ class AmdDevice:
             power_limit_w=None if limit_w is None else limit_w / self._dies,
         )
 
-    def read(self) -> dict[str, Any]:
+    def read(self, full: bool) -> dict[str, Any]:
         table = self._table.read()  # first, as close to the sample's time as can be
         now_ns = time.monotonic_ns()
         self._socket = {} if table is None else self._socket_reading(table)

@@ -11,7 +11,8 @@ class DeviceInfo:
     """What does not change while a device is watched.
 
     `energy_method` is `counter` where the hardware counts its energy, `estimated` where `energy_mj` is a model's or its
-    share of a counter that it has in common with another device.
+    share of a counter that it has in common with another device. The peaks are of one direction, of PCIe and of all
+    links to other GPUs together; None where there is no such fabric or its speed is not known.
     """
 
     uuid: str
@@ -21,6 +22,8 @@ class DeviceInfo:
     energy_method: str
     driver_version: str | None = None
     power_limit_w: float | None = None
+    pcie_peak_bytes_per_s: float | None = None
+    link_peak_bytes_per_s: float | None = None
 
 
 class Device(Protocol):
@@ -29,6 +32,10 @@ class Device(Protocol):
     @property
     def info(self) -> DeviceInfo: ...
 
-    def read(self) -> dict[str, Any]:
-        """One sample: columns of `telemetry.samples.SCHEMA`; what the device cannot say is None or left out."""
+    def read(self, full: bool) -> dict[str, Any]:
+        """One sample: columns of `telemetry.samples.SCHEMA`; what the device cannot say is None or left out.
+
+        What takes the driver milliseconds is read only if `full`, and then first, next to the sample's time: counters,
+        of which readings around a window are enough.
+        """
         ...

@@ -49,7 +49,7 @@ class CpuDevice:
         )
         self._previous = (time.monotonic(), _busy_seconds(), self._tree.busy_seconds())
 
-    def read(self) -> dict[str, Any]:
+    def read(self, full: bool) -> dict[str, Any]:
         now, busy, tree_busy = time.monotonic(), _busy_seconds(), self._tree.busy_seconds()
         before, busy_before, tree_before = self._previous
         self._previous = (now, busy, tree_busy)

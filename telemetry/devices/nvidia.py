@@ -66,7 +66,7 @@ class NvidiaDevice:
         }
         self._field_ids = [field_id for field_id, _ in self._fields.values()]
 
-    def read(self) -> dict[str, Any]:
+    def read(self, full: bool) -> dict[str, Any]:
         nvml = self._nvml
         counters = self._read_fields()  # first, as close to the sample's time as can be
         utilisation = self._ask(nvml.nvmlDeviceGetUtilizationRates)

@@ -74,7 +74,7 @@ class ReplayDevice:
         self._clock = clock
         self._began_ns = clock()
 
-    def read(self) -> dict[str, Any]:
+    def read(self, full: bool) -> dict[str, Any]:
         elapsed_ns = self._clock() - self._began_ns
         lap = 0
         if self._growth is not None:

@@ -24,7 +24,7 @@ class Failing:
     def __init__(self) -> None:
         self.reads = 0
 
-    def read(self) -> dict[str, Any]:
+    def read(self, full: bool) -> dict[str, Any]:
         self.reads += 1
         if self.reads % 2 == 0:
             raise OSError("GPU is lost")
@@ -34,7 +34,7 @@ class Failing:
 class Slow:
     info = DeviceInfo(uuid="GPU-slow", index=0, name="slow", kind="nvidia", energy_method="counter")
 
-    def read(self) -> dict[str, Any]:
+    def read(self, full: bool) -> dict[str, Any]:
         time.sleep(0.07)
         return {}
 

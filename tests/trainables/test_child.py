@@ -112,13 +112,20 @@ def test_a_killed_child_is_a_crash_with_signal_and_phase(run: Callable[..., Outc
     assert outcome == Outcome("crash", "the process was killed by SIGKILL in phase warmup", "warmup")
 
 
-@pytest.mark.parametrize(("request_", "phase"), [(WAITING_FOREVER, "start"), (TRAINING_FOREVER, "warmup")])
-def test_the_deadline_ends_a_hang_and_names_its_phase(
-    request_: TrialRequest, phase: str, run: Callable[..., Outcome]
+@pytest.mark.parametrize(
+    ("request_", "phase", "function"),
+    [(WAITING_FOREVER, "start", "init_process_group"), (TRAINING_FOREVER, "warmup", "time_steps")],
+)
+def test_the_deadline_ends_a_hang_and_tells_where_it_was(
+    request_: TrialRequest, phase: str, function: str, run: Callable[..., Outcome]
 ) -> None:
     began = time.monotonic()
     outcome = run(replace(request_, deadline_s=6))
-    assert outcome == Outcome("hang", f"no result after 6 s, in phase {phase}", phase)
+    assert (outcome.status, outcome.phase) == ("hang", phase)
+    assert outcome.cause == f"no result after 6 s, in phase {phase}"
+    assert outcome.traceback is not None
+    assert f"in {function}" in outcome.traceback
+    assert "in run_trial" in outcome.traceback
     assert time.monotonic() - began < 30
 
 

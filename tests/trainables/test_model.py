@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from search_spaces.models import PRESETS, ModelShape
-from trainables.model import INIT_STD, Attention, Parts, Stage, language_model_loss, rotary_table, rotate
+from trainables.model import INIT_STD, Attention, Parts, Stage, compiled_loss, language_model_loss, rotary_table, rotate
 
 CPU = torch.device("cpu")
 LLAMA = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
@@ -130,6 +130,17 @@ def test_loss_is_the_mean_cross_entropy_in_fp32() -> None:
     expected = -torch.stack([log_probabilities[b, t, labels[b, t]] for b in range(2) for t in range(5)]).mean()
     torch.testing.assert_close(language_model_loss(logits, labels), expected)
     assert language_model_loss(logits.bfloat16(), labels).dtype == torch.float32
+
+
+@pytest.mark.parametrize("most", [1000, 60, 50])
+def test_a_compiled_loss_in_pieces_is_the_whole_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainables.model.MOST_LOGITS", most)  # one piece of 10 tokens, two of 5, three of 4, 4 and 2
+    logits, labels = torch.randn(2, 5, 11, requires_grad=True), torch.randint(11, (2, 5))
+    expected = language_model_loss(logits, labels)
+    (gradient,) = torch.autograd.grad(expected, logits)
+    loss = compiled_loss()(logits, labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient)
 
 
 def test_stages_in_a_row_are_the_whole_model() -> None:

@@ -28,7 +28,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
 from trainables.deepspeed_config import configuration
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
-from trainables.model import Block, Embedding, Parts, Stage, causal_attention, language_model_loss
+from trainables.model import Block, Embedding, Parts, Stage, causal_attention, compiled_loss, language_model_loss
 from trainables.moe import attach_loss, balance_loss, choose_experts
 from trainables.recompute import recomputed
 
@@ -149,7 +149,7 @@ class DeepSpeedEngine:
         self.pipelined = config.pipeline_parallel_size > 1
         self.settings = settings_of(config)
         self.context_group = self._context_group()
-        self.loss_function = torch.compile(language_model_loss) if config.compile else language_model_loss
+        self.loss_function = compiled_loss() if config.compile else language_model_loss
         # Each part with how it is made, to draw it again.
         self.made: list[tuple[nn.Module, Callable[[], nn.Module]]] = []
         whole = torch.arange(job.sequence_length, device=job.device)

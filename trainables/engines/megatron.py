@@ -34,7 +34,7 @@ from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Mic
 from trainables.engines.mesh import Mesh
 from trainables.engines.parallelize import Layout
 from trainables.engines.pipeline import Pipeline, TiedTable, stages_of
-from trainables.model import Embedding, Head, Parts, Stage, language_model_loss
+from trainables.model import Embedding, Head, Parts, Stage, compiled_loss, language_model_loss
 from trainables.moe import ExpertLayout, Experts
 
 
@@ -65,7 +65,7 @@ class MegatronEngine:
         self.holds_loss = config.pipeline_stages - 1 in self.stages
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = language_model_loss
         if config.compile and config.tensor_parallel_size == 1:
-            self.loss_function = torch.compile(language_model_loss)
+            self.loss_function = compiled_loss()
         self.pipeline = None
         self.tied = None
         if config.pipeline_parallel_size > 1:
