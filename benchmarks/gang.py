@@ -26,7 +26,7 @@ def one_gang(spec: SearchSpec, size: int) -> Iterator[Run]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
     with tempfile.TemporaryDirectory() as storage, ray_session(spec):
         telemetry = start_telemetry()
-        gang = Gang("benchmark", size, spec.cluster, Path(storage))
+        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry)
         ray.get(gang.mailbox.ready.remote())
         try:
             yield lambda trial_id, layout, of: run(trial_id, layout, of, gang.mailbox, telemetry, {})

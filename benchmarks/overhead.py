@@ -31,7 +31,7 @@ USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
 
 def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any], storage: Path) -> list[float]:
     """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
-    gang = Gang("warm", spec.gang_size, spec.cluster, storage)
+    gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry)
     ray.get(gang.mailbox.ready.remote())
     seconds = []
     for number, point in enumerate(points):
@@ -47,7 +47,7 @@ def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any],
     seconds = []
     for number, point in enumerate(points):
         began = time.monotonic()
-        gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage)
+        gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry)
         result = run(f"cold-{number}", point, spec, gang.mailbox, telemetry, {})
         close_gangs([gang])
         figures = _require_ok(result)

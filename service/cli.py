@@ -138,6 +138,23 @@ def stop(search: str, address: str) -> None:
     Wattune(address=address).stop(search)
 
 
+@main.command()
+@click.option(
+    "--address", metavar="ADDR", help="Ray cluster, such as head:6379; default: RAY_ADDRESS, else this machine's Ray."
+)
+@click.option("--once", is_flag=True, help="Print once, as where the output is no terminal.")
+@refusing_bad_input
+def top(address: str | None, once: bool) -> None:
+    """Show every GPU of a cluster while searches run: power, heat, clocks, what throttles it, its trial."""
+    from service.jobs import cluster_token
+
+    if cluster_token():  # a cluster that asks for one; Ray looks at this when it is imported
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from service.top import top as show
+
+    show(address, once)
+
+
 @main.command("list")
 @TRACKING
 @JSON

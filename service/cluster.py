@@ -30,7 +30,7 @@ def ray_session(spec: SearchSpec) -> Iterator[None]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := os.environ.get("RAY_ADDRESS"):
         try:
-            _knock(address)
+            knock(address)
             # Ray Train's helpers look for their cluster by this variable, and die where a host runs several.
             ray.init(runtime_env={"env_vars": {"RAY_ADDRESS": address}}, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
@@ -51,7 +51,7 @@ def ray_session(spec: SearchSpec) -> Iterator[None]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
+def knock(address: str) -> None:
     """Raise `OSError` if nothing listens at HOST:PORT; Ray itself would go on trying for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():

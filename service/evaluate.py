@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -113,20 +113,25 @@ def run_on_gang(
     if first.status != "ok":
         return TrialResult(request.trial_id, request.config, first.status, first.cause, traceback=first.traceback)
     windows = node_windows(outcomes, members, telemetry)
-    summary = combine(ray.get([telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in windows]))
+    idle_windows = windows_of_idle(windows, members, telemetry)
+    summaries = ray.get(
+        [telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in [*windows, *(idle_windows or ())]]
+    )
+    summary = combine(summaries[: len(windows)])
+    idle = None if idle_windows is None else combine(summaries[len(windows) :])
     assert first.report is not None
     ranks = rank_records(outcomes, members)
     return TrialResult(
         trial_id=request.trial_id,
         config=request.config,
         status="ok",
-        metrics=metrics(outcomes, summary, spec, gang_s) | breakdown_metrics(ranks),
-        methods=methods(summary),
+        metrics=metrics(outcomes, summary, idle, spec, gang_s) | breakdown_metrics(ranks),
+        methods=methods(summary, idle),
         step_times_s=first.report.timing.window_steps_s,
         losses=first.report.losses,
         windows=windows,
         environment=dict(environment) | first.report.environment,
-        cause="; ".join([*summary.problems, *breakdown_problems(outcomes)]) or None,
+        cause="; ".join([*telemetry_problems(summary, idle), *breakdown_problems(outcomes)]) or None,
         ranks=ranks,
     )
 
@@ -150,6 +155,28 @@ def node_windows(
             devices = tuple(device["uuid"] for device in description["devices"])
         windows.append(NodeWindow(node_id, reports[0].timing.start_ns, reports[0].timing.end_ns, devices))
     return tuple(windows)
+
+
+def windows_of_idle(
+    windows: Sequence[NodeWindow], members: Sequence[Member], telemetry: Mapping[str, ActorHandle]
+) -> tuple[NodeWindow, ...] | None:
+    """The same windows with the GPUs of the gang that the trial left idle; none where all worked, or there is none.
+
+    Which GPUs are those of idle workers is only known of a gang that has all GPUs of its nodes: None if it has not.
+    Nodes without any rank of the trial are left out: nobody stamped the window there.
+    """
+    idle: list[NodeWindow] = []
+    for window in windows:
+        workers = sum(member.node_id == window.node_id for member in members)
+        if workers <= len(window.devices):
+            continue
+        description: Any = ray.get(telemetry[window.node_id].describe.remote())
+        gpus = [device["uuid"] for device in description["devices"] if device["kind"] != "cpu"]
+        if gpus and len(gpus) != workers:
+            return None
+        if left := tuple(gpu for gpu in gpus if gpu not in window.devices):
+            idle.append(replace(window, devices=left))
+    return tuple(idle)
 
 
 def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRecord, ...]:
@@ -186,11 +213,19 @@ def breakdown_problems(outcomes: list[Outcome]) -> list[str]:
     return [f"no breakdown of rank {r.rank}: {r.profile.problem}" for r in reports if r.profile and r.profile.problem]
 
 
+def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> list[str]:
+    """Why figures are missing or want looking at, and which fabrics held the trial up."""
+    if idle is None:
+        return [*summary.problems, *summary.saturated, "no idle_energy_j: the node's GPUs are not all the gang's"]
+    return [*summary.problems, *summary.saturated, *(f"idle {problem}" for problem in idle.problems)]
+
+
 def metrics(
-    outcomes: list[Outcome], summary: WindowSummary, spec: SearchSpec, gang_s: float
+    outcomes: list[Outcome], summary: WindowSummary, idle: WindowSummary | None, spec: SearchSpec, gang_s: float
 ) -> dict[str, float | None]:
     """The figures of one trial by the names of the record; None is missing.
 
+    `summary` is of the devices that worked, `idle` of the gang's others, None if it is not known which they are.
     `gang_s` is all the time that the trial kept the gang from the next one; `trial_overhead_s` is what of it went
     neither into compiling, nor into warm-up, nor into the window, nor into the breakdown.
     """
@@ -200,11 +235,15 @@ def metrics(
     warmup_s = sum(timing.warmup_steps_s) - timing.compile_s
     tokens = spec.tokens_per_step * len(timing.window_steps_s)
     breakdown_s = max(report.profile.time_s if report.profile else 0.0 for report in reports)
+    steps = len(timing.window_steps_s)
+    energy_j = summary.energy_j
     memory = [report.peak_memory_gib for report in reports if report.peak_memory_gib is not None]
     return {
         **spec.speed(tokens / window_s, len(reports)),
         "step_time_s": statistics.median(timing.window_steps_s),
-        "joules_per_token": None if summary.energy_j is None else summary.energy_j / tokens,
+        "joules_per_token": None if energy_j is None else energy_j / tokens,
+        "energy_per_step_j": None if energy_j is None else energy_j / steps,
+        "idle_energy_j": idle_energy_j(idle) if reports[0].device is not None else None,
         **summary.metrics(),
         "peak_memory_gib": max(memory, default=None),
         "trial_overhead_s": gang_s - window_s - warmup_s - timing.compile_s - breakdown_s,
@@ -216,7 +255,18 @@ def metrics(
     }
 
 
-def methods(summary: WindowSummary) -> dict[str, str]:
-    """How the energy and throttle figures were obtained, by metric."""
-    energy = {} if summary.energy_method is None else {"joules_per_token": summary.energy_method}
-    return summary.methods() | energy
+def idle_energy_j(idle: WindowSummary | None) -> float | None:
+    """What the gang's idle GPUs drew: nothing if there are none."""
+    if idle is None:
+        return None
+    return idle.energy_j if idle.devices else 0.0
+
+
+def methods(summary: WindowSummary, idle: WindowSummary | None) -> dict[str, str]:
+    """How the energy and throttle figures that are known were obtained, by metric."""
+    found = summary.methods()
+    if summary.energy_j is not None and summary.energy_method is not None:
+        found |= dict.fromkeys(("joules_per_token", "energy_per_step_j"), summary.energy_method)
+    if idle is not None and idle.energy_j is not None and idle.energy_method is not None:
+        found["idle_energy_j"] = idle.energy_method
+    return found

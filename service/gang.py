@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ class Gang:
     thread starts another.
     """
 
-    def __init__(self, name: str, size: int, cluster: ClusterSpec, storage: Path) -> None:
+    def __init__(
+        self, name: str, size: int, cluster: ClusterSpec, storage: Path, telemetry: Mapping[str, ActorHandle]
+    ) -> None:
         actor: Any = ray.remote(Mailbox)
         self.mailbox: ActorHandle = actor.options(num_cpus=0, max_concurrency=1000).remote(size)
         self._closing = False
@@ -37,7 +39,7 @@ class Gang:
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
         self._trainer = lambda: TorchTrainer(
             worker_loop,
-            train_loop_config={"mailbox": self.mailbox, "use_gpu": use_gpu},
+            train_loop_config={"mailbox": self.mailbox, "telemetry": dict(telemetry), "use_gpu": use_gpu},
             torch_config=GangTorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(
                 num_workers=size, use_gpu=use_gpu, resources_per_worker=resources_per_worker(cluster)

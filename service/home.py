@@ -42,6 +42,11 @@ class Home:
         """Prepared token files."""
         return self.path / "data"
 
+    @property
+    def telemetry(self) -> Path:
+        """Samples as each node takes them, on its own disk: see `telemetry.spool`."""
+        return self.path / "telemetry"
+
     def spool(self, search_id: str) -> Path:
         """What a search has on disk while it runs: raw samples, and trials that MLflow has not taken yet."""
         return self.path / "spool" / search_id

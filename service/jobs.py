@@ -148,7 +148,7 @@ def _probe(address: str) -> dict[str, str]:
 
     if not address.startswith(("http://", "https://")):
         raise InputError(f"address {address!r}: give the URL of Ray's job server, such as http://head:8265")
-    token = _token()
+    token = cluster_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = requests.get(f"{address.rstrip('/')}/api/version", headers=headers, timeout=PROBE_S)
@@ -166,7 +166,7 @@ def _probe(address: str) -> dict[str, str]:
     return headers
 
 
-def _token() -> str | None:
+def cluster_token() -> str | None:
     """The cluster's token, from where Ray looks for it, in Ray's order."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return None

@@ -16,6 +16,7 @@ EXTRAPOLATED = (
     "mfu",
     "step_time_s",
     "joules_per_token",
+    "energy_per_step_j",
     "peak_memory_gib",
 )
 SPENT = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s", "breakdown_time_s")
@@ -79,10 +80,12 @@ def full_metrics(spec: SearchSpec, shallow: Proxy, deep: Proxy) -> dict[str, flo
     rates = (low["tokens_per_s"], high["tokens_per_s"])
     mean_s = grown("mean time", [rate and spec.tokens_per_step / rate for rate in rates])
     assert mean_s is not None, "every run that ended well has a speed"
+    joules_per_token = grown("energy", (low.get("joules_per_token"), high.get("joules_per_token")))
     return {
         **spec.speed(spec.tokens_per_step / mean_s, deep.result.config.num_gpus),
         "step_time_s": grown("median time", (low["step_time_s"], high["step_time_s"])),
-        "joules_per_token": grown("energy", (low.get("joules_per_token"), high.get("joules_per_token"))),
+        "joules_per_token": joules_per_token,
+        "energy_per_step_j": joules_per_token and joules_per_token * spec.tokens_per_step,
         "peak_memory_gib": peak_memory(layers, shallow, deep),
     } | {metric: sum(run.get(metric) or 0.0 for run in (low, high)) for metric in SPENT}
 

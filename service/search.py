@@ -106,7 +106,7 @@ class _Driver:
         spec, points = self.spec, self.spec.legal.points
         trials = min(spec.budget.trials, len(points))
         progress = Progress(spec.objectives, spec.budget, trials, spec.limits)
-        telemetry = start_telemetry()
+        telemetry = start_telemetry(self.search_id, self.home.telemetry)
         environment = software() | hardware(telemetry)
         self.tracker.start_search(
             self.search_id,
@@ -123,7 +123,8 @@ class _Driver:
         try:
             count = max(1, min(spec.cluster.size // spec.gang_size, trials))
             self.gangs = [
-                Gang(f"{self.search_id}-gang{i}", spec.gang_size, spec.cluster, spool / "train") for i in range(count)
+                Gang(f"{self.search_id}-gang{i}", spec.gang_size, spec.cluster, spool / "train", telemetry)
+                for i in range(count)
             ]
             pool = start_pool(self.gangs)
             recorder = _Recorder(self.tracker, progress, pool, telemetry)

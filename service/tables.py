@@ -11,13 +11,23 @@ FIGURES = {
     "tokens_per_s": ("tokens/s", ",.0f"),
     "tokens_per_s_per_gpu": ("tokens/s/GPU", ",.0f"),
     "joules_per_token": ("J/token", ".4g"),
+    "energy_per_step_j": ("J/step", ",.0f"),
+    "idle_energy_j": ("idle J", ",.0f"),
     "throttle_ratio": ("throttle", ".2%"),
     "power_cap_ratio": ("power cap", ".1%"),
     "mean_power_w": ("power W", ",.0f"),
+    "peak_power_w": ("peak W", ",.0f"),
+    "mean_sm_clock_mhz": ("SM MHz", ",.0f"),
+    "tensor_activity": ("tensor cores", ".1%"),
+    "dram_activity": ("DRAM", ".1%"),
+    "pcie_utilisation": ("PCIe peak", ".1%"),
+    "link_utilisation": ("link peak", ".1%"),
     "mfu": ("MFU", ".1%"),
     "step_time_s": ("step s", ".4g"),
     "peak_memory_gib": ("memory GiB", ".1f"),
     "peak_gpu_temp_c": ("GPU degC", ".0f"),
+    "peak_hbm_temp_c": ("HBM degC", ".0f"),
+    "min_gpu_temp_margin_c": ("margin degC", ".0f"),
 }
 # Metric -> heading, of the breakdown of a step; what these leave is hidden behind or beside one of them.
 SHARES = {

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from telemetry.samples import GAUGES, SCHEMA
+from telemetry.samples import GAUGES, MEANS, SCHEMA
 
 
 def write_samples(table: pa.Table, path: Path) -> None:
@@ -29,7 +29,7 @@ def read_samples(path: Path) -> pa.Table:
 
 
 def thin(table: pa.Table, points: int = 60) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """At most `points` (time_ns, value) pairs of every gauge that has values, by device and column.
+    """At most `points` (time_ns, value) pairs of every gauge and activity that has values, by device and column.
 
     The time that a device's samples span is cut into `points` equal parts; a point is the mean of a part's values at
     the mean of their times.
@@ -45,7 +45,7 @@ def _thin_device(rows: pa.Table, points: int) -> dict[str, list[tuple[int, float
     since = time_ns - time_ns.min()
     part = np.minimum(since * points // max(int(since.max()), 1), points - 1)
     series = {}
-    for column in GAUGES:
+    for column in (*GAUGES, *MEANS):
         known = rows[column].is_valid().to_numpy()
         if known.any():
             values = rows[column].drop_null().to_numpy()

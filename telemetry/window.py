@@ -1,60 +1,35 @@
-"""What happened to a trial's devices between two instants: energy, throttling, clocks, temperatures.
+"""What happened to a trial's devices between two instants: energy, throttling, clocks, temperatures, traffic.
 
-Pure arithmetic on samples. A value that cannot be trusted is None and says why in `problems`; it is never guessed.
+A value that cannot be trusted is None and says why in `problems`; it is never guessed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from telemetry.samples import THROTTLE_CAUSES
+from telemetry.device_window import FABRICS, DeviceWindow, device_window, power_readings, ratio
+from telemetry.devices.base import DeviceInfo
+from telemetry.readings import MAX_GAP_NS, Unusable, integral
+from telemetry.sampler import FULL_PERIOD_S
+from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
 
-MAX_GAP_NS = 1_000_000_000
-"""The longest stretch without a fresh reading across which a value is interpolated."""
+MARGIN_BEFORE_NS = round(FULL_PERIOD_S * 1e9) + 2 * MAX_GAP_NS
+MARGIN_AFTER_NS = 2 * MAX_GAP_NS
+"""How far beyond a window's edges samples must reach: to the counters' readings before it and after it."""
 
-MAX_DEVICE_W = 10_000
-"""More than any one device draws: energy that grows faster was misread."""
+SATURATED = 0.9
+"""Share of its peak, as mean over the window, above which a fabric holds a trial up."""
 
-RATIO_BOUNDS = (0.95, 1.05)
-"""Integrated power over the counter's energy: outside, one of the two is wrong."""
+_METHODS_BY_TRUST = ("counter", "integrated", "sampled", "estimated")
 
-MIN_RATIO_S = 2.0
-"""Shorter windows are left alone: what an edge misses, a tick of the counter at most, may be over 5% of them."""
-
-_METHODS_BY_TRUST = ("counter", "integrated", "estimated")
-
-
-@dataclass(frozen=True)
-class DeviceWindow:
-    """One device over its node's window of `duration_s` seconds.
-
-    `energy_method`: `counter` (hardware counter), `integrated` (from sampled power) or `estimated` (a model's power);
-    None where there were no samples. `integrated_j` is the energy by sampled power beside a hardware counter's: it is
-    compared with `energy_j` and never takes its place. `throttle_s` holds seconds by cause. `thermal_throttle_s` bounds
-    the seconds lost to heat: software and hardware slowdown may coincide, so they lie between the larger one and the
-    sum (at most the duration). None is unknown.
-    """
-
-    device: str
-    duration_s: float
-    energy_j: float | None
-    energy_method: str | None
-    integrated_j: float | None
-    throttle_s: dict[str, float | None]
-    thermal_throttle_s: tuple[float, float] | None
-    mean_sm_clock_mhz: float | None
-    mean_gpu_temp_c: float | None
-    peak_gpu_temp_c: float | None
-    peak_hbm_temp_c: float | None
-    sample_count: int
-    problems: tuple[str, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,8 @@ class WindowSummary:
     """The devices of a trial over its window, which may differ a little in length from node to node.
 
     `peak_power_w` is the highest sum over the devices; over several nodes the sum of their peaks, an upper bound, since
-    their clocks are not compared. A total is None as soon as one device's share of it is.
+    their clocks are not compared. A total is None as soon as one device's share of it is. Means are over device-seconds
+    but for power, which is summed over devices; a spread is the highest device's mean less the lowest one's.
     """
 
     devices: tuple[DeviceWindow, ...]
@@ -88,21 +64,26 @@ class WindowSummary:
     @property
     def energy_method(self) -> str | None:
         """The least trusted of the devices' methods; None if one of them has none."""
-        methods = [window.energy_method for window in self.devices]
-        known = [method for method in methods if method is not None]
-        return max(known, key=_METHODS_BY_TRUST.index) if known and len(known) == len(methods) else None
+        return _least_trusted(window.energy_method for window in self.devices)
 
     @property
     def energy_ratio(self) -> float | None:
         """Integrated power over the energy by the counters; None unless every device has both."""
-        return _ratio(_total(window.integrated_j for window in self.devices), self.energy_j)
+        return ratio(_total(window.integrated_j for window in self.devices), self.energy_j)
 
     @property
     def mean_power_w(self) -> float | None:
         """Sum over devices of energy by time."""
-        return _total(
-            None if window.energy_j is None else window.energy_j / window.duration_s for window in self.devices
-        )
+        return _total(window.mean_power_w for window in self.devices)
+
+    @property
+    def power_spread_w(self) -> float | None:
+        return _spread(window.mean_power_w for window in self.devices)
+
+    @property
+    def mean_hbm_power_w(self) -> float | None:
+        """Sum over devices of their memory's power."""
+        return _total(window.mean_hbm_power_w for window in self.devices)
 
     @property
     def throttle_s(self) -> dict[str, float | None]:
@@ -120,8 +101,8 @@ class WindowSummary:
 
     @property
     def throttle_time_s(self) -> float | None:
-        """Device-seconds lost to heat that the counters prove: the lower bound, max(SW, HW) of each device."""
-        return self.thermal_throttle_s and self.thermal_throttle_s[0]
+        """Device-seconds lost to heat."""
+        return _total(window.throttle_time_s for window in self.devices)
 
     @property
     def throttle_ratio(self) -> float | None:
@@ -135,26 +116,76 @@ class WindowSummary:
 
     @property
     def mean_sm_clock_mhz(self) -> float | None:
-        return self._share(
-            _total(
-                None if window.mean_sm_clock_mhz is None else window.mean_sm_clock_mhz * window.duration_s
-                for window in self.devices
-            )
-        )
+        return self._mean(lambda window: window.mean_sm_clock_mhz)
+
+    @property
+    def min_sm_clock_mhz(self) -> float | None:
+        """The lowest sample of any device."""
+        return _min(window.min_sm_clock_mhz for window in self.devices)
+
+    @property
+    def sm_clock_spread_mhz(self) -> float | None:
+        return _spread(window.mean_sm_clock_mhz for window in self.devices)
+
+    @property
+    def mean_gpu_temp_c(self) -> float | None:
+        return self._mean(lambda window: window.mean_gpu_temp_c)
 
     @property
     def peak_gpu_temp_c(self) -> float | None:
         return _max(window.peak_gpu_temp_c for window in self.devices)
 
     @property
+    def gpu_temp_spread_c(self) -> float | None:
+        return _spread(window.mean_gpu_temp_c for window in self.devices)
+
+    @property
+    def min_gpu_temp_margin_c(self) -> float | None:
+        """The least distance of any device to the temperature at which it slows down."""
+        return _min(window.min_gpu_temp_margin_c for window in self.devices)
+
+    @property
     def peak_hbm_temp_c(self) -> float | None:
         return _max(window.peak_hbm_temp_c for window in self.devices)
 
     @property
-    def gpu_temp_spread_c(self) -> float | None:
-        """Hottest device's mean temperature less the coolest one's."""
-        temperatures = _all_known(window.mean_gpu_temp_c for window in self.devices)
-        return None if temperatures is None else max(temperatures) - min(temperatures)
+    def tensor_activity(self) -> float | None:
+        return self._mean(lambda window: window.tensor_activity)
+
+    @property
+    def dram_activity(self) -> float | None:
+        return self._mean(lambda window: window.dram_activity)
+
+    @property
+    def pcie_bytes_per_s(self) -> float | None:
+        """Received and sent, over all devices."""
+        return self._bytes_per_s("pcie")
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Received and sent, over all devices."""
+        return self._bytes_per_s("link")
+
+    @property
+    def pcie_utilisation(self) -> float | None:
+        """Share of its peak that the busiest direction of the busiest device reached."""
+        return _max(window.utilisation["pcie"] for window in self.devices)
+
+    @property
+    def link_utilisation(self) -> float | None:
+        """Share of its peak that the busiest direction of the busiest device reached."""
+        return _max(window.utilisation["link"] for window in self.devices)
+
+    @property
+    def saturated(self) -> tuple[str, ...]:
+        """The fabrics that were at over 90% of their peak on average, each with its busiest device."""
+        told = []
+        for fabric in FABRICS:
+            shares = {window.device: share for window in self.devices if (share := window.utilisation[fabric])}
+            busiest = max(shares, key=shares.__getitem__, default=None)
+            if busiest is not None and shares[busiest] > SATURATED:
+                told.append(f"{busiest}: {fabric} is saturated, at {shares[busiest]:.0%} of its peak")
+        return tuple(told)
 
     @property
     def sample_count(self) -> int:
@@ -169,25 +200,39 @@ class WindowSummary:
         names = (
             "mean_power_w",
             "peak_power_w",
+            "power_spread_w",
+            "mean_hbm_power_w",
             "energy_ratio",
             "throttle_ratio",
             "power_cap_ratio",
             "throttle_time_s",
             "mean_sm_clock_mhz",
+            "min_sm_clock_mhz",
+            "sm_clock_spread_mhz",
+            "mean_gpu_temp_c",
             "peak_gpu_temp_c",
-            "peak_hbm_temp_c",
             "gpu_temp_spread_c",
+            "min_gpu_temp_margin_c",
+            "peak_hbm_temp_c",
+            "tensor_activity",
+            "dram_activity",
+            "pcie_bytes_per_s",
+            "pcie_utilisation",
+            "link_bytes_per_s",
+            "link_utilisation",
         )
         return {name: getattr(self, name) for name in names}
 
     def methods(self) -> dict[str, str]:
         """How the power and throttle figures that are known were got, by metric."""
+        throttle = _least_trusted(window.throttle_method for window in self.devices)
         methods = {
             "mean_power_w": self.energy_method,
             "peak_power_w": "estimated" if self.energy_method == "estimated" else "sampled",
-            "throttle_ratio": "counter",
-            "power_cap_ratio": "counter",
-            "throttle_time_s": "counter",
+            "power_spread_w": self.energy_method,
+            "throttle_ratio": throttle,
+            "power_cap_ratio": _least_trusted(window.power_cap_method for window in self.devices),
+            "throttle_time_s": throttle,
         }
         return {name: method for name, method in methods.items() if method and getattr(self, name) is not None}
 
@@ -210,30 +255,40 @@ class WindowSummary:
     def _share(self, device_seconds: float | None) -> float | None:
         return None if device_seconds is None else device_seconds / self.device_seconds
 
+    def _mean(self, figure: Callable[[DeviceWindow], float | None]) -> float | None:
+        values = [(figure(window), window.duration_s) for window in self.devices]
+        return self._share(_total(None if value is None else value * seconds for value, seconds in values))
 
-class Unusable(ValueError):
-    """Readings that do not support the value asked of them."""
+    def _bytes_per_s(self, fabric: str) -> float | None:
+        return _total(
+            window.bytes_per_s[column] for window in self.devices for column in TRAFFIC if column.startswith(fabric)
+        )
 
 
-class WentBackwards(Unusable):
-    """A counter lost its past, as when a device is reset."""
-
-
-def summarise(table: pa.Table, start_ns: int, end_ns: int, devices: Iterable[str]) -> WindowSummary:
+def summarise(
+    table: pa.Table,
+    start_ns: int,
+    end_ns: int,
+    devices: Iterable[str],
+    infos: Mapping[str, DeviceInfo] | None = None,
+) -> WindowSummary:
     """The window from `start_ns` to `end_ns` of one node's monotonic clock, for the given devices of that node.
 
-    `table` has `telemetry.samples.SCHEMA`, and must reach some ticks past both edges: counters are interpolated
-    linearly between the ticks around an edge. Raises ValueError if the window is empty.
+    `table` has `telemetry.samples.SCHEMA`, and must reach MARGIN_BEFORE_NS before the window and MARGIN_AFTER_NS past
+    it. `infos`, of all devices of the node, has the peaks of fabrics, and tells which devices share a card: energy that
+    is `shared` is the `counter`'s if all devices of the card are in the window, and else `estimated`. Raises ValueError
+    if the window is empty.
     """
     if end_ns <= start_ns:
         raise ValueError(f"the window is empty: it starts at {start_ns} ns and ends at {end_ns} ns")
-    samples = {
-        device: table.filter(pc.field("device") == device).sort_by("time_ns") for device in dict.fromkeys(devices)
-    }
-    return WindowSummary(
-        devices=tuple(_device_window(device, rows, start_ns, end_ns) for device, rows in samples.items()),
-        peak_power_w=_peak_power_w(list(samples.values()), start_ns, end_ns),
-    )
+    known = infos or {}
+    names = list(dict.fromkeys(devices))
+    windows, powers = [], []
+    for device in names:
+        rows = table.filter(pc.field("device") == device).sort_by("time_ns")
+        windows.append(device_window(device, rows, start_ns, end_ns, known, names))
+        powers.append(power_readings(rows))
+    return WindowSummary(devices=tuple(windows), peak_power_w=_peak_power_w(powers, start_ns, end_ns))
 
 
 def combine(summaries: Sequence[WindowSummary]) -> WindowSummary:
@@ -244,194 +299,26 @@ def combine(summaries: Sequence[WindowSummary]) -> WindowSummary:
     )
 
 
-def counter_difference(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> float:
-    """Growth of a cumulative counter over a window, read at `time_ns` [n] (int64, ascending) as `value` [n] (uint64).
-
-    Raises Unusable if an edge is not between two readings at most MAX_GAP_NS apart, the second followed as soon by a
-    third (a call that hangs returns a value much younger than its time), or if the counter decreased.
-    """
-    first, last = _bracket(time_ns, start_ns, end_ns)
-    for edge, before in (("start", first), ("end", last - 1)):
-        _require_no_gap(time_ns[before : before + 3], f"at the window's {edge}")
-    time_ns, value = time_ns[first : last + 1], value[first : last + 1]
-    if np.any(value[1:] < value[:-1]):
-        raise WentBackwards("went backwards")
-    growth = np.interp([0, end_ns - start_ns], time_ns - start_ns, value - value[0])
-    return float(growth[1] - growth[0])
-
-
-def integral(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> float:
-    """Trapezoidal integral over a window in value-seconds, of readings `value` [n] at `time_ns` [n] (ascending).
-
-    Raises Unusable if the readings do not span the window or leave a gap over MAX_GAP_NS.
-    """
-    first, last = _bracket(time_ns, start_ns, end_ns)
-    _require_no_gap(time_ns[first : last + 1], "in the window")
-    inside = (time_ns > start_ns) & (time_ns < end_ns)
-    times = np.concatenate([[0], time_ns[inside] - start_ns, [end_ns - start_ns]])
-    return float(np.trapezoid(np.interp(times, time_ns - start_ns, value), times)) / 1e9
-
-
-def _bracket(time_ns: np.ndarray, start_ns: int, end_ns: int) -> tuple[int, int]:
-    """Positions of the last reading at or before the start and the first at or after the end."""
-    first = int(np.searchsorted(time_ns, start_ns, side="right")) - 1
-    last = int(np.searchsorted(time_ns, end_ns, side="left"))
-    if first < 0:
-        raise Unusable("has no reading before the window")
-    if last == len(time_ns):
-        raise Unusable("has no reading after the window")
-    return first, last
-
-
-def _require_no_gap(time_ns: np.ndarray, where: str) -> None:
-    gap_ns = int(np.max(np.diff(time_ns)))
-    if gap_ns > MAX_GAP_NS:
-        raise Unusable(f"was not refreshed for {gap_ns / 1e9:.1f} s {where}")
-
-
-def _device_window(device: str, rows: pa.Table, start_ns: int, end_ns: int) -> DeviceWindow:
-    duration_s = (end_ns - start_ns) / 1e9
-    inside = rows.filter((pc.field("time_ns") >= start_ns) & (pc.field("time_ns") <= end_ns))
-    problems: list[str] = [] if inside.num_rows else ["has no samples in the window"]
-    energy_method = _energy_method(rows)
-    energy_j: float | None = None
-    integrated_j: float | None = None
-    reset = False
-    try:
-        energy_j = _energy_j(rows, start_ns, end_ns)
-    except Unusable as problem:
-        problems.append(str(problem))
-        reset = isinstance(problem, WentBackwards)
-    if energy_method == "counter":
-        try:
-            integrated_j = _integrated_j(rows, start_ns, end_ns)
-        except Unusable as problem:
-            problems.append(str(problem))
-    ratio = _ratio(integrated_j, energy_j)
-    if ratio is not None and duration_s >= MIN_RATIO_S and not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1]:
-        problems.append(f"integrated power gives {ratio:.3f} times the energy counter's energy")
-    throttle_s: dict[str, float | None] = dict.fromkeys(THROTTLE_CAUSES)
-    refused: set[str] = set()
-    for cause in THROTTLE_CAUSES:
-        try:
-            throttle_s[cause] = _throttle_s(rows, cause, start_ns, end_ns, reset)
-        except Unusable as problem:
-            problems.append(str(problem))
-            refused.add(cause)
-    thermal = [seconds for cause in ("sw_thermal", "hw_thermal") if (seconds := throttle_s[cause]) is not None]
-    thermal_known = bool(thermal) and refused.isdisjoint(("sw_thermal", "hw_thermal"))
-    return DeviceWindow(
-        device=device,
-        duration_s=duration_s,
-        energy_j=energy_j,
-        energy_method=energy_method,
-        integrated_j=integrated_j,
-        throttle_s=throttle_s,
-        thermal_throttle_s=(max(thermal), min(sum(thermal), duration_s)) if thermal_known else None,
-        mean_sm_clock_mhz=pc.mean(inside["sm_clock_mhz"]).as_py(),
-        mean_gpu_temp_c=pc.mean(inside["gpu_temp_c"]).as_py(),
-        peak_gpu_temp_c=pc.max(inside["gpu_temp_c"]).as_py(),
-        peak_hbm_temp_c=pc.max(inside["hbm_temp_c"]).as_py(),
-        sample_count=inside.num_rows,
-        problems=tuple(f"{device}: {problem}" for problem in problems),
-    )
-
-
-def _energy_method(rows: pa.Table) -> str | None:
-    declared = rows["energy_method"].drop_null()
-    if not len(declared):
-        return None
-    method: str = declared[0].as_py()
-    return "integrated" if method == "counter" and not len(rows["energy_mj"].drop_null()) else method
-
-
-def _energy_j(rows: pa.Table, start_ns: int, end_ns: int) -> float | None:
-    """Energy by the counter; by integrated power for a device that has none; None for one that has neither."""
-    time_ns, energy_mj = _series(rows, "energy_mj")
-    if not len(time_ns):
-        return _integrated_j(rows, start_ns, end_ns)
-    try:
-        return _counted_mj(time_ns, energy_mj, start_ns, end_ns) / 1000
-    except Unusable as problem:
-        raise type(problem)(f"energy counter {problem}") from None
-
-
-def _integrated_j(rows: pa.Table, start_ns: int, end_ns: int) -> float | None:
-    """Energy by sampled power; None where none was sampled."""
-    time_ns, power_w = _series(rows, "power_w")
-    if not len(time_ns):
-        return None
-    try:
-        return integral(time_ns, power_w, start_ns, end_ns)
-    except Unusable as problem:
-        raise Unusable(f"power {problem}") from None
-
-
-def _counted_mj(time_ns: np.ndarray, energy_mj: np.ndarray, start_ns: int, end_ns: int) -> float:
-    """Growth of an energy counter over a window. Raises Unusable where a fault may hide in it.
-
-    The counter moves only as often as the driver refreshes it (100 ms on Hopper), so a reading that repeats the one
-    before is not a new tick: edges are interpolated between readings at which it had moved.
-    """
-    moved = np.flatnonzero(energy_mj[1:] != energy_mj[:-1]) + 1
-    tick_ns, tick_mj = time_ns[moved], energy_mj[moved]
-    grown_mj = counter_difference(tick_ns, tick_mj, start_ns, end_ns)
-    first, last = _bracket(tick_ns, start_ns, end_ns)
-    moved = moved[first : last + 1]
-    still_ns = int(np.max(time_ns[moved[1:] - 1] - time_ns[moved[:-1]]))
-    if still_ns > MAX_GAP_NS:
-        raise Unusable(f"stood still for {still_ns / 1e9:.1f} s")
-    mj_per_ns = MAX_DEVICE_W / 1e6
-    if np.any(np.diff(energy_mj[moved]) > mj_per_ns * (np.diff(time_ns[moved]) + MAX_GAP_NS)):
-        raise Unusable(f"grew faster than {MAX_DEVICE_W} W")
-    time_ns, energy_mj = time_ns[moved[0] : moved[-1] + 1], energy_mj[moved[0] : moved[-1] + 1]
-    gap_ns = np.diff(time_ns)
-    hidden = (gap_ns > MAX_GAP_NS) & (energy_mj[1:] <= mj_per_ns * gap_ns)
-    if np.any(hidden):
-        raise Unusable(f"may have been reset while it was not read for {gap_ns[hidden][0] / 1e9:.1f} s")
-    return grown_mj
-
-
-def _throttle_s(rows: pa.Table, cause: str, start_ns: int, end_ns: int, reset: bool) -> float | None:
-    """Seconds throttled for a cause. A counter that stands at 0 hides a reset: `reset` says that another one saw it."""
-    time_ns, throttled_ns = _series(rows, f"throttle_{cause}_ns")
-    if not len(time_ns):
-        return None
-    try:
-        grown_ns = counter_difference(time_ns, throttled_ns, start_ns, end_ns)
-        if reset:
-            raise Unusable("may have been reset with the energy counter")
-        duration_ns = end_ns - start_ns
-        if grown_ns > 1.02 * duration_ns + 50e6:  # more than late readings explain
-            raise Unusable("ran faster than time")
-    except Unusable as problem:
-        raise Unusable(f"{cause} throttle counter {problem}") from None
-    return min(grown_ns, duration_ns) / 1e9
-
-
-def _peak_power_w(samples: list[pa.Table], start_ns: int, end_ns: int) -> float | None:
+def _peak_power_w(powers: list[tuple[np.ndarray, np.ndarray]], start_ns: int, end_ns: int) -> float | None:
     """Highest sum of the devices' power at the ticks of the first one, the others' interpolated."""
-    series = [_series(rows, "power_w") for rows in samples]
-    if not series or not all(len(time_ns) for time_ns, _ in series):
+    try:
+        for time_ns, power_w in powers:
+            integral(time_ns, power_w, start_ns, end_ns)  # without a gap
+    except Unusable:
         return None
-    ticks = series[0][0]
+    ticks = powers[0][0] if powers else np.empty(0)
     ticks = ticks[(ticks >= start_ns) & (ticks <= end_ns)]
     if not len(ticks):
         return None
-    return float(max(sum(np.interp(ticks - start_ns, time_ns - start_ns, power_w) for time_ns, power_w in series)))
+    return float(max(sum(np.interp(ticks - start_ns, time_ns - start_ns, power_w) for time_ns, power_w in powers)))
 
 
-def _series(rows: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Times (int64 ns) and values of a column's readings."""
-    known = rows.select(["time_ns", column]).drop_null()
-    return known["time_ns"].to_numpy(), known[column].to_numpy()
+def _least_trusted(methods: Iterable[str | None]) -> str | None:
+    known = _all_known(methods)
+    return None if known is None else max(known, key=_METHODS_BY_TRUST.index)
 
 
-def _ratio(integrated_j: float | None, counted_j: float | None) -> float | None:
-    return integrated_j / counted_j if integrated_j is not None and counted_j else None
-
-
-def _all_known(values: Iterable[float | None]) -> list[float] | None:
+def _all_known(values: Iterable[T | None]) -> list[T] | None:
     every = list(values)
     known = [value for value in every if value is not None]
     return known if known and len(known) == len(every) else None
@@ -440,6 +327,16 @@ def _all_known(values: Iterable[float | None]) -> list[float] | None:
 def _max(values: Iterable[float | None]) -> float | None:
     known = _all_known(values)
     return None if known is None else max(known)
+
+
+def _min(values: Iterable[float | None]) -> float | None:
+    known = _all_known(values)
+    return None if known is None else min(known)
+
+
+def _spread(values: Iterable[float | None]) -> float | None:
+    known = _all_known(values)
+    return None if known is None else max(known) - min(known)
 
 
 def _total(values: Iterable[float | None]) -> float | None:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from trainables.trial import Place, RankReport, TrialRequest, WrongTraining, run_trial
+from trainables.trial import Place, Progress, RankReport, TrialRequest, WrongTraining, run_trial
 
 PRELOAD = [
     "trainables.child",
@@ -32,6 +32,7 @@ PRELOAD = [
 ]
 POLL_S = 0.1
 STACK_S = 1.0
+TELL_S = 0.5
 _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  # CUDA's words, and the host's
 
 
@@ -66,9 +67,16 @@ class Nursery:
 
     @contextlib.contextmanager
     def trial(
-        self, request: TrialRequest, place: Place, elapsed_s: Callable[[], float], aborted: Callable[[], bool]
+        self,
+        request: TrialRequest,
+        place: Place,
+        elapsed_s: Callable[[], float],
+        aborted: Callable[[], bool],
+        follow: Callable[[Progress], None] = lambda progress: None,
     ) -> Iterator[Outcome]:
         """Run one rank in a child until it ends, `aborted()` turns true or the request's deadline has passed.
+
+        `follow` is given the latest progress at once when there is some, and every `POLL_S` while there is none.
 
         The child lives on until the block ends. The ranks that wait for it would see it die, and should not be heard
         before the cause is known.
@@ -79,7 +87,7 @@ class Nursery:
             child.start()
             theirs.close()
             try:
-                yield _watch(child, ours, Path(stack.name), request.deadline_s, elapsed_s, aborted)
+                yield _watch(child, ours, Path(stack.name), request.deadline_s, elapsed_s, aborted, follow)
             finally:
                 ours.close()
                 child.kill()
@@ -93,10 +101,12 @@ def _watch(
     deadline_s: float,
     elapsed_s: Callable[[], float],
     aborted: Callable[[], bool],
+    follow: Callable[[Progress], None],
 ) -> Outcome:
     """What the child said last, or what kept it from saying anything."""
-    phase = "start"
+    progress = Progress()
     while True:
+        phase = progress.phase
         if messages.poll(POLL_S):
             try:
                 message = messages.recv()
@@ -105,12 +115,13 @@ def _watch(
                 return Outcome("crash", _death(child.exitcode, phase), phase)
             if isinstance(message, Outcome):
                 return message
-            phase = message
-        elif aborted():
+            progress = message
+        if aborted():
             return Outcome("aborted", None, phase)
-        elif elapsed_s() > deadline_s:
+        if elapsed_s() > deadline_s:
             cause = f"no result after {deadline_s:.0f} s, in phase {phase}"
             return Outcome("hang", cause, phase, traceback=_where(child, stack))
+        follow(progress)
 
 
 def _where(child: BaseProcess, stack: Path) -> str | None:
@@ -137,21 +148,23 @@ def _death(exit_code: int | None, phase: str) -> str:
 def _child(request: TrialRequest, place: Place, connection: Connection, stack: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=False)  # noqa: SIM115
     threading.Thread(target=_end_with_worker, daemon=True).start()
-    phase = "start"
+    latest, sent_at = Progress(), 0.0
 
-    def on_phase(name: str) -> None:
-        nonlocal phase
-        phase = name
-        connection.send(name)
+    def tell(progress: Progress) -> None:
+        nonlocal latest, sent_at
+        if progress.phase != latest.phase or time.monotonic() - sent_at >= TELL_S:
+            connection.send(progress)
+            sent_at = time.monotonic()
+        latest = progress
 
     try:
-        report = run_trial(request, place, on_phase)
-        outcome = Outcome("ok", None, phase, report)
+        report = run_trial(request, place, tell)
+        outcome = Outcome("ok", None, latest.phase, report)
     except WrongTraining as error:
-        outcome = Outcome("invalid", str(error), phase)
+        outcome = Outcome("invalid", str(error), latest.phase)
     except BaseException as error:
         status = "oom" if is_out_of_memory(error) else "crash"
-        outcome = Outcome(status, describe(error, phase), phase, traceback=traceback.format_exc())
+        outcome = Outcome(status, describe(error, latest.phase), latest.phase, traceback=traceback.format_exc())
     connection.send(outcome)
     signal.pause()  # until killed: communicators and CUDA contexts go with the process, an orderly end only costs time
 

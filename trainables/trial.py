@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -68,19 +68,36 @@ class RankReport:
     profile: Profile | None = None
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is: its phase, its GPU's UUID (None on CPU and before it has one), its latest step's seconds."""
+
+    phase: str = "start"
+    device: str | None = None
+    step_s: float | None = None
+
+
 class WrongTraining(Exception):
     """The trial ran, but what it ran is not training: its loss is not finite or does not fall."""
 
 
-def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], None]) -> RankReport:
-    """Train and time `request.config` as rank `place.rank`. Collective over the trial's ranks.
+def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], None]) -> RankReport:
+    """Train and time `request.config` as rank `place.rank`, and tell of each phase and step. Collective over the ranks.
 
     Raises `WrongTraining`, `torch.OutOfMemoryError` and whatever torch or DeepSpeed raise.
     """
     _quieten()
     config = request.config
+    progress = Progress()
+
+    def on_phase(name: str) -> None:
+        nonlocal progress
+        progress = replace(progress, phase=name)
+        tell(progress)
+
     on_phase("start")
     device, store = _join(request, place)
+    progress = replace(progress, device=_device_uuid(device))
     on_phase("build")
     engine = build_engine(Job(config, request.model, request.sequence_length, request.seed, place.rank, device))
     stream = open_tokens(request.data, request.model.vocab)
@@ -99,7 +116,7 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
         return longest.item()
 
     def step() -> tuple[float, int]:
-        nonlocal began
+        nonlocal began, progress
         output = train()
         losses.append(output.loss.float())
         norms.append(output.grad_norm)
@@ -107,6 +124,8 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
         # The slowest rank's time is the step's. The exchange keeps the ranks in step, too.
         seconds = slowest((time.monotonic_ns() - began) / 1e9)
         began = time.monotonic_ns()
+        progress = replace(progress, step_s=seconds)
+        tell(progress)
         return seconds, began
 
     timing = time_steps(step, request.protocol, config.compile, on_phase)
@@ -129,7 +148,7 @@ def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], Non
     report = RankReport(
         rank=place.rank,
         coordinates=config.coordinates(place.rank),
-        device=_device_uuid(device),
+        device=progress.device,
         timing=timing,
         losses=history,
         grad_norms=tuple(float(norm) for norm in norms),

@@ -10,12 +10,17 @@ from typing import Any
 import ray
 import ray.train
 import torch
+from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig
 from torch.distributed import TCPStore
 
+from telemetry.actor import Work
+from telemetry.devices import cpu_uuid
 from trainables.child import Nursery
 from trainables.mailbox import Member
-from trainables.trial import Place
+from trainables.trial import Place, Progress, TrialRequest
+
+TELL_S = 1.0
 
 
 class GangTorchConfig(TorchConfig):
@@ -26,8 +31,38 @@ class GangTorchConfig(TorchConfig):
         return contextlib.nullcontext
 
 
+class Follower:
+    """Tells the node's telemetry of one rank's progress; the one that `marks`, of the window's edges, too."""
+
+    def __init__(self, request: TrialRequest, telemetry: ActorHandle, marks: bool) -> None:
+        self.request, self.telemetry, self.marks = request, telemetry, marks
+        self.phase, self.told_at = "", 0.0
+
+    def follow(self, progress: Progress) -> None:
+        if self.marks and progress.phase != self.phase and "window" in (progress.phase, self.phase):
+            self.telemetry.mark.remote()
+        if progress.phase != self.phase or time.monotonic() - self.told_at >= TELL_S:
+            self.telemetry.working.remote(self._work(progress))
+            self.told_at = time.monotonic()
+        self.phase = progress.phase
+
+    def _work(self, progress: Progress) -> Work:
+        request = self.request
+        tokens = request.config.global_batch_size * request.sequence_length
+        return Work(
+            device=progress.device or cpu_uuid(),
+            trial_id=request.trial_id,
+            layout=request.config.label,
+            phase=progress.phase,
+            tokens_per_s=tokens / progress.step_s if progress.step_s else None,
+        )
+
+
 def worker_loop(config: dict[str, Any]) -> None:
-    """Serve trials until the mailbox is closed. `config`: `mailbox`, the actor's handle, and `use_gpu`."""
+    """Serve trials until the mailbox is closed.
+
+    `config`: `mailbox`, the actor's handle, `telemetry`, the actors' handles by node id, and `use_gpu`.
+    """
     mailbox = config["mailbox"]
     context = ray.train.get_context()
     worker = context.get_world_rank()
@@ -55,6 +90,7 @@ def worker_loop(config: dict[str, Any]) -> None:
             place,
             elapsed_s=lambda: time.monotonic() - began,  # noqa: B023
             aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
+            follow=Follower(order.request, config["telemetry"][member.node_id], marks=member.local_rank == 0).follow,
         )
         with trial as outcome:
             ray.get(mailbox.hand_in.remote(worker, number, outcome))

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from telemetry.devices.base import DeviceInfo
@@ -19,6 +19,7 @@ from telemetry.devices.base import DeviceInfo
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+KIB = 2**10
 
 _LIBRARY = "libamd_smi.so"
 _UNSUPPORTED = 2**64 - 1
@@ -31,6 +32,8 @@ _MAX_W = 10_000
 _MAX_MHZ = 10_000
 _MAX_C = 150
 _MAX_PERCENT = 100
+_MAX_LANES = 64
+_MAX_GBIT_PER_S = 1_000
 
 # Accumulated firmware ticks in which a limit held the clock down, by column.
 _RESIDENCIES = {
@@ -41,28 +44,40 @@ _RESIDENCIES = {
 
 
 class AmdDevice:
-    """One GPU as HIP sees it; of a card with two dies, one die. A sample takes one metrics table and the memory used.
+    """One GPU as HIP sees it; of a card with two dies, one die.
+
+    A sample takes one metrics table and the memory used, a full one the counts of memory errors too: these the driver
+    collects from every block of the GPU, one by one.
 
     On an MI250 or MI250X one die reports the card's power and energy. Each of the two is given half of what it reports:
     the card is counted once, and a trial that has whole cards has their exact energy; which die drew it is not known,
-    so the energy of either is `estimated`. `reporter` is the die that reports, for the one that does not.
+    so the energy of either is `shared`, and that of a die whose partner is not seen is `estimated`. `card` names the
+    card of a pair. `reporter` is the die that reports, for the one that does not.
 
     Power is the socket's present power, or its average where the firmware gives no other (MI200). The temperature is
-    the hottest spot's. The clock is the mean of the compute dies'. `throttle_reasons` is `indep_throttle_status`: bits
-    0-15 power, 16-31 current, 32-47 heat.
+    the hottest spot's, its margin that to the limit at which the GPU slows down. The clock is the mean of the compute
+    dies'. `throttle_reasons` is `indep_throttle_status`: bits 0-15 power, 16-31 current, 32-47 heat.
     """
 
     def __init__(
-        self, amdsmi: Any, handle: Any, index: int, uuid: str, shared: bool = False, reporter: AmdDevice | None = None
+        self,
+        amdsmi: Any,
+        handle: Any,
+        index: int,
+        uuid: str,
+        dies: int = 1,
+        card: str | None = None,
+        reporter: AmdDevice | None = None,
     ) -> None:
         self._amdsmi = amdsmi
         self._handle = handle
         self._table = _MetricsTable(amdsmi.amdsmi_wrapper, handle)
         self._throttled = _ThrottledTime()
         self._reporter = reporter
-        self._dies = 2 if shared else 1
+        self._dies = dies
         self._socket: dict[str, Any] = {}
         self._partitioned = False
+        self._limit_c = self._slowdown_temp_c()
         limit_w = (reporter or self)._power_limit_w()
         driver = self._ask(amdsmi.amdsmi_get_gpu_driver_info) or {}
         asic = self._ask(amdsmi.amdsmi_get_gpu_asic_info) or {}
@@ -71,9 +86,11 @@ class AmdDevice:
             index=index,
             name=_text(asic.get("market_name")) or "AMD GPU",
             kind="amd",
-            energy_method="estimated" if shared else "counter",
+            energy_method="counter" if dies == 1 else "shared" if card else "estimated",
+            card=card,
             driver_version=_text(driver.get("driver_version")),
             power_limit_w=None if limit_w is None else limit_w / self._dies,
+            link_peak_bytes_per_s=_link_peak(self._table.read()),
         )
 
     def read(self, full: bool) -> dict[str, Any]:
@@ -84,17 +101,22 @@ class AmdDevice:
             return {}
         memory = self._ask(self._amdsmi.amdsmi_get_gpu_memory_usage, self._amdsmi.AmdSmiMemoryType.VRAM)
         activity = _within(table.average_gfx_activity, _MAX_PERCENT)
+        limit_c, gpu_temp_c = self._limit_c, _hottest([table.temperature_hotspot]) or _hottest([table.temperature_edge])
         throttled = self._throttled.advance(table, now_ns)
         return (
             (self._reporter or self)._socket
             | throttled
+            | (self._errors() if full else {})
             | {
                 "sm_clock_mhz": _gfx_clock_mhz(table),
                 "memory_clock_mhz": _within(table.current_uclk, _MAX_MHZ),
-                "gpu_temp_c": _hottest([table.temperature_hotspot]) or _hottest([table.temperature_edge]),
+                "gpu_temp_c": gpu_temp_c,
+                "gpu_temp_margin_c": None if gpu_temp_c is None or limit_c is None else limit_c - gpu_temp_c,
                 "hbm_temp_c": _hottest([table.temperature_mem, *table.temperature_hbm]),
                 "gpu_utilisation": None if activity is None else activity / 100,
                 "memory_used_gib": None if memory is None else memory / GIB,
+                "link_rx_bytes": None if self._partitioned else _link_bytes(table.xgmi_read_data_acc),
+                "link_tx_bytes": None if self._partitioned else _link_bytes(table.xgmi_write_data_acc),
                 "throttle_reasons": None if throttled else _counter(table.indep_throttle_status),
             }
         )
@@ -104,7 +126,7 @@ class AmdDevice:
         if _within(table.num_partition, 64) not in (None, 0, 1):
             if not self._partitioned:
                 self._partitioned = True
-                logger.warning("%s is a partition: the power and energy of its GPU are left out", self.info.uuid)
+                logger.warning("%s is a partition: power, energy and links of its GPU are left out", self.info.uuid)
             return {}
         ticks = _counter(table.energy_accumulator)
         if ticks == 0:  # the die that leaves it to the other one: its power is 0 as well
@@ -124,6 +146,22 @@ class AmdDevice:
         if not cap:
             return None
         return _within(cap if cap <= _MAX_W else cap / 1e6, _MAX_W)
+
+    def _slowdown_temp_c(self) -> float | None:
+        """The hottest spot's limit, which amdsmi gives in degrees or in thousandths by version."""
+        kinds, metrics = self._amdsmi.AmdSmiTemperatureType, self._amdsmi.AmdSmiTemperatureMetric
+        limit = self._ask(self._amdsmi.amdsmi_get_temp_metric, kinds.HOTSPOT, metrics.CRITICAL)
+        return None if limit is None else _hottest([limit if limit <= _MAX_C else limit / 1000])
+
+    def _errors(self) -> dict[str, Any]:
+        """Errors since the driver was loaded, of memory and of other blocks; those deferred were not corrected."""
+        counts = self._ask(self._amdsmi.amdsmi_get_gpu_total_ecc_count)
+        if counts is None:
+            return {}
+        return {
+            "ecc_corrected": counts["correctable_count"],
+            "ecc_uncorrected": counts["uncorrectable_count"] + counts["deferred_count"],
+        }
 
     def _ask(self, query: Any, *arguments: Any) -> Any:
         try:
@@ -196,7 +234,7 @@ def _counter(value: int) -> int | None:
     return None if value == _UNSUPPORTED else value
 
 
-def _hottest(temperatures: Iterable[int]) -> float | None:
+def _hottest(temperatures: Iterable[float]) -> float | None:
     """None where no sensor has a value; an absent one reads 0."""
     return max((value for value in temperatures if 0 < value <= _MAX_C), default=None)
 
@@ -204,6 +242,23 @@ def _hottest(temperatures: Iterable[int]) -> float | None:
 def _gfx_clock_mhz(table: Any) -> float | None:
     clocks = [clock for clock in table.current_gfxclks if clock <= _MAX_MHZ]
     return sum(clocks) / len(clocks) if clocks else _within(table.current_gfxclk, _MAX_MHZ)
+
+
+def _link_bytes(kib_by_link: Iterable[int]) -> int | None:
+    """Bytes over all xGMI links; None where none is counted."""
+    known = [kib for kib in kib_by_link if kib != _UNSUPPORTED]
+    return sum(known) * KIB if known else None
+
+
+def _link_peak(table: Any | None) -> float | None:
+    """Bytes a second that all xGMI links carry in one direction: Gbit/s a lane times lanes, of the links that are up.
+
+    None before metrics table 1.7, which does not say which links are.
+    """
+    if table is None or table.xgmi_link_speed > _MAX_GBIT_PER_S or table.xgmi_link_width > _MAX_LANES:
+        return None
+    up = sum(status == 1 for status in table.xgmi_link_status)
+    return up * table.xgmi_link_width * table.xgmi_link_speed * 1e9 / 8 or None
 
 
 def _text(value: str | None) -> str | None:
@@ -240,22 +295,41 @@ def discover() -> list[AmdDevice]:
         except (amdsmi.AmdSmiException, ValueError) as error:
             logger.warning("AMD GPU %d does not answer and is not watched: %s", index, _line(error))
             continue
-        found.append((bus_address, index, handle, torch_uuid(hip_uuid), two_dies))
-    found.sort(key=lambda gpu: gpu[0])
-    same = Counter(gpu[3] for gpu in found)
-    devices: list[AmdDevice] = []
-    reporter: AmdDevice | None = None  # the first die of a card whose second has not come up yet
-    for bus_address, index, handle, hip_name, two_dies in found:
-        name = hip_name if hip_name is not None and same[hip_name] == 1 else f"amd:{bus_address}"
-        if two_dies and not _reports_power(amdsmi, handle):
-            if reporter is None:
-                logger.warning("%s: the die that reports its card's power and energy is not to be seen", name)
-            devices.append(AmdDevice(amdsmi, handle, index, name, shared=True, reporter=reporter))
-            reporter = None
-        else:
-            devices.append(AmdDevice(amdsmi, handle, index, name, shared=two_dies))
-            reporter = devices[-1] if two_dies else None
+        silent = two_dies and not _reports_power(amdsmi, handle)
+        found.append(_Found(bus_address, index, handle, torch_uuid(hip_uuid), two_dies, silent))
+    same = Counter(gpu.hip_name for gpu in found)
+    devices = []
+    for card in _cards(found):
+        reporter = None
+        for gpu in card:
+            unique = gpu.hip_name if same[gpu.hip_name] == 1 else None
+            uuid = unique or f"amd:{gpu.bus_address}"
+            if gpu.silent and reporter is None:
+                logger.warning("%s: the die that reports its card's power and energy is not to be seen", uuid)
+            name = f"amd:{card[0].bus_address}" if len(card) == 2 else None
+            devices.append(AmdDevice(amdsmi, gpu.handle, gpu.number, uuid, 1 + gpu.two_dies, name, reporter))
+            reporter = devices[-1]
     return devices
+
+
+class _Found(NamedTuple):
+    bus_address: str
+    number: int
+    handle: Any
+    hip_name: str | None
+    two_dies: bool
+    silent: bool
+
+
+def _cards(found: list[_Found]) -> list[list[_Found]]:
+    """GPUs in the order of their PCI addresses; a die that is silent joins the one before it that is not."""
+    cards: list[list[_Found]] = []
+    for gpu in sorted(found, key=lambda gpu: gpu.bus_address):
+        if gpu.silent and cards and len(cards[-1]) == 1 and cards[-1][0].two_dies and not cards[-1][0].silent:
+            cards[-1].append(gpu)
+        else:
+            cards.append([gpu])
+    return cards
 
 
 def _reports_power(amdsmi: Any, handle: Any) -> bool:

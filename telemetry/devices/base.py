@@ -10,9 +10,10 @@ from typing import Any, Protocol
 class DeviceInfo:
     """What does not change while a device is watched.
 
-    `energy_method` is `counter` where the hardware counts its energy, `estimated` where `energy_mj` is a model's or its
-    share of a counter that it has in common with another device. The peaks are of one direction, of PCIe and of all
-    links to other GPUs together; None where there is no such fabric or its speed is not known.
+    `energy_method` is `counter` where the hardware counts its energy, `shared` where `energy_mj` and power are its
+    equal part of what all devices of a `card` are counted for together (exact over all of them, a guess for one),
+    `estimated` where they are a model's. The peaks are of one direction, of PCIe and of all links to other GPUs
+    together; None where there is no such fabric or its speed is not known.
     """
 
     uuid: str
@@ -20,6 +21,7 @@ class DeviceInfo:
     name: str
     kind: str
     energy_method: str
+    card: str | None = None
     driver_version: str | None = None
     power_limit_w: float | None = None
     pcie_peak_bytes_per_s: float | None = None

@@ -19,10 +19,13 @@ from service.evaluate import (
     node_windows,
     rank_records,
     run_on_gang,
+    telemetry_problems,
+    windows_of_idle,
 )
 from service.spec import METRICS, SearchSpec
-from telemetry.samples import THROTTLE_CAUSES
-from telemetry.window import DeviceWindow, WindowSummary
+from telemetry.device_window import DeviceWindow
+from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
+from telemetry.window import WindowSummary
 from trainables.breakdown import Breakdown, break_down
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
@@ -97,11 +100,21 @@ def device_window(device: str, energy_j: float | None, **changes: Any) -> Device
             energy_method="counter",
             integrated_j=None if energy_j is None else 0.98 * energy_j,
             throttle_s={cause: 5.0 if cause == "power_cap" else 0.0 for cause in THROTTLE_CAUSES},
+            throttle_time_s=1.0,
             thermal_throttle_s=(1.0, 2.0),
+            throttle_method="counter",
+            power_cap_method="counter",
+            mean_hbm_power_w=None,
             mean_sm_clock_mhz=1500.0,
+            min_sm_clock_mhz=1200.0,
             mean_gpu_temp_c=60.0,
             peak_gpu_temp_c=65.0,
+            min_gpu_temp_margin_c=25.0,
             peak_hbm_temp_c=None,
+            tensor_activity=0.6,
+            dram_activity=0.3,
+            bytes_per_s=dict.fromkeys(TRAFFIC, 1e9),
+            utilisation={"pcie": 0.1, "link": None},
             sample_count=100,
             problems=(),
         ),
@@ -110,11 +123,12 @@ def device_window(device: str, energy_j: float | None, **changes: Any) -> Device
 
 
 SUMMARY = WindowSummary(tuple(device_window(f"GPU-{rank}", 2560.0) for rank in range(4)), peak_power_w=1400.0)
+NONE_IDLE = WindowSummary((), peak_power_w=None)
 
 
 def test_speed_and_efficiency_follow_from_the_window() -> None:
     spec = make_spec()
-    found = metrics(ranks(4, [1.0, 3.5, 2.0, 3.0]), SUMMARY, spec, gang_s=25.0)
+    found = metrics(ranks(4, [1.0, 3.5, 2.0, 3.0]), SUMMARY, NONE_IDLE, spec, gang_s=25.0)
     tokens = 16 * 128 * 4
     assert found["tokens_per_s"] == pytest.approx(tokens / 10)
     assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens / 10 / 4)
@@ -122,6 +136,7 @@ def test_speed_and_efficiency_follow_from_the_window() -> None:
     assert found["mfu"] == pytest.approx(flops / (4 * 989.4e12))
     assert found["step_time_s"] == 2.0  # the median: one slow step does not move it
     assert found["joules_per_token"] == pytest.approx(4 * 2560 / tokens)
+    assert found["energy_per_step_j"] == pytest.approx(4 * 2560 / 4)
     assert found["mean_power_w"] == pytest.approx(4 * 256)
     assert found["peak_power_w"] == 1400.0
     assert found["energy_ratio"] == pytest.approx(0.98)
@@ -132,7 +147,7 @@ def test_speed_and_efficiency_follow_from_the_window() -> None:
 
 
 def test_the_gang_s_time_is_split_into_compile_warm_up_window_and_overhead() -> None:
-    found = metrics(ranks(4, [None] * 4), SUMMARY, make_spec(), gang_s=25.0)
+    found = metrics(ranks(4, [None] * 4), SUMMARY, NONE_IDLE, make_spec(), gang_s=25.0)
     parts = [found[name] for name in ("compile_time_s", "warmup_time_s", "window_time_s", "trial_overhead_s")]
     assert parts == [7.0, 6.0, 10.0, 2.0]
 
@@ -179,29 +194,36 @@ def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:
 
 def test_the_breakdown_s_own_time_is_no_overhead() -> None:
     profiles = [Profile(step_of(1.0, 1.0), None, seconds) for seconds in (0.5, 0.7)]
-    found = metrics(ranks(2, [None] * 2, config=STAGES, profiles=profiles), SUMMARY, make_spec(), gang_s=25.0)
+    found = metrics(
+        ranks(2, [None] * 2, config=STAGES, profiles=profiles), SUMMARY, NONE_IDLE, make_spec(), gang_s=25.0
+    )
     assert found["breakdown_time_s"] == 0.7
     assert found["trial_overhead_s"] == pytest.approx(1.3)
 
 
 def test_every_metric_that_a_spec_can_name_is_given() -> None:
-    assert set(METRICS) <= set(metrics(ranks(4, [None] * 4), SUMMARY, make_spec(), gang_s=25.0))
+    assert set(METRICS) <= set(metrics(ranks(4, [None] * 4), SUMMARY, NONE_IDLE, make_spec(), gang_s=25.0))
 
 
 def test_what_is_not_known_is_none() -> None:
     unknown = replace(SUMMARY, devices=(device_window("node", None, energy_method=None),), peak_power_w=None)
-    found = metrics(ranks(4, [None] * 4, device=None), unknown, make_spec("cpu"), gang_s=25.0)
+    found = metrics(ranks(4, [None] * 4, device=None), unknown, NONE_IDLE, make_spec("cpu"), gang_s=25.0)
     names = ("mfu", "joules_per_token", "mean_power_w", "peak_power_w", "peak_hbm_temp_c", "peak_memory_gib")
     assert [found[name] for name in names] == [None] * len(names)
     assert found["tokens_per_s"] == pytest.approx(16 * 128 * 4 / 10)
-    assert "joules_per_token" not in methods(unknown)
+    assert "joules_per_token" not in methods(unknown, NONE_IDLE)
+
+
+def test_a_saturated_fabric_is_told() -> None:
+    busy = replace(SUMMARY, devices=(device_window("GPU-0", 1.0, utilisation={"pcie": 0.1, "link": 0.95}),))
+    assert telemetry_problems(busy, NONE_IDLE) == ["GPU-0: link is saturated, at 95% of its peak"]
 
 
 def test_energy_per_token_is_labelled_as_the_energy_is() -> None:
-    assert methods(SUMMARY)["joules_per_token"] == "counter"
+    assert methods(SUMMARY, NONE_IDLE)["joules_per_token"] == "counter"
     estimated = replace(SUMMARY, devices=(device_window("node", 10.0, energy_method="estimated"),))
-    assert methods(estimated)["joules_per_token"] == "estimated"
-    assert methods(estimated)["mean_power_w"] == "estimated"
+    assert methods(estimated, None)["joules_per_token"] == "estimated"
+    assert methods(estimated, None)["mean_power_w"] == "estimated"
 
 
 def members(nodes: list[str]) -> list[Member]:
@@ -224,25 +246,33 @@ def test_workers_that_a_trial_leaves_idle_are_not_measured() -> None:
 class NodeTelemetry:
     """Answers for a node as `telemetry.actor.Telemetry` does, with the figures it was given."""
 
-    def __init__(self, device: str, energy_j: float, problems: tuple[str, ...] = ()) -> None:
-        self.device, self.energy_j, self.problems = device, energy_j, problems
+    def __init__(self, energy_j: dict[str, float], problem: str = "", kind: str = "nvidia") -> None:
+        self.energy_j, self.problem, self.kind = energy_j, problem, kind
 
     def describe(self) -> dict[str, Any]:
-        return {"devices": [{"uuid": self.device}]}
+        return {"devices": [{"uuid": device, "kind": self.kind} for device in self.energy_j]}
 
     def window(self, start_ns: int, end_ns: int, devices: tuple[str, ...]) -> WindowSummary:
         assert (start_ns, end_ns) == (TIMING.start_ns, TIMING.end_ns)  # those of the node's first rank
-        windows = [device_window(device, self.energy_j, problems=self.problems) for device in devices]
+        windows = [
+            device_window(
+                device, self.energy_j[device], problems=(f"{device}: {self.problem}",) if self.problem else ()
+            )
+            for device in devices
+        ]
         return WindowSummary(tuple(windows), peak_power_w=300.0)
 
 
 @pytest.mark.timeout(120)
 def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None:
-    telemetry = {"a": start(NodeTelemetry, "cpu-of-a", 1.0)}
+    telemetry = {"a": start(NodeTelemetry, {"cpu-of-a": 1.0}, "", "cpu")}
     outcomes = ranks(2, [None] * 2, device=None)
-    assert node_windows(outcomes, members(["a", "a"]), telemetry) == (
-        NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("cpu-of-a",)),
-    )
+    windows = node_windows(outcomes, members(["a", "a"]), telemetry)
+    assert windows == (NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("cpu-of-a",)),)
+    assert windows_of_idle(windows, members(["a", "a", "a"]), telemetry) == ()
+    cpu = metrics(outcomes, SUMMARY, NONE_IDLE, make_spec("cpu"), gang_s=25.0)
+    assert cpu["idle_energy_j"] is None
+    assert metrics(ranks(2, [None] * 2), SUMMARY, NONE_IDLE, make_spec(), gang_s=25.0)["idle_energy_j"] == 0.0
 
 
 def test_a_request_carries_the_spec_s_own_words() -> None:
@@ -258,13 +288,14 @@ def start(actor: Any, *arguments: Any) -> Any:
     return ray.remote(actor).options(num_cpus=0, max_concurrency=100).remote(*arguments)
 
 
-def answering(outcomes: list[Outcome]) -> Any:
-    """A gang's mailbox, with workers that hand in these outcomes for its first trial."""
-    mailbox = start(Mailbox, len(outcomes))
+def answering(outcomes: list[Outcome], idle: int = 0) -> Any:
+    """A gang's mailbox, with workers that hand in these outcomes for its first trial, and more that are left idle."""
+    workers = len(outcomes) + idle
+    mailbox = start(Mailbox, workers)
 
     @ray.remote(num_cpus=0)
     def work(mailbox: Any) -> None:
-        for member in members(["a"] * len(outcomes)):
+        for member in members(["a"] * workers):
             ray.get(mailbox.join.remote("first", member))
         order = ray.get(mailbox.next.remote(0, 0))
         for rank, outcome in enumerate(outcomes):
@@ -277,7 +308,7 @@ def answering(outcomes: list[Outcome]) -> Any:
 @pytest.mark.timeout(120)
 def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None:
     spec = make_spec()
-    telemetry = {"a": start(NodeTelemetry, "unused", 2560.0, ("GPU-1: was reset",))}
+    telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
     result = run_on_gang(
         make_request("t1", CONFIG, spec), spec, answering(ranks(4, [1.0] * 4)), telemetry, {"gpu": "H200"}
     )
@@ -292,6 +323,27 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
     assert result.cause is not None
     assert "GPU-1: was reset" in result.cause
     assert TrialResult.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.timeout(120)
+def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
+    spec, request = make_spec(), make_request("t1", replace(CONFIG, num_gpus=2), make_spec())
+    drawn = {"GPU-0": 3000.0, "GPU-1": 3000.0, "GPU-2": 700.0, "GPU-3": 800.0}
+
+    def run(energy_j: dict[str, float]) -> TrialResult:
+        telemetry = {"a": start(NodeTelemetry, energy_j, "was hot")}
+        return run_on_gang(request, spec, answering(ranks(2, [1.0] * 2), idle=2), telemetry, {})
+
+    result = run(drawn)
+    assert result.metrics["idle_energy_j"] == pytest.approx(1500)
+    assert result.metrics["joules_per_token"] == pytest.approx(6000 / (16 * 128 * 4))
+    assert result.methods["idle_energy_j"] == "counter"
+    assert [window.devices for window in result.windows] == [("GPU-0", "GPU-1")]
+    assert result.cause == "GPU-0: was hot; GPU-1: was hot; idle GPU-2: was hot; idle GPU-3: was hot"
+    shared = run(drawn | {"GPU-4": 5000.0})  # which may be another gang's
+    assert shared.metrics["idle_energy_j"] is None
+    assert "idle_energy_j" not in shared.methods
+    assert shared.cause == "GPU-0: was hot; GPU-1: was hot; no idle_energy_j: the node's GPUs are not all the gang's"
 
 
 @pytest.mark.timeout(120)

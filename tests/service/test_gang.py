@@ -15,6 +15,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
 from service.gang import Gang, Pool, close_gangs, resources_per_worker
 from service.spec import ClusterSpec
+from telemetry.actor import Work, start_telemetry
+from telemetry.devices import cpu_uuid
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox, Member
@@ -33,8 +35,13 @@ trial_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def gang(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"))
+def telemetry(ray_session: Any) -> dict[str, Any]:
+    return start_telemetry()
+
+
+@pytest.fixture(scope="module")
+def gang(telemetry: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry)
     yield gang
     close_gangs([gang])
 
@@ -109,6 +116,20 @@ def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None
         assert first.losses == second.losses
         assert first.timing.window_steps_s == second.timing.window_steps_s
     assert {worker.pid for worker in workers()} == before
+
+
+@pytest.mark.timeout(240)
+def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gang, telemetry: dict[str, Any]) -> None:
+    (watching,) = telemetry.values()
+    trial = begin(protocol=ENDLESS)
+    give_up = time.monotonic() + 60
+    name, works = f"trial-{next(trial_numbers) - 1}", dict[str, Work]()
+    while not (name in works and works[name].tokens_per_s) and time.monotonic() < give_up:
+        works = {work.trial_id: work for work in ray.get(watching.state.remote()).works}
+    work = works[name]
+    assert (work.device, work.layout, work.phase) == (cpu_uuid(), CONFIG.label, "warmup")
+    ray.get(gang.mailbox.give_up.remote("seen"))
+    assert statuses(trial) == [("crash", "seen")]
 
 
 @pytest.mark.timeout(240)

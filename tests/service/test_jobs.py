@@ -185,17 +185,17 @@ def test_the_token_comes_from_where_ray_looks_for_it(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    assert jobs._token() is None
+    assert jobs.cluster_token() is None
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("default\n")
-    assert jobs._token() == "default"
+    assert jobs.cluster_token() == "default"
     (tmp_path / "other").write_text("named")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "other"))
-    assert jobs._token() == "named"
+    assert jobs.cluster_token() == "named"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
-    assert jobs._token() == "given"
+    assert jobs.cluster_token() == "given"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert jobs._token() is None
+    assert jobs.cluster_token() is None
 
 
 def test_a_cluster_refuses_with_one_line(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def measured(layers: int, step_s: float, joules: float | None, memory_gib: list[
         "mfu": SPEC.at_depth(layers).shape.flops_per_token(128) * rate / (2 * 989.4e12),
         "step_time_s": step_s,
         "joules_per_token": joules and joules / TOKENS,
+        "energy_per_step_j": joules,
         "peak_memory_gib": max((gib for gib in memory_gib if gib is not None), default=None),
         "mean_power_w": 500.0 + layers,
         "peak_gpu_temp_c": 60.0 + layers,
@@ -115,16 +116,29 @@ def test_the_rest_is_the_deeper_run_s_and_costs_are_of_both() -> None:
 def test_every_metric_of_the_record_has_its_place() -> None:
     """What is neither extrapolated nor summed must not depend on how much work a step is."""
     states = {
+        "idle_energy_j",
         "mean_power_w",
         "peak_power_w",
+        "power_spread_w",
+        "mean_hbm_power_w",
         "energy_ratio",
         "throttle_ratio",
         "power_cap_ratio",
         "throttle_time_s",
         "mean_sm_clock_mhz",
+        "min_sm_clock_mhz",
+        "sm_clock_spread_mhz",
+        "mean_gpu_temp_c",
         "peak_gpu_temp_c",
-        "peak_hbm_temp_c",
         "gpu_temp_spread_c",
+        "min_gpu_temp_margin_c",
+        "peak_hbm_temp_c",
+        "tensor_activity",
+        "dram_activity",
+        "pcie_bytes_per_s",
+        "pcie_utilisation",
+        "link_bytes_per_s",
+        "link_utilisation",
     }
     assert set(METRICS) == {*EXTRAPOLATED, "trial_overhead_s"} | states
 

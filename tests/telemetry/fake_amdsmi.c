@@ -3,6 +3,7 @@
    FAKE_INIT    what amdsmi_init returns
    FAKE_HIDDEN  place on the bus of a GPU that is not shown   FAKE_DEAD   of one that never answers
    FAKE_LOST    metrics reads of a GPU before it falls off the bus
+   FAKE_HANG    the metrics read of a GPU that takes 1.2 s
    FAKE_RESET   metrics reads of a GPU before its counters start again
    FAKE_ENERGY  the energy accumulator at the start           FAKE_BUSY   share of the ticks throttled, in percent
    FAKE_FIELDS  "all", "none" (every field and query not supported), "odd" (units that are not the documented ones),
@@ -13,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { SUCCESS = 0, NOT_SUPPORTED = 2, IO = 12, NOT_FOUND = 31 };
 enum { MOST = 4, SHOWN_FIRST = 2 };
@@ -55,6 +57,7 @@ typedef struct {
 } Asic;
 typedef struct { uint32_t drm_render, drm_card, hsa_id, hip_id; char hip_uuid[256]; } Enumeration;
 typedef struct { char version[256], date[256], name[256]; } Driver;
+typedef struct { uint64_t corrected, uncorrected, deferred, reserved[5]; } Errors;
 typedef struct { uint64_t cap, default_cap, dpm_cap, min_cap, max_cap, reserved[3]; } PowerCap;
 
 /* Numbered by place on the bus; shown in another order, as AMD SMI's and HIP's do differ. */
@@ -128,10 +131,23 @@ int amdsmi_get_gpu_memory_usage(void *handle, uint32_t kind, uint64_t *used) {
     *used = 12ULL << 30;
     return supported(handle);
 }
+int amdsmi_get_temp_metric(void *handle, uint32_t sensor, uint32_t metric, int64_t *value) {
+    int hotspot = 1, critical = 5;
+    *value = fields_are("odd") ? 100000 : 100;
+    return sensor == hotspot && metric == critical ? supported(handle) : NOT_SUPPORTED;
+}
+int amdsmi_get_gpu_total_ecc_count(void *handle, Errors *errors) {
+    memset(errors, 0, sizeof *errors);
+    errors->corrected = 7;
+    errors->uncorrected = 2;
+    errors->deferred = 1;
+    return supported(handle);
+}
 int amdsmi_get_gpu_metrics_info(void *handle, Metrics *answer) {
     Metrics table, *metrics = &table;
     int gpu = place(handle);
     long read = ++reads[gpu];
+    if (read == number("FAKE_HANG", "-1")) usleep(1200000);
     if (state(handle)) return state(handle);
     memset(metrics, 0xFF, sizeof *metrics);
     long since = read <= number("FAKE_RESET", "1000000") ? read : read - number("FAKE_RESET", "1000000");
@@ -154,6 +170,13 @@ int amdsmi_get_gpu_metrics_info(void *handle, Metrics *answer) {
         metrics->gfxclks[0] = 2000;
         metrics->gfxclks[1] = 2100;
         metrics->num_partition = 1;
+        metrics->xgmi_width = 16;
+        metrics->xgmi_speed = 32;
+        for (int link = 0; link < 7; link++) {
+            metrics->xgmi_read[link] = (uint64_t)since * 1000;
+            metrics->xgmi_write[link] = (uint64_t)since * 500;
+            metrics->xgmi_link_status[link] = link < 6;
+        }
         uint64_t ticks = (uint64_t)since * 100, busy = ticks * (uint64_t)number("FAKE_BUSY", "50") / 100;
         metrics->ticks = ticks;
         metrics->ppt = busy;
@@ -165,6 +188,7 @@ int amdsmi_get_gpu_metrics_info(void *handle, Metrics *answer) {
     if (fields_are("odd")) {
         metrics->socket_power = 52000;
         metrics->temperature_hotspot = 6100;
+        metrics->temperature_edge = 55;
         metrics->temperature_mem = 0;
         metrics->gfx_activity = 9700;
         metrics->uclk = 13000;

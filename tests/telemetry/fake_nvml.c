@@ -1,14 +1,24 @@
-/* A stand-in for the driver's libnvidia-ml.so.1, scripted by environment variables:
+/* A stand-in for the driver's libnvidia-ml.so.1, scripted by environment variables that may change between calls:
    FAKE_DRIVER  version string            FAKE_INIT        what nvmlInitWithFlags returns
    FAKE_GPUS    how many GPUs             FAKE_DEAD        index of a GPU that does not answer from the start
-   FAKE_LOST    batched reads before the GPU is lost
-   FAKE_FIELDS  "all", "none" (every field and query NotSupported) or "odd" (values that must not be believed) */
+   FAKE_LOST    index of the GPU that has fallen off the bus; 100 more: its fields say so one by one
+   FAKE_FIELDS  "all", "none" (every field and query NotSupported), "odd" (values that must not be believed),
+                "mig" (what a GPU in MIG mode refuses is refused)
+   FAKE_HANG    seconds that a batched call takes, of GPU 0 alone
+   FAKE_GPM     1 if the GPU has GPM, 2 if its samples take 60 ms, 3 if it fails
+   FAKE_ENERGY, FAKE_CAP, FAKE_PCIE, FAKE_TENSOR, FAKE_ECC   what counters and GPM have come to
+   FAKE_XID     numbers of the XID errors since the last look, separated by spaces
+   FAKE_LINKS   active NVLinks            FAKE_SPEED       their common speed
+   FAKE_CALLS   file to which each batched call adds the ids that it asked for, a call for the utilisation "utilisation" */
+#define _GNU_SOURCE
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, GPU_IS_LOST = 15 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, TIMEOUT = 10, GPU_IS_LOST = 15, UNKNOWN = 999 };
 enum { DOUBLE = 0, UINT = 1, ULONGLONG = 3, SIGNED_LONGLONG = 4 };
 
 typedef struct {
@@ -19,18 +29,27 @@ typedef struct {
 } FieldValue;
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned int gpu, memory; } Utilization;
-
-static long reads = 0;
+typedef struct { unsigned int version; int margin; } Margin;
+typedef struct { void *device; unsigned long long type, data; unsigned int gpuInstance, computeInstance; } Event;
+typedef struct { unsigned int version, isSupported; } GpmSupport;
+typedef struct { double seconds; unsigned long long bytes, tensor; } GpmSample;
+typedef struct { unsigned int id, result; double value; char *names[3]; } GpmMetric;
+typedef struct { unsigned int version, count; GpmSample *before, *now; GpmMetric metrics[]; } GpmRequest;
 
 static const char *setting(const char *name, const char *otherwise) {
     const char *value = getenv(name);
     return value ? value : otherwise;
 }
+static unsigned long long number(const char *name, const char *otherwise) { return strtoull(setting(name, otherwise), NULL, 10); }
 static int fields_are(const char *mode) { return strcmp(setting("FAKE_FIELDS", "all"), mode) == 0; }
-static int state(void) {
-    if (reads > atol(setting("FAKE_LOST", "1000000"))) return GPU_IS_LOST;
+static int index_of(void *device) { return (int)(size_t)device - 1; }
+static int lost(void *device) { return atoi(setting("FAKE_LOST", "-1")) % 100 == index_of(device); }
+static int lost_by_field(void) { return atoi(setting("FAKE_LOST", "-1")) >= 100; }
+static int state(void *device) {
+    if (lost(device)) return GPU_IS_LOST;
     return fields_are("none") ? NOT_SUPPORTED : SUCCESS;
 }
+static int state_unless_mig(void *device) { return fields_are("mig") ? NOT_SUPPORTED : state(device); }
 static int driver_is_renumbered(void) {
     int major = 0, minor = 0;
     sscanf(setting("FAKE_DRIVER", "580.65.06"), "%d.%d", &major, &minor);
@@ -50,7 +69,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) {
     return SUCCESS;
 }
 int nvmlDeviceGetUUID(void *device, char *uuid, unsigned int length) {
-    snprintf(uuid, length, "GPU-%zu", (size_t)device - 1);
+    snprintf(uuid, length, "GPU-%d", index_of(device));
     return SUCCESS;
 }
 int nvmlDeviceGetName(void *device, char *name, unsigned int length) {
@@ -58,34 +77,109 @@ int nvmlDeviceGetName(void *device, char *name, unsigned int length) {
     snprintf(name, length, "Fake H200");
     return SUCCESS;
 }
-int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *limit) { (void)device; *limit = 700000; return state(); }
+int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *limit) { *limit = 700000; return state(device); }
+int nvmlDeviceGetMaxPcieLinkGeneration(void *device, unsigned int *generation) {
+    *generation = fields_are("odd") ? 9 : number("FAKE_GENERATION", "5");
+    return state(device);
+}
+int nvmlDeviceGetMaxPcieLinkWidth(void *device, unsigned int *width) { *width = 16; return state(device); }
+int nvmlDeviceGetNvLinkState(void *device, unsigned int link, unsigned int *active) {
+    if (link >= 18) return INVALID_ARGUMENT;
+    *active = link < number("FAKE_LINKS", "0");
+    return state(device);
+}
 int nvmlDeviceGetClockInfo(void *device, int type, unsigned int *clock) {
-    (void)device;
     *clock = type == 1 ? 1455 : type == 2 ? 3201 : 1;
-    return state();
+    return state(device);
 }
 int nvmlDeviceGetTemperature(void *device, int sensor, unsigned int *celsius) {
-    (void)device;
     *celsius = sensor == 0 ? 61 : 1;
-    return state();
+    return state(device);
 }
+int nvmlDeviceGetMarginTemperature(void *device, Margin *margin) {
+    if (margin->version != 0x1000008) return INVALID_ARGUMENT;
+    margin->margin = 29;
+    return state(device);
+}
+static FILE *calls(void) { return fopen(setting("FAKE_CALLS", "/dev/null"), "a"); }
 int nvmlDeviceGetUtilizationRates(void *device, Utilization *rates) {
-    (void)device;
-    rates->gpu = 97;
+    FILE *log = calls();
+    fprintf(log, "utilisation\n");
+    fclose(log);
+    rates->gpu = fields_are("odd") ? (unsigned int)-1 : 97;
     rates->memory = 40;
-    return state();
+    return state_unless_mig(device);
 }
 int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
-    (void)device;
     memory->total = 141ULL << 30;
     memory->used = 12ULL << 30;
     memory->free = memory->total - memory->used;
-    return state();
+    return state(device);
 }
 int nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *reasons) {
-    (void)device;
     *reasons = 0x24;
-    return state();
+    return state(device);
+}
+int nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *errors) {
+    *errors = counter == 0 ? number("FAKE_ECC", "0") + 1000 * type : 77;
+    return fields_are("odd") ? UNKNOWN : state(device);
+}
+
+int nvmlEventSetCreate(void **set) { *set = calloc(1, sizeof(int)); return SUCCESS; }
+int nvmlDeviceRegisterEvents(void *device, unsigned long long types, void *set) {
+    if (types != 8) return INVALID_ARGUMENT;
+    *(int *)set = index_of(device);
+    return fields_are("none") ? NOT_SUPPORTED : SUCCESS;
+}
+int nvmlEventSetWait_v2(void *set, Event *event, unsigned int milliseconds) {
+    char *rest;
+    unsigned long long xid = strtoull(setting("FAKE_XID", ""), &rest, 10);
+    if (milliseconds) usleep(milliseconds * 1000);
+    if (*(int *)set != 0 || xid == 0) return lost_by_field() && *(int *)set == 0 ? GPU_IS_LOST : TIMEOUT;
+    event->type = 8;
+    event->data = xid;
+    rest = strdup(rest);
+    setenv("FAKE_XID", rest, 1);
+    free(rest);
+    return SUCCESS;
+}
+
+int nvmlGpmQueryDeviceSupport(void *device, GpmSupport *support) {
+    if (support->version != 1) return INVALID_ARGUMENT;
+    support->isSupported = number("FAKE_GPM", "1") > 0;
+    return state(device);
+}
+int nvmlGpmSampleAlloc(GpmSample **sample) { *sample = calloc(1, sizeof **sample); return SUCCESS; }
+int nvmlGpmSampleGet(void *device, GpmSample *sample) {
+    struct timespec now;
+    if (number("FAKE_GPM", "1") == 2) usleep(60000);
+    if (number("FAKE_GPM", "1") == 3) return UNKNOWN;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    sample->seconds = now.tv_sec + now.tv_nsec / 1e9;
+    sample->bytes = number("FAKE_PCIE", "0");
+    sample->tensor = number("FAKE_TENSOR", "0");
+    return state_unless_mig(device);
+}
+int nvmlGpmMetricsGet(GpmRequest *request) {
+    double seconds = request->now->seconds - request->before->seconds;
+    double mib_per_s = ((double)request->now->bytes - (double)request->before->bytes) / 1048576 / seconds;
+    double percent = (double)request->now->tensor - (double)request->before->tensor;
+    if (request->version != 1) return INVALID_ARGUMENT;
+    for (unsigned int i = 0; i < request->count; i++) {
+        GpmMetric *metric = &request->metrics[i];
+        metric->result = SUCCESS;
+        switch (metric->id) {
+            case 5: metric->value = percent; break;
+            case 10: metric->value = percent / 2; break;
+            case 20: metric->value = mib_per_s; break;
+            case 21: metric->value = 2 * mib_per_s; break;
+            case 60: metric->value = 3 * mib_per_s; break;
+            case 61: metric->value = 4 * mib_per_s; break;
+            default: metric->result = INVALID_ARGUMENT;
+        }
+        if (metric->id >= 60 && number("FAKE_LINKS", "0") == 0) metric->result = NOT_SUPPORTED;
+    }
+    return SUCCESS;
 }
 
 static void count(FieldValue *field, unsigned long long value) {
@@ -97,20 +191,24 @@ static void gauge(FieldValue *field, unsigned int value) {
     field->value.ui = value;
 }
 int nvmlDeviceGetFieldValues(void *device, int length, FieldValue *fields) {
-    (void)device;
-    reads++;
-    if (state() == GPU_IS_LOST) return GPU_IS_LOST;
+    if (length <= 0) return INVALID_ARGUMENT;
+    FILE *log = calls();
+    for (int i = 0; i < length; i++) fprintf(log, "%u%c", fields[i].fieldId, i < length - 1 ? ' ' : '\n');
+    fclose(log);
+    if (index_of(device) == 0) usleep(1000000 * atof(setting("FAKE_HANG", "0")));
+    if (lost(device) && !lost_by_field()) return GPU_IS_LOST;
     for (int i = 0; i < length; i++) {
         FieldValue *field = &fields[i];
+        if (fields_are("odd") && field->fieldId == 76) continue; /* left as it was */
         gauge(field, 0); /* as the real driver leaves what it does not support */
-        field->nvmlReturn = state();
-        if (state() != SUCCESS) continue;
+        field->nvmlReturn = state(device);
+        if (state(device) != SUCCESS) continue;
         switch (field->fieldId) {
-            case 83: count(field, (1ULL << 40) + 70000 * reads); break;
-            case 185: gauge(field, 690123); break;
+            case 83: count(field, number("FAKE_ENERGY", "70000")); break;
+            case 185: gauge(field, field->scopeId == 2 ? 88012 : 690123); break;
             case 186: gauge(field, 700456); break;
             case 82: gauge(field, 71); break;
-            case 74: count(field, 7400000000ULL); break;
+            case 74: count(field, number("FAKE_CAP", "7400000000")); break;
             case 75: count(field, 75); break;
             case 76: count(field, 76); break;
             case 251: case 252: case 253: /* another quantity since the renumbering */
@@ -121,13 +219,24 @@ int nvmlDeviceGetFieldValues(void *device, int length, FieldValue *fields) {
                 if (driver_is_renumbered()) count(field, field->fieldId * 1000000000ULL);
                 else field->nvmlReturn = INVALID_ARGUMENT;
                 break;
+            case 90: gauge(field, number("FAKE_SPEED", "26562")); break;
+            case 164: gauge(field, field->scopeId == 0 ? 20000 : 0); break;
+            case 138: case 139:
+                if (field->scopeId == 0xffffffffU) count(field, field->fieldId * number("FAKE_PCIE", "0"));
+                break;
+            case 197: case 198: count(field, (unsigned int)(number("FAKE_PCIE", "0") * (field->fieldId - 196))); break;
             default: field->nvmlReturn = INVALID_ARGUMENT;
+        }
+        if (fields_are("mig") && (field->fieldId == 83 || field->fieldId == 82)) {
+            gauge(field, 0);
+            field->nvmlReturn = NOT_SUPPORTED;
         }
         if (!fields_are("odd")) continue;
         if (field->fieldId == 186) { field->valueType = DOUBLE; field->value.d = NAN; }
         if (field->fieldId == 185) { field->valueType = DOUBLE; field->value.d = 690123.0; }
         if (field->fieldId == 83) { field->valueType = SIGNED_LONGLONG; field->value.sll = -1; }
         if (field->fieldId == 82) field->valueType = 42;
+        if (field->fieldId == 75) field->nvmlReturn = UNKNOWN;
     }
     return SUCCESS;
 }

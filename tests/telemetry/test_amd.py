@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry.devices import DeviceInfo
 from telemetry.devices.amd import _ThrottledTime, torch_uuid
 from telemetry.samples import SCHEMA
 from telemetry.window import summarise
@@ -33,9 +34,23 @@ devices = discover()
 reads, times = [], []
 for _ in range(int(sys.argv[1])):
     times.append(time.monotonic_ns())
-    reads.append([device.read() for device in devices])
+    reads.append([device.read(full=len(reads) % 2 == 0) for device in devices])
     time.sleep(float(sys.argv[2]))
 print(json.dumps({"infos": [asdict(device.info) for device in devices], "reads": reads, "times": times}))
+"""
+
+# The same under the sampler, for some seconds.
+SAMPLE = """
+import json, sys, time
+from telemetry.devices import discover
+from telemetry.sampler import Sampler
+from telemetry.samples import SampleBuffer
+buffer = SampleBuffer(1000)
+sampler = Sampler(discover(), buffer, "n")
+sampler.start()
+time.sleep(float(sys.argv[1]))
+sampler.stop()
+print(json.dumps(buffer.between(0, 2**62).to_pylist()))
 """
 
 
@@ -76,12 +91,17 @@ def fake_rocm(amdsmi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def watch(
     amdsmi: Path, library: Path | None, reads: int = 1, period_s: float = 0.0, **script: object
 ) -> tuple[dict[str, Any], str]:
+    """What is seen of the devices, every other reading a full one, and the log."""
+    return run(amdsmi, library, WATCH, reads, period_s, **script)
+
+
+def run(amdsmi: Path, library: Path | None, code: str, *arguments: object, **script: object) -> tuple[Any, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ROCM_")}
     environment |= {f"FAKE_{name.upper()}": str(value) for name, value in script.items()}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(amdsmi)])}
     environment |= {"LD_LIBRARY_PATH": str(library)} if library else {}
     done = subprocess.run(
-        [sys.executable, "-c", WATCH, str(reads), str(period_s)], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code, *map(str, arguments)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
@@ -115,11 +135,14 @@ def test_a_sample_of_an_mi300_under_the_genuine_binding(amdsmi: Path, fake_rocm:
         "name": "Fake MI300X",
         "kind": "amd",
         "energy_method": "counter",
+        "card": None,
         "driver_version": "6.14.14",
         "power_limit_w": 750.0,
+        "pcie_peak_bytes_per_s": None,
+        "link_peak_bytes_per_s": 6 * 16 * 32e9 / 8,  # of seven links one is down
     }
     assert seen["reads"][0][0] == {
-        "energy_mj": (2**40 + 10**6) * 15_259 // 10**6,
+        "energy_mj": (2**40 + 2 * 10**6) * 15_259 // 10**6,  # one table was read for the links' speed
         "power_w": 700.0,
         "power_average_w": None,
         "throttle_power_cap_ns": 0,
@@ -127,7 +150,12 @@ def test_a_sample_of_an_mi300_under_the_genuine_binding(amdsmi: Path, fake_rocm:
         "throttle_hw_thermal_ns": 0,
         "sm_clock_mhz": 2050.0,
         "memory_clock_mhz": 1300,
+        "link_rx_bytes": 7 * 2 * 1000 * 1024,
+        "link_tx_bytes": 7 * 2 * 500 * 1024,
+        "ecc_corrected": 7,
+        "ecc_uncorrected": 3,
         "gpu_temp_c": 61,
+        "gpu_temp_margin_c": 39,
         "hbm_temp_c": 66,
         "gpu_utilisation": 0.97,
         "memory_used_gib": 12.0,
@@ -209,9 +237,10 @@ def test_the_dies_of_an_mi250_share_what_one_reports(amdsmi: Path, fake_rocm: Pa
     assert log == ""
     assert [info["uuid"][-1] for info in seen["infos"]] == ["0", "1", "2", "3"]  # by place on the bus
     assert [info["index"] for info in seen["infos"]] == [2, 3, 0, 1]  # AMD SMI's own order
-    assert {info["energy_method"] for info in seen["infos"]} == {"estimated"}
+    assert {info["energy_method"] for info in seen["infos"]} == {"shared"}
+    assert [info["card"] for info in seen["infos"]] == ["amd:0000:c1:00.0"] * 2 + ["amd:0000:c9:00.0"] * 2
     assert {info["power_limit_w"] for info in seen["infos"]} == {280.0}
-    for reading, grown in zip(seen["reads"], (2, 3), strict=True):  # one more read told which die reports
+    for reading, grown in zip(seen["reads"], (3, 4), strict=True):  # two more told of die and links
         card_mj = (2**40 + grown * 10**6) * 15_259 // 10**6
         for card in (reading[:2], reading[2:]):
             assert sum(die["energy_mj"] for die in card) == pytest.approx(card_mj, abs=1)
@@ -220,7 +249,27 @@ def test_the_dies_of_an_mi250_share_what_one_reports(amdsmi: Path, fake_rocm: Pa
     die = seen["reads"][0][1]
     assert die["throttle_reasons"] == 1 << 34 | 1
     assert not [column for column in die if column.startswith("throttle_") and column.endswith("_ns")]
+    assert (die["link_rx_bytes"], die["link_tx_bytes"], seen["infos"][1]["link_peak_bytes_per_s"]) == (None,) * 3
     assert (die["sm_clock_mhz"], die["gpu_temp_c"], die["hbm_temp_c"]) == (1650, 62, 59)
+
+
+def test_the_energy_of_whole_cards_is_counted(amdsmi: Path, fake_rocm: Path) -> None:
+    """That of a card of which the trial has one die is a guess."""
+    seen, _ = watch(amdsmi, fake_rocm, reads=40, period_s=0.01, model="mi250")
+    infos = {info["uuid"]: DeviceInfo(**info) for info in seen["infos"]}
+    table = pa.concat_tables([rows(seen, die) for die in range(4)])
+    dies = list(infos)
+    methods = {}
+    for chosen in [(0, 1), (2, 3), (0, 1, 2, 3), (1, 2), (0,)]:
+        devices = [dies[die] for die in chosen]
+        methods[chosen] = summarise(table, seen["times"][4], seen["times"][-6], devices, infos).energy_method
+    assert methods == {
+        (0, 1): "counter",
+        (2, 3): "counter",
+        (0, 1, 2, 3): "counter",
+        (1, 2): "estimated",
+        (0,): "estimated",
+    }
 
 
 @pytest.mark.parametrize(("hidden", "unknown"), [(0, [0]), (2, [2])])
@@ -229,10 +278,20 @@ def test_a_die_whose_partner_is_not_seen_has_no_power(
 ) -> None:
     """It says 0 of its own accord. The other card is not disturbed."""
     seen, log = watch(amdsmi, fake_rocm, model="mi250", hidden=hidden)
+    assert [(info["energy_method"], info["card"] is None) for info in seen["infos"]] == [
+        ("estimated", True) if place in unknown else ("shared", False) for place in range(3)
+    ]
     assert [place for place, die in enumerate(seen["reads"][0]) if die.get("power_w") is None] == unknown
     assert [place for place, die in enumerate(seen["reads"][0]) if die.get("energy_mj") is None] == unknown
     assert seen["infos"][unknown[0]]["power_limit_w"] is None
     assert log.count("the die that reports its card's power and energy is not to be seen") == 1
+
+
+def test_a_reporting_die_alone_is_half_of_its_card(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, log = watch(amdsmi, fake_rocm, model="mi250", hidden=1)
+    assert [info["energy_method"] for info in seen["infos"]] == ["estimated", "shared", "shared"]
+    assert [die["power_w"] for die in seen["reads"][0]] == [250, 250, 250]
+    assert log == ""
 
 
 def test_one_die_lost_leaves_the_other_card(amdsmi: Path, fake_rocm: Path) -> None:
@@ -261,7 +320,9 @@ def test_values_in_units_that_cannot_be_are_null(amdsmi: Path, fake_rocm: Path) 
     assert [info["uuid"] for info in seen["infos"]] == ["amd:0000:c1:00.0", "amd:0000:c6:00.0"]
     assert seen["infos"][0]["power_limit_w"] == 750
     sample = seen["reads"][1][0]
-    for column in ("power_w", "gpu_temp_c", "hbm_temp_c", "gpu_utilisation", "memory_clock_mhz"):
+    assert sample["gpu_temp_c"] == 55  # the edge's, not the hot spot's
+    assert sample["gpu_temp_margin_c"] == 45  # to a limit in thousandths
+    for column in ("power_w", "hbm_temp_c", "gpu_utilisation", "memory_clock_mhz"):
         assert sample[column] is None
     assert sample["energy_mj"] is not None
     assert "throttle_sw_thermal_ns" not in sample  # one of its three counters is not supported
@@ -271,13 +332,30 @@ def test_values_in_units_that_cannot_be_are_null(amdsmi: Path, fake_rocm: Path) 
 def test_a_partition_does_not_claim_the_power_of_the_whole(amdsmi: Path, fake_rocm: Path) -> None:
     seen, log = watch(amdsmi, fake_rocm, reads=3, model="mi300", fields="partition")
     assert not any("energy_mj" in gpu or "power_w" in gpu for reading in seen["reads"] for gpu in reading)
+    assert {gpu[f"link_{way}_bytes"] for reading in seen["reads"] for gpu in reading for way in ("rx", "tx")} == {None}
     assert log.count("is a partition") == 2
 
 
 def test_a_gpu_that_falls_off_the_bus_reads_nothing(amdsmi: Path, fake_rocm: Path) -> None:
-    seen, _ = watch(amdsmi, fake_rocm, reads=4, model="mi300", lost=2)
+    seen, _ = watch(amdsmi, fake_rocm, reads=4, model="mi300", lost=3)
     assert [bool(reading[0]) for reading in seen["reads"]] == [True, True, False, False]
     assert rows(seen, 0)["energy_mj"].null_count == 2
+
+
+def test_a_reading_that_hangs_is_dropped(amdsmi: Path, fake_rocm: Path) -> None:
+    """Of either GPU one takes 1.2 s, after which ticks go on."""
+    sampled, log = run(amdsmi, fake_rocm, SAMPLE, 3.5, model="mi300", hang=6)
+    for device in {row["device"] for row in sampled}:
+        power_w = [row["power_w"] for row in sampled if row["device"] == device]
+        assert power_w[:5] == [700, 700, 700, 700, None]  # one table was read before
+        assert set(power_w[5:]) == {700}
+        assert log.count(f"reading {device} failed") == 1
+    assert "TimeoutError: the driver took 1." in log
+
+
+def test_memory_errors_are_read_now_and_then(amdsmi: Path, fake_rocm: Path) -> None:
+    seen, _ = watch(amdsmi, fake_rocm, reads=3, model="mi300")
+    assert [reading[0].get("ecc_corrected") for reading in seen["reads"]] == [7, None, 7]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +365,7 @@ def test_counters_that_lose_their_past_give_no_figure(amdsmi: Path, fake_rocm: P
     seen, _ = watch(amdsmi, fake_rocm, reads=40, period_s=0.01, model="mi300", **script)
     window = summarise(rows(seen, 0), seen["times"][4], seen["times"][-6], [seen["infos"][0]["uuid"]])
     assert window.energy_j is None
-    assert any("energy counter went backwards" in problem for problem in window.problems)
+    assert any("energy_mj went backwards" in problem for problem in window.problems)
     assert window.throttle_time_s is None
 
 

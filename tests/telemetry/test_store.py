@@ -22,6 +22,7 @@ def some_samples(count: int = 500) -> pa.Table:
                 "energy_mj": 2**63 + number,
                 "power_w": None if number == 3 else 100.0 + number,
                 "gpu_utilisation": 0.5,
+                "tensor_activity": 0.25 if number % 100 == 0 else None,
             }
             for number in range(count)
             for device in ("GPU-a", "GPU-b")
@@ -57,7 +58,7 @@ def test_another_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_thinned_series_have_the_gauges_that_have_values() -> None:
     series = thin(some_samples(), points=60)
     assert set(series) == {"GPU-a", "GPU-b"}
-    assert set(series["GPU-a"]) == {"power_w", "gpu_utilisation"}
+    assert set(series["GPU-a"]) == {"power_w", "gpu_utilisation", "tensor_activity"}
     points = series["GPU-a"]["power_w"]
     assert len(points) == 60
     times, values = zip(*points, strict=True)

@@ -30,7 +30,7 @@ from trainables import child
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
 from trainables.model import Block
-from trainables.trial import Place, RankReport, TrialRequest
+from trainables.trial import Place, Progress, RankReport, TrialRequest
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 SHARDED = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32", zero_stage=3)
@@ -76,11 +76,11 @@ def arm(fault: str) -> None:
 _run_trial = child.run_trial
 
 
-def run_trial(request: TrialRequest, place: Place, on_phase: Callable[[str], None]) -> RankReport:
+def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], None]) -> RankReport:
     fault = request.trial_id.split()[0]
     if fault in FAULTS and place.rank == 1:
         arm(fault)
-    return _run_trial(request, place, on_phase)
+    return _run_trial(request, place, tell)
 
 
 child.run_trial = run_trial

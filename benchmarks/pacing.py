@@ -1,0 +1,202 @@
+"""What polling does to a trial: telemetry off, on, and at other rates in turn, while one gang trains."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from scipy import stats
+
+from service.cluster import ray_session
+from service.evaluate import run
+from service.gang import Gang, close_gangs
+from service.spec import SearchSpec
+from telemetry.actor import Telemetry
+from telemetry.sampler import Sampler
+from trainables.result import TrialResult
+
+STRETCH_S = 4.0
+ENERGY_S = 32.0
+SETTLED_NS = 2_000_000_000
+RATES_HZ = (10, 10, 10, 1, 10, 10, 10, 50, 10, 10, 10, 100)
+"""What is compared with no polling, in turn."""
+
+
+class Paced(Telemetry):
+    """A node's telemetry, whose rate can be changed, and which knows what it costs."""
+
+    def pace(self, hertz: int) -> None:
+        """Poll so often from now on; 0 is not at all."""
+        before = self._sampler
+        before.stop()
+        if hertz:
+            self._sampler = Sampler(self._devices, self._buffer, self._node_id, 1 / hertz)
+            self._sampler._full_ns = before._full_ns  # a new sampler would read everything in full at once
+            self._sampler.start()
+
+    def cost(self) -> dict[str, float]:
+        """Seconds of CPU so far: of the present sampler's thread, and of the whole process."""
+        thread = self._sampler._thread
+        assert thread.ident is not None
+        polling = time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) if thread.is_alive() else 0.0
+        times = psutil.Process().cpu_times()
+        return {"sampler_s": polling, "process_s": times.user + times.system}
+
+    def rows(self, start_ns: int, end_ns: int) -> pa.Table:
+        return self._between(start_ns, end_ns)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some seconds of one rate, and the seconds of CPU that telemetry took in it."""
+
+    hertz: int
+    start_ns: int
+    end_ns: int
+    cost: dict[str, float]
+
+    def steps(self, ends_ns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """The steps that began and ended in it."""
+        return seconds[(ends_ns - seconds * 1e9 >= self.start_ns) & (ends_ns <= self.end_ns)]
+
+
+def stretch(telemetry: Any, hertz: int, stay: Callable[[], object]) -> Stretch:
+    """Poll at this rate until `stay` returns."""
+    ray.get(telemetry.pace.remote(hertz))
+    before, start_ns = ray.get(telemetry.cost.remote()), time.monotonic_ns()
+    stay()
+    after, end_ns = ray.get(telemetry.cost.remote()), time.monotonic_ns()
+    return Stretch(hertz, start_ns, end_ns, {name: after[name] - before[name] for name in after})
+
+
+def alternate(telemetry: Any, until: float) -> list[Stretch]:
+    """Until then, stretches of no polling beside stretches of each rate; which is first changes from pair to pair."""
+    stretches: list[Stretch] = []
+    for number, rate in enumerate(itertools.cycle(RATES_HZ)):
+        if time.monotonic() > until:
+            break
+        for hertz in (0, rate) if number % 2 else (rate, 0):
+            stretches.append(stretch(telemetry, hertz, lambda: time.sleep(STRETCH_S)))
+    return stretches
+
+
+def slowdowns(stretches: list[Stretch], result: TrialResult) -> dict[int, dict[str, float]]:
+    """By rate: how much longer steps are than in the stretch beside it without polling; mean, 95% confidence, pairs."""
+    seconds = np.array(result.step_times_s)
+    ends_ns = result.windows[0].start_ns + np.cumsum(seconds) * 1e9
+    found: dict[int, list[float]] = defaultdict(list)
+    for one, other in zip(stretches[::2], stretches[1::2], strict=False):
+        polled, quiet = (one, other) if one.hertz else (other, one)
+        with_, without = polled.steps(ends_ns, seconds), quiet.steps(ends_ns, seconds)
+        if len(with_) and len(without):
+            found[polled.hertz].append(float(np.mean(with_) / np.mean(without) - 1))
+    told = {}
+    for hertz, values in sorted(found.items()):
+        half = float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)) if len(values) > 1 else float("nan")
+        told[hertz] = {"slowdown": statistics.fmean(values), "confidence": half, "pairs": len(values)}
+    return told
+
+
+def costs(stretches: list[Stretch]) -> dict[int, dict[str, float]]:
+    """By rate: share of one core."""
+    found = {}
+    for hertz in sorted({stretch.hertz for stretch in stretches}):
+        those = [stretch for stretch in stretches if stretch.hertz == hertz]
+        seconds = sum(stretch.end_ns - stretch.start_ns for stretch in those) / 1e9
+        names = ("sampler", "process")
+        found[hertz] = {f"{name}_core": sum(stretch.cost[f"{name}_s"] for stretch in those) / seconds for name in names}
+    return found
+
+
+def lateness(stretches: list[Stretch], table: pa.Table) -> dict[int, dict[str, float]]:
+    """By rate: milliseconds of ticks after (or before) their time, and the share of ticks within 20 ms of it.
+
+    A tick's time is that of its stretch's first one and a whole number of periods; one that was skipped is late.
+    """
+    first = table.filter(pc.field("index") == pc.min(table["index"]))["time_ns"].to_numpy()
+    found: dict[int, list[np.ndarray]] = defaultdict(list)
+    for stretch in stretches:
+        times = first[(first >= stretch.start_ns) & (first <= stretch.end_ns)]
+        if not stretch.hertz or len(times) < 3:
+            continue
+        period_ns = 1e9 / stretch.hertz
+        late_ns = (times - times[0]) - np.round((times - times[0]) / period_ns) * period_ns
+        late_ns -= np.median(late_ns)
+        due = round((times[-1] - times[0]) / period_ns) + 1
+        found[stretch.hertz] += [np.abs(late_ns), np.full(due - len(times), period_ns)]
+    told = {}
+    for hertz, parts in sorted(found.items()):
+        late = np.concatenate(parts) / 1e6
+        p50, p99, p999 = (float(np.percentile(late, q)) for q in (50, 99, 99.9))
+        told[hertz] = {
+            "ticks": len(late),
+            "p50_ms": p50,
+            "p99_ms": p99,
+            "p999_ms": p999,
+            "within_20_ms": float(np.mean(late <= 20)),
+        }
+    return told
+
+
+def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
+    """All that is found out during one trial with a window of so many seconds."""
+    long = spec.model_copy(update={"measurement": spec.measurement.model_copy(update={"window_s": seconds})})
+    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
+        (node_id,) = (node["NodeID"] for node in ray.nodes() if node["Alive"])
+        here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        actor: Any = ray.remote(Paced)
+        telemetry = actor.options(num_cpus=0, max_concurrency=16, scheduling_strategy=here).remote(
+            node_id, "benchmark", Path(storage) / "spool"
+        )
+        devices = ray.get(telemetry.describe.remote())["devices"]
+        gang = Gang("benchmark", spec.gang_size, spec.cluster, Path(storage), {node_id: telemetry})
+        ray.get(gang.mailbox.ready.remote())
+        results: list[TrialResult] = []
+        handles = {node_id: telemetry}
+        trial = threading.Thread(
+            target=lambda: results.append(run("long", spec.legal.points[0], long, gang.mailbox, handles, {}))
+        )
+        began_ns = time.monotonic_ns()
+        trial.start()
+        while trial.is_alive() and not any(work.phase == "window" for work in ray.get(telemetry.state.remote()).works):
+            time.sleep(0.2)
+        until = time.monotonic() + seconds - ENERGY_S - STRETCH_S
+        stretches = alternate(telemetry, until)
+        last = stretch(telemetry, 10, trial.join)
+        (result,) = results
+        if result.status != "ok":
+            raise SystemExit(f"the trial did not work: {result.status}: {result.cause}")
+        table = ray.get(telemetry.rows.remote(began_ns, time.monotonic_ns()))
+        window = result.windows[0]
+        energy = ray.get(telemetry.window.remote(last.start_ns + SETTLED_NS, window.end_ns, window.devices))
+        close_gangs([gang])
+    return {
+        "devices": devices,
+        "layout": result.config.label,
+        "steps": len(result.step_times_s),
+        "step_s": statistics.median(result.step_times_s),
+        "slowdown": slowdowns(stretches, result),
+        "cost": costs([*stretches, last]),
+        "ticks": lateness([*stretches, last], table),
+        "training energy": {
+            "seconds": energy.duration_s,
+            "energy_j": energy.energy_j,
+            "method": energy.energy_method,
+            "energy_ratio": energy.energy_ratio,
+        },
+        "problems": energy.problems,
+    }

@@ -1,0 +1,177 @@
+"""How far this machine's telemetry can be trusted, and what it costs.
+
+    python -m benchmarks.telemetry SPEC [--seconds 230] --out FILE.json
+
+On the first device: how often each column changes, what a reading costs, and the energy counter against integrated
+power under a steady load and under a square wave. Then, while one long trial trains the spec's first legal layout on
+all devices, telemetry is turned off, on, and to other rates every few seconds: what polling costs the trial, by pairs
+of neighbouring stretches of the same process, what it costs the CPU, how late its ticks are, and both energies again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from benchmarks.pacing import while_training
+from service.spec import load_spec
+from telemetry.devices import Device, discover
+from telemetry.sampler import Sampler
+from telemetry.samples import SampleBuffer
+
+PERIODS_S = 3.0
+READS = 30
+STEADY_S = 20.0
+WAVE_S = 1.5
+WAVES = 6
+
+
+def refresh_periods(device: Device) -> dict[str, dict[str, float]]:
+    """Milliseconds between the changes of each column, median and longest, reading as fast as can be."""
+    each_tick = changes(device, full=False)
+    return changes(device, full=True) | each_tick
+
+
+def changes(device: Device, full: bool) -> dict[str, dict[str, float]]:
+    moments: dict[str, list[float]] = defaultdict(list)
+    last: dict[str, Any] = {}
+    until = time.monotonic() + PERIODS_S
+    while (now := time.monotonic()) < until:
+        for column, value in device.read(full).items():
+            if value is not None and last.get(column, value) != value:
+                moments[column].append(now)
+            last[column] = value
+    between = {column: 1e3 * np.diff(times) for column, times in moments.items() if len(times) > 2}
+    return {name: {"median_ms": float(np.median(d)), "longest_ms": float(d.max())} for name, d in between.items()}
+
+
+def read_cost(device: Device) -> dict[str, dict[str, float]]:
+    """Milliseconds of CPU and of time that a reading takes at 10 Hz, of what each tick reads and in full; medians."""
+    costs = {}
+    for kind, full in (("tick", False), ("full", True)):
+        cpu, wall = [], []
+        for _ in range(READS):
+            time.sleep(0.1)
+            cpu_before, wall_before = time.thread_time(), time.perf_counter()
+            device.read(full)
+            cpu.append(1e3 * (time.thread_time() - cpu_before))
+            wall.append(1e3 * (time.perf_counter() - wall_before))
+        costs[kind] = {"cpu_ms": statistics.median(cpu), "wall_ms": statistics.median(wall)}
+    return costs
+
+
+def load(on_s: float, off_s: float, waves: int) -> None:
+    """Matrix products on the first GPU, or on a CPU, on and off."""
+    on_gpu = torch.cuda.is_available()
+    device, size = ("cuda", 8192) if on_gpu else ("cpu", 512)
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    for _ in range(waves):
+        until = time.monotonic() + on_s
+        while time.monotonic() < until:
+            for _ in range(10):
+                a @ a
+            if on_gpu:
+                torch.cuda.synchronize()
+        time.sleep(off_s)
+
+
+def energies(table: pa.Table) -> dict[str, Any]:
+    """Joules by the counter between its first and last reading, and by either sampled power between the same two."""
+    counter = table.filter(pc.field("energy_mj").is_valid())
+    times, counts = counter["time_ns"].to_numpy(), counter["energy_mj"].to_numpy()
+    found: dict[str, Any] = {
+        "seconds": float(times[-1] - times[0]) / 1e9,
+        "counter_j": float(counts[-1] - counts[0]) / 1e3,
+    }
+    for column in ("power_w", "power_average_w"):
+        known = table.filter(pc.field(column).is_valid())
+        if not known.num_rows:
+            continue
+        at, power = known["time_ns"].to_numpy(), known[column].to_numpy()
+        edges = np.concatenate([times[:1], at[(at > times[0]) & (at < times[-1])], times[-1:]])
+        joules = float(np.trapezoid(np.interp(edges - times[0], at - times[0], power), edges - times[0])) / 1e9
+        found |= {f"{column}_j": joules, f"{column}_ratio": joules / found["counter_j"]}
+    return found
+
+
+def energies_under_load(device: Device) -> dict[str, dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for name, on_s, off_s, waves in (("steady", STEADY_S, 0.0, 1), ("square wave", WAVE_S, WAVE_S, WAVES)):
+        buffer = SampleBuffer(capacity_rows=100_000)
+        sampler = Sampler([device], buffer, "benchmark")
+        child = context.Process(target=load, args=(on_s, off_s, waves))
+        child.start()
+        time.sleep(5 if name == "steady" else 0)  # a steady load is looked at once it is steady
+        began_ns = time.monotonic_ns()
+        sampler.start()
+        while child.is_alive() and time.monotonic_ns() - began_ns < 1e9 * (STEADY_S - 8 if name == "steady" else 1e3):
+            time.sleep(0.05)
+        time.sleep(0 if name == "steady" else 1)
+        sampler.mark()
+        while not sampler.was_full([device.info.uuid], time.monotonic_ns() - 200_000_000):
+            time.sleep(0.02)
+        time.sleep(0.3)
+        sampler.stop()
+        child.join()
+        found[name] = energies(buffer.between(began_ns, time.monotonic_ns()))
+    return found
+
+
+def show(title: str, found: dict[Any, dict[str, Any]]) -> None:
+    print(f"\n{title}")
+    for name, values in found.items():
+        cells = (
+            f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+        )
+        print(f"  {name!s:26} {'  '.join(cells)}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--seconds", type=float, default=230.0, help="length of the trial's window")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    spec = load_spec(arguments.spec).located()
+    devices = discover(os.getpid())
+    found: dict[str, Any] = {"info": asdict(devices[0].info)}
+    print(f"{devices[0].info}")
+    context = multiprocessing.get_context("spawn")
+    busy = context.Process(target=load, args=(2 * PERIODS_S + 0.3 * READS + 8, 0.0, 1))
+    busy.start()
+    time.sleep(6 if devices[0].info.kind != "cpu" else 2)
+    found["refresh"] = refresh_periods(devices[0])
+    show("Milliseconds between changes, under load", found["refresh"])
+    found["reading"] = read_cost(devices[0])
+    show("A reading at 10 Hz, under load", found["reading"])
+    busy.join()
+    found["load energy"] = energies_under_load(devices[0])
+    show("Energy counter and integrated power", found["load energy"])
+    del devices
+    trained = while_training(spec, arguments.seconds)
+    found |= trained
+    print(f"\n{trained['layout']}: {trained['steps']} steps of {trained['step_s']:.4f} s")
+    show("Slowdown of training against no polling, by Hz", trained["slowdown"])
+    show("Cores, by Hz", trained["cost"])
+    show("Ticks, by Hz", trained["ticks"])
+    show("Energy of training, polled at 10 Hz", {"all devices": trained["training energy"]})
+    print("\n".join(trained["problems"]))
+    arguments.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

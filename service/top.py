@@ -1,0 +1,181 @@
+"""`wattune top`: every GPU of a cluster, as the telemetry of the searches that run there sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.exceptions import RayError
+
+from service.cluster import knock
+from service.errors import InputError
+from service.tables import MARKS, render
+from telemetry.actor import NodeState, Work, find_telemetry
+from telemetry.devices import DeviceInfo
+
+T = TypeVar("T")
+
+CONNECT_S = 20.0
+PERIOD_S = 1.0
+ANSWER_S = 2.0
+
+HEADINGS = ("node", "GPU", "W", "degC", "MHz", "GiB", "busy", "throttled by", "trial", "phase", "tokens/s", "layout")
+_UNUSED = ("-",) * 4
+
+
+def top(address: str | None, once: bool) -> None:
+    """Show the cluster every second until it or the user ends it; with `once`, or where nobody looks, show it once.
+
+    `address` is that of the Ray cluster, such as ``head:6379``; default: RAY_ADDRESS, else the Ray of this machine.
+    Raises `InputError` if no cluster answers there, or none of its nodes has telemetry.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    with _cluster(address):
+        states = poll()
+        if not states:
+            raise InputError(f"no telemetry at {_shown(address)}: no search is running there")
+        if once or not sys.stdout.isatty():
+            print(page(states))
+            return
+        with contextlib.suppress(TimeoutError, KeyboardInterrupt), _screen():
+            while True:
+                _draw(page(states) if states else "no search is running")
+                time.sleep(PERIOD_S)
+                states = _within(2 * ANSWER_S, poll)
+
+
+def poll() -> list[NodeState]:
+    """What each node is at now, by host name; without nodes that do not answer within `ANSWER_S`."""
+    asked: list[Any] = [actor.state.remote() for actor in find_telemetry().values()]
+    if not asked:
+        return []
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+    states = []
+    for reference in answered:
+        try:
+            states.append(ray.get(reference))
+        except RayError:
+            continue  # its search has just ended, or its node was lost
+    return sorted(states, key=lambda state: (state.hostname, state.node_id))
+
+
+def page(states: Iterable[NodeState]) -> str:
+    """Totals, and a table with a row for each GPU and trial. Of a node that several searches watch, one's samples."""
+    nodes: dict[str, NodeState] = {}
+    works: dict[str, dict[Work, None]] = {}
+    for state in states:
+        nodes[state.node_id] = state
+        for work in state.works:
+            works.setdefault(work.device, {})[work] = None
+    rows: list[list[str]] = []
+    watts: list[float | None] = []
+    for state in nodes.values():
+        for info in sorted(state.devices, key=lambda info: info.index):
+            sample = state.latest.get(info.uuid, {})
+            watts.append(sample.get("power_w"))
+            device = [state.hostname, str(info.index), *_device(info, sample, state.throttled_by.get(info.uuid, ()))]
+            cells = [_work(work) for work in works.get(info.uuid, ())] or [_UNUSED]
+            rows += [[*(device if place == 0 else [""] * len(device)), *cell] for place, cell in enumerate(cells)]
+    trials = {work.trial_id for found in works.values() for work in found}
+    known = [power for power in watts if power is not None]
+    power = f"{sum(known):,.0f} W" if known else "-"
+    totals = f"nodes: {len(nodes)}  devices: {len(watts)}  power: {power}  trials: {len(trials)}"
+    return f"{time.strftime('%H:%M:%S')}  {totals}\n\n{render(HEADINGS, rows)}"
+
+
+def _device(info: DeviceInfo, sample: dict[str, Any], causes: Sequence[str]) -> tuple[str, ...]:
+    def figure(style: str, *columns: str) -> str:
+        known = [sample[column] for column in columns if sample.get(column) is not None]
+        return format(known[0], style) if known else "-"
+
+    watts = figure(",.0f", "power_w")
+    return (
+        watts if watts == "-" else watts + MARKS.get(info.energy_method, ""),
+        figure(".0f", "gpu_temp_c", "cpu_temp_c"),
+        figure(",.0f", "sm_clock_mhz", "cpu_clock_mhz"),
+        figure(".1f", "memory_used_gib"),
+        figure(".0%", "gpu_utilisation", "cpu_utilisation"),
+        ", ".join(causes) or "-",
+    )
+
+
+def _work(work: Work) -> tuple[str, ...]:
+    return work.trial_id, work.phase, "-" if work.tokens_per_s is None else f"{work.tokens_per_s:,.0f}", work.layout
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[None]:
+    """This process as a client of the cluster, unless it is one already."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        if address:
+            knock(address)
+        init = partial(ray.init, address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+        _within(CONNECT_S, init)
+    except TimeoutError:
+        raise InputError(f"{_shown(address)}: no Ray cluster that takes our token answers") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{_shown(address)}: no Ray cluster answers: {str(error).splitlines()[0]}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TimeoutError):
+            _within(ANSWER_S, ray.shutdown)
+
+
+def _shown(address: str | None) -> str:
+    return f"address {address}" if address else "the Ray of this machine"
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T:
+    """The answer to `ask`, or TimeoutError: of a cluster that is gone Ray waits for minutes, then ends the process."""
+    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast(T, answer)
+
+
+@contextmanager
+def _screen() -> Iterator[None]:
+    """A screen of our own in place of the terminal's."""
+    sys.stdout.write("\x1b[?1049h\x1b[?25l")
+    try:
+        yield
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+
+
+def _draw(text: str) -> None:
+    """Replace what the screen shows by as much of the text as fits."""
+    columns, rows = shutil.get_terminal_size()
+    lines = [line[:columns] for line in text.splitlines()]
+    if len(lines) > rows:
+        lines[rows - 1 :] = [f"... and {len(lines) - rows + 1} more"]
+    sys.stdout.write("\x1b[H" + "\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+    sys.stdout.flush()
