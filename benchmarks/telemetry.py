@@ -11,13 +11,17 @@ of neighbouring stretches of the same process, what it costs the CPU, how late i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,8 @@ from telemetry.samples import SampleBuffer
 
 PERIODS_S = 3.0
 READS = 30
-STEADY_S = 20.0
+SETTLE_S = 5.0
+STEADY_S = 12.0
 WAVE_S = 1.5
 WAVES = 6
 
@@ -73,7 +78,7 @@ def read_cost(device: Device) -> dict[str, dict[str, float]]:
     return costs
 
 
-def load(on_s: float, off_s: float, waves: int) -> None:
+def load(started: Event, on_s: float, off_s: float = 0.0, waves: int = 1) -> None:
     """Matrix products on the first GPU, or on a CPU, on and off."""
     on_gpu = torch.cuda.is_available()
     device, size = ("cuda", 8192) if on_gpu else ("cpu", 512)
@@ -85,7 +90,21 @@ def load(on_s: float, off_s: float, waves: int) -> None:
                 a @ a
             if on_gpu:
                 torch.cuda.synchronize()
+            started.set()
         time.sleep(off_s)
+
+
+@contextlib.contextmanager
+def loaded(on_s: float, off_s: float = 0.0, waves: int = 1) -> Iterator[BaseProcess]:
+    """A process that computes, as soon as it does."""
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    process = context.Process(target=load, args=(started, on_s, off_s, waves), daemon=True)
+    process.start()
+    started.wait()
+    yield process
+    process.kill()
+    process.join()
 
 
 def energies(table: pa.Table) -> dict[str, Any]:
@@ -108,27 +127,27 @@ def energies(table: pa.Table) -> dict[str, Any]:
 
 
 def energies_under_load(device: Device) -> dict[str, dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    found = {}
-    for name, on_s, off_s, waves in (("steady", STEADY_S, 0.0, 1), ("square wave", WAVE_S, WAVE_S, WAVES)):
-        buffer = SampleBuffer(capacity_rows=100_000)
-        sampler = Sampler([device], buffer, "benchmark")
-        child = context.Process(target=load, args=(on_s, off_s, waves))
-        child.start()
-        time.sleep(5 if name == "steady" else 0)  # a steady load is looked at once it is steady
-        began_ns = time.monotonic_ns()
-        sampler.start()
-        while child.is_alive() and time.monotonic_ns() - began_ns < 1e9 * (STEADY_S - 8 if name == "steady" else 1e3):
-            time.sleep(0.05)
-        time.sleep(0 if name == "steady" else 1)
-        sampler.mark()
-        while not sampler.was_full([device.info.uuid], time.monotonic_ns() - 200_000_000):
-            time.sleep(0.02)
-        time.sleep(0.3)
-        sampler.stop()
-        child.join()
-        found[name] = energies(buffer.between(began_ns, time.monotonic_ns()))
-    return found
+    """Of a load that was steady for `SETTLE_S` before, and of a square wave from before its first rise to its end."""
+    with loaded(2 * SETTLE_S + STEADY_S):
+        time.sleep(SETTLE_S)
+        steady = energies(watched(device, lambda: time.sleep(STEADY_S)))
+    with loaded(WAVE_S, WAVE_S, WAVES) as process:
+        time.sleep(1.5 * WAVE_S)  # into a pause
+        wave = energies(watched(device, process.join))
+    return {"steady": steady, "square wave": wave}
+
+
+def watched(device: Device, stay: Callable[[], object]) -> pa.Table:
+    """The samples of a device until `stay` returns, with counters at both ends."""
+    buffer = SampleBuffer(capacity_rows=100_000)
+    sampler = Sampler([device], buffer, "benchmark")
+    began_ns = time.monotonic_ns()
+    sampler.start()
+    stay()
+    sampler.mark()
+    time.sleep(0.5)
+    sampler.stop()
+    return buffer.between(began_ns, time.monotonic_ns())
 
 
 def show(title: str, found: dict[Any, dict[str, Any]]) -> None:
@@ -150,17 +169,14 @@ def main(argv: list[str] | None = None) -> None:
     devices = discover(os.getpid())
     found: dict[str, Any] = {"info": asdict(devices[0].info)}
     print(f"{devices[0].info}")
-    context = multiprocessing.get_context("spawn")
-    busy = context.Process(target=load, args=(2 * PERIODS_S + 0.3 * READS + 8, 0.0, 1))
-    busy.start()
-    time.sleep(6 if devices[0].info.kind != "cpu" else 2)
-    found["refresh"] = refresh_periods(devices[0])
+    with loaded(1e3):
+        found["refresh"] = refresh_periods(devices[0])
+        found["reading"] = read_cost(devices[0])
     show("Milliseconds between changes, under load", found["refresh"])
-    found["reading"] = read_cost(devices[0])
     show("A reading at 10 Hz, under load", found["reading"])
-    busy.join()
     found["load energy"] = energies_under_load(devices[0])
     show("Energy counter and integrated power", found["load energy"])
+    arguments.out.write_text(json.dumps(found, indent=1))
     del devices
     trained = while_training(spec, arguments.seconds)
     found |= trained
