@@ -35,8 +35,11 @@ trial_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def telemetry(ray_session: Any) -> dict[str, Any]:
-    return start_telemetry()
+def telemetry(ray_session: Any) -> Iterator[dict[str, Any]]:
+    actors = start_telemetry()
+    yield actors
+    for actor in actors.values():
+        ray.kill(actor)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
     sampler.start()
     time.sleep(0.5)
     start_ns = time.monotonic_ns()
-    spin_until = time.process_time() + 0.7
+    spin_until = time.process_time() + 2.5  # on a busy machine a reading may be dropped, or two
     while time.process_time() < spin_until:
         pass
     end_ns = time.monotonic_ns()
@@ -79,7 +79,7 @@ def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
     assert summary.energy_method == "estimated"
     assert summary.energy_j is not None
     idle_j = IDLE_WATTS_PER_CPU * cpus * seconds
-    assert idle_j + WATTS_PER_BUSY_CPU * 0.5 < summary.energy_j < 1.1 * (idle_j + WATTS_PER_BUSY_CPU * cpus * seconds)
+    assert idle_j + WATTS_PER_BUSY_CPU * 2 < summary.energy_j < 1.1 * (idle_j + WATTS_PER_BUSY_CPU * cpus * seconds)
     assert summary.problems == ()
 
 
