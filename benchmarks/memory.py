@@ -1,0 +1,183 @@
+"""The memory model of `search_spaces.memory` against every committed measurement.
+
+    python -m benchmarks.memory
+
+Prints each measured point, the GPUs of each pipeline rank apart where they were recorded, with what is predicted and
+the error; then the mean and the largest error by engine, for points by which a constant was set and for the others.
+Points that ran out of memory have the share of what a GPU can hold that the model says they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.memory import MemoryEstimate, estimate
+from search_spaces.rules import Workload
+from service.spec import SearchSpec, load_spec
+from service.tables import render
+
+BENCHMARKS = Path(__file__).parent
+RESULTS = BENCHMARKS / "results"
+SEARCHED = BENCHMARKS.parent / "examples" / "llama3_8b_4xh200.yaml"
+RECORDS = (
+    "failures_1xh200.jsonl",
+    "microbatch_1xh200.jsonl",
+    "layouts_4xh200.jsonl",
+    "microbatch_4xh200.jsonl",
+    "llama3_8b_best_4xh200.jsonl",
+)
+FITTED = ("failures_1xh200.jsonl", "layouts_4xh200.jsonl")
+"""Records by which a constant of the model was set."""
+
+FAULT_LAYERS = {"oom in the optimizer": 40}
+"""Layers of the models that `benchmarks.failures` makes, where they are not two."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One layout as it was measured.
+
+    `pipeline_rank`: whose GPUs `reserved_gib` is of, the largest of theirs; None for all GPUs. `reserved_gib` is None
+    where memory ran out.
+    """
+
+    config: TrialConfig
+    work: Workload
+    pipeline_rank: int | None
+    reserved_gib: float | None
+    fitted: bool = field(compare=False)
+
+    @property
+    def estimate(self) -> MemoryEstimate:
+        return estimate(self.config, self.work)
+
+    @property
+    def predicted_gib(self) -> float:
+        found = self.estimate
+        return (found.peak_bytes if self.pipeline_rank is None else found.reserved(self.pipeline_rank)) / 2**30
+
+    @property
+    def share(self) -> float:
+        """Of what a GPU can hold."""
+        share = self.estimate.share
+        assert share is not None
+        return share
+
+    @property
+    def error(self) -> float | None:
+        """Relative to what was measured."""
+        return None if self.reserved_gib is None else self.predicted_gib / self.reserved_gib - 1
+
+    @property
+    def spread_experts(self) -> bool:
+        """Whether memory depends on how many tokens a young router sends where."""
+        return self.config.expert_parallel_size > 1
+
+
+def points() -> list[Point]:
+    """All measured points, each once."""
+    return list(dict.fromkeys((*_recorded(), *_searched(), *_proxied())))
+
+
+def _work(spec: SearchSpec, layers: int) -> Workload:
+    return Workload(
+        replace(spec.shape, layers=layers), spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"]
+    )
+
+
+def _recorded() -> Iterator[Point]:
+    specs = {spec.name: spec for spec in map(load_spec, sorted((BENCHMARKS / "specs").glob("*.yaml")))}
+    for name in RECORDS:
+        for record in map(json.loads, (RESULTS / name).read_text().splitlines()):
+            spec = specs[record.get("spec", "repeat-1gpu")]
+            layers = FAULT_LAYERS.get(record.get("fault"), spec.shape.layers)
+            for proxy in record["proxies"]:
+                yield from _ranks(proxy["result"], _work(spec, proxy["layers"]), name in FITTED)
+            if not record["proxies"]:
+                yield from _ranks(record, _work(spec, layers), name in FITTED)
+
+
+def _ranks(result: dict[str, Any], work: Workload, fitted: bool) -> Iterator[Point]:
+    config = TrialConfig.from_dict(result["config"])
+    if result["status"] == "oom":
+        yield Point(config, work, None, None, fitted)
+    if result["status"] == "ok":
+        for stage in range(config.pipeline_parallel_size):
+            here = [rank["peak_memory_gib"] for rank in result["ranks"] if rank["coordinates"]["pp"] == stage]
+            yield Point(config, work, stage, max(here), fitted)
+
+
+def _searched() -> Iterator[Point]:
+    spec = load_spec(SEARCHED)
+    for trial in json.loads((RESULTS / "llama3_8b_4xh200.json").read_text())["trials"]:
+        config = TrialConfig.from_dict(trial["config"])
+        yield Point(config, _work(spec, spec.shape.layers), None, trial["metrics"]["peak_memory_gib"], fitted=False)
+
+
+def _proxied() -> Iterator[Point]:
+    for line in (RESULTS / "proxy_4xh200.txt").read_text().splitlines():
+        if line.startswith("{"):
+            record = json.loads(line)
+            spec = load_spec(BENCHMARKS.parent / record["spec"])
+            (config,) = (point for point in spec.legal.points if point.label == record["layout"])
+            measured = record["measured"]["peak_memory_gib"]
+            yield Point(config, _work(spec, spec.shape.layers), None, measured, fitted=False)
+
+
+def table(measured: Iterable[Point]) -> str:
+    """One row a point."""
+    rows = []
+    for point in measured:
+        model, stage, error = point.work.model, point.pipeline_rank, point.error
+        shape = f"{model.layers} x {model.hidden}" + (" moe" if model.num_experts else "")
+        rows.append(
+            [
+                point.config.label,
+                shape,
+                "" if stage is None or point.config.pipeline_parallel_size == 1 else str(stage),
+                str(point.config.gradient_accumulation_steps),
+                "ran out" if point.reserved_gib is None else f"{point.reserved_gib:.1f}",
+                f"{point.predicted_gib:.1f}",
+                "" if error is None else f"{error:+.1%}",
+                f"{point.share:.0%}",
+                "set by" if point.fitted else "",
+            ]
+        )
+    headings = ["layout", "layers x width", "stage", "microbatches", "GiB", "predicted", "error", "needs", ""]
+    return render(headings, rows)
+
+
+def summary(measured: Iterable[Point]) -> str:
+    """Mean and largest error by engine; layouts that spread experts, which no formula foretells, apart."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for point in measured:
+        if point.error is not None:
+            name = "spread experts" if point.spread_experts else point.config.engine
+            kinds = ("all",) if point.spread_experts else ("set by" if point.fitted else "held out", "all")
+            for kind in kinds:
+                groups.setdefault((name, kind), []).append(abs(point.error))
+                if not point.spread_experts:
+                    groups.setdefault(("both engines", kind), []).append(abs(point.error))
+    rows = [
+        [name, kind, str(len(errors)), f"{statistics.mean(errors):.2%}", f"{max(errors):.2%}"]
+        for (name, kind), errors in sorted(groups.items())
+    ]
+    return render(["", "", "points", "mean error", "largest"], rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    measured = points()
+    print(f"{table(measured)}\n\n{summary(measured)}")
+
+
+if __name__ == "__main__":
+    main()

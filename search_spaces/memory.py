@@ -1,0 +1,303 @@
+"""Predicted peak memory of a layout on the GPUs of each pipeline rank, part by part; see docs/memory.md.
+
+The peak is at the start of a step's last backward pass: what ZeRO (Rajbhandari et al. 2020, section 3) and Korthikanti
+et al. 2022 (section 4) count is all there then. What torch's allocator reserves is more, as some of what this pass
+makes does not fit the pieces of what it gives free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from search_spaces.rules import Workload
+
+CONSTANT_BYTES = 2**28
+"""Reserved whatever the layout: workspaces of cuBLAS, rotary tables, pools of small tensors."""
+
+OUTSIDE_BYTES = 1.8 * 2**30
+"""Of the memory in `ACCELERATORS`, what torch cannot reserve: the driver's, CUDA's context and modules, NCCL's.
+
+On H200 torch finds 0.6 GiB less than NVML, and out-of-memory errors name 1.2 GiB that are not torch's.
+"""
+
+EAGER_LOSS_BYTES = 16
+"""A logit, where the loss is not compiled: log-probabilities, two gradients of them, and one more of fp32 that the
+allocator loses to tensors of such a size. Fitted."""
+
+SHARED_LOSS_BYTES = 20
+"""A logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""
+
+IMBALANCE = 2.8
+"""Tokens that come to the experts of the fullest rank, in those of an even share, while routers are young. Fitted."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on each GPU of one pipeline rank.
+
+    `parameters` are master copies and what is gathered of them. `logits` is with the loss and gradients of both.
+    `slack` is reserved and not used, and given back where memory is short.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    communication: float
+    constant: float
+    slack: float
+
+    @property
+    def needed(self) -> float:
+        """Without `slack`."""
+        return sum(getattr(self, field.name) for field in fields(self)) - self.slack
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """`ranks`: by pipeline rank. `usable_bytes`: what torch can reserve on a GPU, None where that is not known."""
+
+    ranks: tuple[RankMemory, ...]
+    usable_bytes: float | None
+
+    @property
+    def peak_bytes(self) -> float:
+        """What torch will have reserved on the fullest GPU: `torch.cuda.max_memory_reserved`."""
+        return max(self.reserved(rank) for rank in range(len(self.ranks)))
+
+    @property
+    def share(self) -> float | None:
+        """What the fullest GPU needs, of what torch can reserve there. Above one the layout does not fit."""
+        return None if self.usable_bytes is None else max(rank.needed for rank in self.ranks) / self.usable_bytes
+
+    def reserved(self, rank: int) -> float:
+        """Bytes that torch will have reserved on the GPUs of a pipeline rank."""
+        memory = self.ranks[rank]
+        limit = float("inf") if self.usable_bytes is None else self.usable_bytes
+        return max(memory.needed, min(memory.needed + memory.slack, limit))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Parameters of the parts that a GPU holds, before ZeRO shards them; `largest` and `block` are of one such part."""
+
+    dense: float
+    experts: float
+    largest: float
+    block: float
+
+    @property
+    def whole(self) -> float:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class _States:
+    """Bytes. `late`: gradients that the last backward pass makes, one part after the other."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    late: float
+
+
+def estimate(config: TrialConfig, work: Workload) -> MemoryEstimate:
+    """For a legal layout of the whole model of `work`."""
+    memory = work.accelerator.memory_gib
+    usable = None if memory is None else memory * 2**30 - OUTSIDE_BYTES
+    ranks = range(config.pipeline_parallel_size)
+    return MemoryEstimate(tuple(_rank(config, work, rank) for rank in ranks), usable)
+
+
+def _rank(config: TrialConfig, work: Workload, rank: int) -> RankMemory:
+    model, mine = work.model, _stages_of(config, rank)
+    first, last = 0 in mine, config.pipeline_stages - 1 in mine
+    stages = config.layers_by_stage(model.layers)
+    layers = sum(len(stages[stage]) for stage in mine)
+    tokens = config.micro_batch_size * work.sequence_length // config.context_parallel_size
+    held = _held(config, model, layers, first, last)
+    states = _deepspeed_states(config, held) if config.engine == "deepspeed" else _megatron_states(config, held)
+    in_flight = _in_flight(config, rank)
+    kept, whole = _block_activations(config, model, tokens)
+    # Of the block under way, what is computed again is there too.
+    activations = kept * layers * in_flight / len(mine) + whole - kept
+    room = 0.0
+    if (
+        tokens * model.ffn_hidden * _width(config) / config.tensor_parallel_size
+        >= states.late * held.block / held.whole
+    ):
+        # Gradients of a block fit where other microbatches kept the widest of their tensors.
+        room = kept * layers * (in_flight / len(mine) - 1)
+    return RankMemory(
+        parameters=states.parameters,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations,
+        logits=_logits(config, model, tokens) if last else 0.0,
+        communication=_communication(config, model, held, tokens, first, last),
+        constant=CONSTANT_BYTES,
+        slack=max(0.0, states.late - max(0.0, room)),
+    )
+
+
+def _width(config: TrialConfig) -> int:
+    """Bytes of what is computed with: weights and activations."""
+    return 4 if config.precision == "fp32" else 2
+
+
+def _reduced_width(config: TrialConfig) -> int:
+    """Bytes of gradients on their way between ranks."""
+    return 4 if "fp32" in (config.precision, config.reduce_precision) else 2
+
+
+def _stages_of(config: TrialConfig, rank: int) -> list[int]:
+    """The stages of a pipeline rank, in the model's order; as in `trainables.engines.pipeline`."""
+    ranks = config.pipeline_parallel_size
+    if config.pipeline_schedule == "zbv_zero_bubble":
+        return [rank, 2 * ranks - 1 - rank]
+    return list(range(rank, config.pipeline_stages, ranks))
+
+
+def _held(config: TrialConfig, model: ModelShape, layers: int, first: bool, last: bool) -> _Held:
+    tensor = config.tensor_parallel_size
+    cut = 1 if config.engine == "deepspeed" else tensor  # DeepSpeed's tensor parallelism leaves tables whole
+    gpt = model.family == "gpt"
+    norm = model.hidden * (2 if gpt else 1)
+    table = model.vocab * model.hidden / cut
+    embedding = table + (model.max_sequence_length * model.hidden / cut if gpt else 0) if first else 0.0
+    head = norm + (0.0 if model.tie_embeddings and first else table) if last else 0.0
+    experts = model.num_experts * model.expert_parameters
+    # Norms, routers, and the biases that follow sums over ranks are not split.
+    unsplit = 2 * norm + model.num_experts * model.hidden + (2 * model.hidden if gpt and not experts else 0)
+    dense = (model.block_parameters - experts - unsplit) / tensor + unsplit
+    experts_here = experts / tensor / config.expert_parallel_size
+    return _Held(
+        dense=layers * dense + embedding + head,
+        experts=layers * experts_here,
+        largest=max(dense, experts_here, embedding, head),
+        block=dense + experts_here,
+    )
+
+
+def _shards(config: TrialConfig, held: _Held) -> float:
+    """Parameters of which a GPU has the optimizer states (ZeRO, figure 1)."""
+    if config.zero_stage == 0:
+        return held.whole
+    ranks = config.shard_ranks // config.data_parallel_replicate_size
+    return held.dense / ranks + held.experts / (ranks // config.expert_parallel_size)
+
+
+def _megatron_states(config: TrialConfig, held: _Held) -> _States:
+    """FSDP2 has parameters and sharded gradients in fp32, gathers parameters in the width of matrix products, and sums
+    whole gradients of microbatches in that in which they are reduced."""
+    zero, shards = config.zero_stage, _shards(config, held)
+    parameters = 4 * shards + _width(config) * (min(held.whole, held.largest + held.block) if zero == 3 else held.whole)
+    several = config.gradient_accumulation_steps > 1
+    if several and zero < 2:
+        return _States(parameters, _reduced_width(config) * held.whole, 8 * shards, 4 * shards)
+    if several:
+        return _States(parameters, 4 * shards, 8 * shards, 0.0)
+    return _States(parameters, 0.0, 8 * shards, 4 * shards)
+
+
+def _deepspeed_states(config: TrialConfig, held: _Held) -> _States:
+    """DeepSpeed computes with weights of their own beside fp32 master copies; see `trainables.deepspeed_config`."""
+    zero, whole, shards = config.zero_stage, held.whole, _shards(config, held)
+    width, summed = _width(config), _reduced_width(config)
+    if zero == 0 and (config.precision == "fp32" or config.shard_ranks > 1):
+        # No master copies; autocast keeps weights in bf16 for the backward pass.
+        return _States((4 if width == 4 else 6) * whole, 4 * whole, 8 * whole, 0.0)
+    weights = width * (min(whole, shards + held.largest + held.block) if zero == 3 else whole)
+    if config.offload_optimizer:
+        # ZeRO-1 keeps gradients whole until the update, the others hand them over as they come.
+        return _States(weights, width * whole if zero == 1 else 0.0, 0.0, 0.0)
+    if zero >= 2:
+        return _States(weights + 4 * shards, summed * shards, 8 * shards, 4 * shards)
+    # Gradients that are not summed apart from those of a microbatch are copied for the update.
+    apart = summed > width or config.pipeline_parallel_size > 1
+    return _States(weights + 4 * shards, summed * whole, 8 * shards, 0.0 if apart else 4 * shards)
+
+
+def _in_flight(config: TrialConfig, rank: int) -> int:
+    """Passes through a stage whose activations a rank keeps at once (Narayanan et al. 2021, Qi et al. 2023)."""
+    ranks, rounds, virtual = (
+        config.pipeline_parallel_size,
+        config.gradient_accumulation_steps,
+        config.virtual_pipeline_stages,
+    )
+    if ranks == 1:
+        return 1
+    if config.pipeline_schedule == "gpipe":
+        return rounds
+    if config.pipeline_schedule == "1f1b":
+        return min(rounds, ranks - rank)
+    if config.pipeline_schedule == "zbv_zero_bubble":
+        return 2 * min(rounds, ranks)
+    # As torch's interleaved schedules count their warm-up.
+    together = rounds // max(1, rounds // ranks)
+    apart = 2 if config.pipeline_schedule == "interleaved_1f1b" else 1
+    return min(rounds * virtual, (virtual - 1) * together + apart * (ranks - 1 - rank) + 1)
+
+
+def _block_activations(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float, float]:
+    """Bytes that a block keeps of a microbatch for its backward pass, with and without regard to recomputation.
+
+    Korthikanti et al. 2022, equations 1 to 6, for blocks without dropout, attention that keeps no scores, and gated
+    feed-forward networks. Unlike there, inputs of split matrix products are kept whole, not gathered again. A compiled
+    block computes the activation function again, not what goes into a matrix product.
+    """
+    tensor, context = config.tensor_parallel_size, config.context_parallel_size
+    hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
+    outside = hidden / (tensor if config.sequence_parallel else 1)
+    heads = hidden / tensor
+    attention = 2 * heads + keys
+    if context > 1 and config.engine == "megatron":  # keys and values of whole sequences, once a head
+        attention += heads + 2 * heads * context
+    elif context > 1:  # before and after heads are exchanged for tokens
+        attention *= 2
+    masks = 0.0
+    if model.num_experts:
+        rows = model.experts_per_token * (IMBALANCE if config.expert_parallel_size > 1 else 1.0)
+        results = model.experts_per_token * hidden
+        network, products = rows * (hidden + 4 * inner) + results, rows * (2 * inner + hidden) + results
+        if config.engine == "deepspeed":  # weights in fp32 and masks in bf16 of each token, expert, and place there
+            masks = 6.0 * IMBALANCE * model.experts_per_token * tokens
+    elif model.family == "llama":
+        network, products = (3 if config.compile else 4) * inner, 2 * inner
+    else:
+        network, products = 2 * inner, inner
+    whole = tokens * (_width(config) * (2 * outside + 2 * hidden + attention + network) + masks)
+    if config.recompute == "none":
+        return whole, whole
+    if config.recompute == "full":
+        return tokens * _width(config) * outside, whole
+    return min(whole, tokens * (_width(config) * (3 * outside + attention + products) + masks)), whole
+
+
+def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> float:
+    """Bytes of logits and their gradients. GPipe has those of all microbatches before the first backward pass."""
+    shared = config.engine == "megatron" and config.tensor_parallel_size > 1
+    count = tokens * model.vocab / (config.tensor_parallel_size if shared else 1)
+    compiled = config.compile and not shared
+    one = 2 * _width(config) if compiled else SHARED_LOSS_BYTES if shared else EAGER_LOSS_BYTES
+    gpipe = config.pipeline_parallel_size > 1 and config.pipeline_schedule == "gpipe"
+    waiting = config.gradient_accumulation_steps - 1 if gpipe else 0
+    return count * (one + waiting * (_width(config) + (0 if compiled else 4)))
+
+
+def _communication(config: TrialConfig, model: ModelShape, held: _Held, tokens: int, first: bool, last: bool) -> float:
+    """Bytes of parts of the model, and of hidden states, on their way between ranks."""
+    width, neighbours = _width(config), 0
+    if config.pipeline_parallel_size > 1:
+        neighbours = (not first) + (not last)
+    hidden = neighbours * tokens * model.hidden * width
+    if config.engine == "megatron":
+        # torch's pipeline has a buffer for each microbatch. FSDP2 has of the largest part what is gathered, before and
+        # after it is taken apart, and its gradients, as they come, on their way, and arrived.
+        copies = 3 * width + 2 * _reduced_width(config)
+        return hidden * config.gradient_accumulation_steps * config.virtual_pipeline_stages + copies * held.largest
+    buckets = 2 * min(config.bucket_size, held.whole) if config.zero_stage else 0
+    return hidden + width * buckets

@@ -1,0 +1,240 @@
+"""The memory model: exact parameters, orders that must hold, and every committed measurement."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.memory import Point, points
+from search_spaces.config import SCHEDULES, TrialConfig
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.memory import RankMemory, estimate
+from search_spaces.models import PRESETS
+from search_spaces.rules import Workload, refusal
+
+SEQUENCE = 2048
+ROUNDS = 8
+
+
+def ranks_of(config: TrialConfig, model: str = "llama3-8b") -> tuple[RankMemory, ...]:
+    """Of a layout on GPUs of which nothing is known."""
+    return estimate(config, Workload(PRESETS[model], SEQUENCE, config.global_batch_size)).ranks
+
+
+def layout(engine: str = "megatron", dp: int = 1, **settings: object) -> TrialConfig:
+    """A layout of `dp` replicas and `ROUNDS` microbatches."""
+    config = replace(TrialConfig(engine, 0, 0), **settings)  # type: ignore[arg-type]
+    sequences = ROUNDS * dp * config.micro_batch_size
+    return replace(config, num_gpus=dp * config.model_parallel_size, global_batch_size=sequences)
+
+
+def largest_states(config: TrialConfig, model: str = "llama3-8b") -> float:
+    return max(rank.parameters + rank.gradients + rank.optimizer for rank in ranks_of(config, model))
+
+
+@pytest.mark.parametrize("model", ["llama3-1b", "llama3-8b", "gpt3-1.3b", "mixtral-8x7b"])
+def test_one_gpu_holds_every_parameter_once(model: str) -> None:
+    """Master copies in fp32 and gathered ones in bf16; bf16 gradients, and Adam's two states in fp32."""
+    (rank,) = ranks_of(layout(reduce_precision="bf16"), model)
+    parameters = PRESETS[model].parameters
+    assert rank.parameters == 6 * parameters
+    assert rank.gradients == 2 * parameters
+    assert rank.optimizer == 8 * parameters
+
+
+def test_zero_shards_what_its_stage_says() -> None:
+    """Rajbhandari et al. 2020, figure 1, for eight ranks and the bytes of each engine."""
+    whole = PRESETS["llama3-8b"].parameters
+    (megatron,) = ranks_of(layout(dp=8, zero_stage=2))
+    assert megatron.parameters == whole * (2 + 4 / 8)
+    assert megatron.gradients == whole * 4 / 8
+    assert megatron.optimizer == whole * 8 / 8
+
+
+@pytest.mark.parametrize(
+    ("zero", "reduced", "parameters", "gradients", "optimizer", "slack"),
+    [
+        (0, "fp32", 6, 4, 8, 0),  # torch's autocast, which keeps what it cast
+        (1, "fp32", 2 + 4 / 8, 4, 1, 0),
+        (1, "bf16", 2 + 4 / 8, 2, 1, 4 / 8),
+        (2, "bf16", 2 + 4 / 8, 2 / 8, 1, 4 / 8),
+        (3, "bf16", 6 / 8, 2 / 8, 1, 4 / 8),
+    ],
+)
+def test_states_of_deepspeed(
+    zero: int, reduced: str, parameters: float, gradients: float, optimizer: float, slack: float
+) -> None:
+    """Bytes a parameter of the whole model; with ZeRO-3 two parts are gathered besides."""
+    shape = PRESETS["llama3-8b"]
+    (rank,) = ranks_of(layout("deepspeed", dp=8, zero_stage=zero, reduce_precision=reduced))
+    gathered = 2 * (shape.vocab * shape.hidden + shape.hidden + shape.block_parameters) if zero == 3 else 0
+    assert rank.parameters == parameters * shape.parameters + gathered
+    assert rank.gradients == gradients * shape.parameters
+    assert rank.optimizer == optimizer * shape.parameters
+    assert rank.slack == slack * shape.parameters
+
+
+def test_buckets_of_deepspeed() -> None:
+    """Two in bf16, one on its way while the other is filled."""
+    small, large = (ranks_of(layout("deepspeed", dp=8, zero_stage=2, bucket_size=size)) for size in (10**8, 5 * 10**8))
+    assert large[0].communication - small[0].communication == 4 * 4 * 10**8
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt3-1.3b", "mixtral-8x7b"])
+def test_pipeline_ranks_hold_the_model_between_them(model: str) -> None:
+    ranks = ranks_of(layout(pipeline_parallel_size=4), model)
+    shape = PRESETS[model]
+    twice = shape.vocab * shape.hidden if shape.tie_embeddings else 0  # both ends hold a tied table
+    assert sum(rank.optimizer for rank in ranks) == 8 * (shape.parameters + twice)
+
+
+def test_tensor_ranks_split_all_but_norms() -> None:
+    (rank,) = ranks_of(layout(tensor_parallel_size=4))
+    shape = PRESETS["llama3-8b"]
+    norms = (2 * shape.layers + 1) * shape.hidden
+    assert rank.optimizer == 8 * ((shape.parameters - norms) / 4 + norms)
+
+
+def test_spread_experts_are_held_once_in_a_group() -> None:
+    shape = PRESETS["mixtral-8x7b"]
+    experts = shape.layers * shape.num_experts * shape.expert_parameters
+    (rank,) = ranks_of(layout(dp=8, expert_parallel_size=4), "mixtral-8x7b")
+    assert rank.optimizer == 8 * (shape.parameters - experts + experts / 4)
+    (sharded,) = ranks_of(layout(dp=8, expert_parallel_size=4, zero_stage=1), "mixtral-8x7b")
+    assert sharded.optimizer == shape.parameters
+
+
+def test_offloaded_states_are_not_on_the_gpu() -> None:
+    whole = PRESETS["llama3-8b"].parameters
+    for zero, gradients in ((1, 2 * whole), (2, 0)):
+        (away,) = ranks_of(layout("deepspeed", dp=4, zero_stage=zero, offload_optimizer=True))
+        assert (away.parameters, away.gradients, away.optimizer) == (2 * whole, gradients, 0)
+
+
+ENGINES = st.sampled_from(["megatron", "deepspeed"])
+SIZES = st.sampled_from([2, 4, 8])
+LAYOUTS = {
+    "dp": SIZES,
+    "micro_batch_size": st.sampled_from([1, 2, 4]),
+    "compile": st.booleans(),
+    "reduce_precision": st.sampled_from(["bf16", "fp32"]),
+    "precision": st.sampled_from(["bf16", "fp32"]),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(engine=ENGINES, more=st.fixed_dictionaries(LAYOUTS))
+def test_more_zero_never_needs_more(engine: str, more: dict[str, object]) -> None:
+    states = [largest_states(layout(engine, zero_stage=stage, **more)) for stage in range(4)]  # type: ignore[arg-type]
+    assert states == sorted(states, reverse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(axis=st.sampled_from(["tensor", "pipeline"]), zero=st.integers(0, 1), more=st.fixed_dictionaries(LAYOUTS))
+def test_more_model_parallelism_never_needs_more(axis: str, zero: int, more: dict[str, object]) -> None:
+    axis += "_parallel_size"
+    states = [largest_states(layout(zero_stage=zero, **{axis: size}, **more)) for size in (1, 2, 4)]  # type: ignore[arg-type]
+    assert states == sorted(states, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    model=st.sampled_from(["llama3-8b", "gpt3-13b", "mixtral-8x7b"]),
+    schedule=st.sampled_from(SCHEDULES),
+    pipeline=st.sampled_from([1, 2, 4]),
+    tensor=st.sampled_from([1, 2, 4]),
+    sequence=st.booleans(),
+    more=st.fixed_dictionaries(LAYOUTS),
+)
+def test_less_kept_and_fewer_sequences_need_less(
+    model: str, schedule: str, pipeline: int, tensor: int, sequence: bool, more: dict[str, object]
+) -> None:
+    config = layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        pipeline_schedule=schedule if pipeline > 1 else "1f1b",
+        virtual_pipeline_stages=1 if pipeline == 1 or schedule in ("gpipe", "1f1b") else 2,
+        sequence_parallel=sequence and tensor > 1,
+        **more,  # type: ignore[arg-type]
+    )
+    work = Workload(PRESETS[model], SEQUENCE, config.global_batch_size)
+    assume(refusal(config, work) is None)
+    by_mode = [estimate(replace(config, recompute=mode), work).ranks for mode in ("none", "selective", "full")]
+    for none, selective, full in zip(*by_mode, strict=True):
+        assert none.activations >= selective.activations >= full.activations > 0
+    twice = replace(
+        config, micro_batch_size=2 * config.micro_batch_size, global_batch_size=2 * config.global_batch_size
+    )
+    assert estimate(twice, work).peak_bytes > estimate(config, work).peak_bytes
+
+
+def test_pipeline_ends_are_the_heaviest() -> None:
+    """Embedding and most microbatches in flight on the first stage, output projection, logits and loss on the last."""
+    config = layout(pipeline_parallel_size=4, compile=True)
+    found = estimate(config, Workload(PRESETS["llama3-8b"], 8192, config.global_batch_size))
+    first, *middle, last = (found.reserved(rank) for rank in range(4))
+    assert min(first, last) > max(middle)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "passes"),
+    [
+        ("gpipe", 1, (8, 8)),
+        ("1f1b", 1, (2, 1)),
+        ("interleaved_1f1b", 2, (5, 3)),
+        ("interleaved_zero_bubble", 2, (4, 3)),
+        ("zbv_zero_bubble", 2, (4, 4)),
+    ],
+)
+def test_microbatches_in_flight(schedule: str, virtual: int, passes: tuple[int, ...]) -> None:
+    """Counts of passes whose backward pass is to come, as the papers' figures have them for two ranks."""
+    config = layout(pipeline_parallel_size=2, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
+    (alone,) = ranks_of(layout())
+    share = PRESETS["llama3-8b"].layers // config.pipeline_stages
+    block = alone.activations / PRESETS["llama3-8b"].layers
+    assert [rank.activations / (block * share) for rank in ranks_of(config)] == pytest.approx(passes)
+
+
+def test_uneven_stages() -> None:
+    even, uneven = (layout(pipeline_parallel_size=2, stage_layers=cut) for cut in (None, (12, 20)))
+    assert ranks_of(uneven)[1].activations == 20 / 16 * ranks_of(even)[1].activations
+
+
+def test_slack_is_given_back_where_memory_is_short() -> None:
+    config = layout(dp=4, zero_stage=1, micro_batch_size=8, compile=True, reduce_precision="bf16")
+    work = Workload(PRESETS["llama3-8b"], SEQUENCE, config.global_batch_size, ACCELERATORS["h200"])
+    found = estimate(config, work)
+    (rank,) = found.ranks
+    assert found.usable_bytes is not None
+    assert found.share is not None
+    assert rank.needed < found.usable_bytes < rank.needed + rank.slack
+    assert found.peak_bytes == found.usable_bytes
+    assert found.share < 1
+    assert estimate(config, replace(work, accelerator=ACCELERATORS["gpu"])).share is None
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Point]:
+    return points()
+
+
+def test_committed_measurements(measured: list[Point]) -> None:
+    """Of layouts that do not spread experts; see docs/memory.md for those that do."""
+    errors = {point: abs(point.error) for point in measured if point.error is not None and not point.spread_experts}
+    assert len(errors) >= 40
+    assert {point.config.engine for point in errors} == {"megatron", "deepspeed"}
+    for held_out in (False, True):
+        some = [error for point, error in errors.items() if held_out is not point.fitted]
+        assert statistics.mean(some) < 0.03
+    assert max(errors.values()) < 0.09
+
+
+def test_what_ran_out_is_never_called_safe(measured: list[Point]) -> None:
+    ran_out = [point for point in measured if point.reserved_gib is None]
+    assert len(ran_out) == 3
+    assert min(point.share for point in ran_out) > 1
+    assert max(point.share for point in measured if point.reserved_gib is not None) < 1
