@@ -77,15 +77,17 @@ def run(spec: Path, tracking_uri: str | None, search_id: str | None) -> None:
     from service.search import run as run_search
 
     uri = store_uri(tracking_uri)
-    found = run_search(loaded, uri, search_id)
-    record = Results(uri).search(found)
-    if not any(trial.status == "ok" for trial in record.trials):
-        click.echo(f"search {found}: no trial came to a result; see `wattune status {found}`", err=True)
-        sys.exit(1)
-    _print_front(record)
-    click.echo(f"\nThe record: search {found} at {uri}")
-    click.echo(f"  wattune best {found}     the best configuration, to launch with")
-    click.echo("  wattune ui    every trial, in the browser")
+    _print_outcome(run_search(loaded, uri, search_id), uri)
+
+
+@main.command()
+@click.argument("search")
+@TRACKING
+@refusing_bad_input
+def resume(search: str, tracking_uri: str | None) -> None:
+    """Go on with a search that was interrupted, from the WATTUNE_HOME and on the Ray cluster that it had."""
+    uri = store_uri(tracking_uri)
+    _print_outcome(Wattune(uri).resume(search), uri)
 
 
 @main.command()
@@ -257,6 +259,18 @@ def ui(port: int, tracking_uri: str | None) -> None:
 
 def _info(info: SearchInfo) -> dict[str, Any]:
     return asdict(info) | {"started": info.started.isoformat()}
+
+
+def _print_outcome(found: str, uri: str) -> None:
+    """What a search that has ended found; exit code 1 if it found nothing."""
+    record = Results(uri).search(found)
+    if not any(trial.status == "ok" for trial in record.trials):
+        click.echo(f"search {found}: no trial came to a result; see `wattune status {found}`", err=True)
+        sys.exit(1)
+    _print_front(record)
+    click.echo(f"\nThe record: search {found} at {uri}")
+    click.echo(f"  wattune best {found}     the best configuration, to launch with")
+    click.echo("  wattune ui    every trial, in the browser")
 
 
 def _print_front(record: SearchRecord) -> None:

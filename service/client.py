@@ -39,12 +39,16 @@ class Wattune:
         return Results(self.tracking_uri)
 
     def searches(self) -> list[SearchInfo]:
-        """All searches, the latest first."""
-        return self._results.searches()
+        """All searches, the latest first. Their status is that of `status`."""
+        return [_noticed(info) for info in self._results.searches()]
 
     def status(self, search: str) -> SearchInfo:
-        """Where a search stands. With an `address`, a search whose job died unrecorded is told from a running one."""
-        info = results.describe(self._results.search(search))
+        """Where a search stands.
+
+        Of a search that never got to say that it ended: `interrupted` if it ran from this state directory; with an
+        `address`, what became of its job.
+        """
+        info = _noticed(results.describe(self._results.search(search)))
         if self.address and info.status == "running":
             from service import jobs
 
@@ -79,6 +83,12 @@ class Wattune:
 
         return run(loaded, tracking_uri=self.tracking_uri)
 
+    def resume(self, search: str) -> str:
+        """Go on, here, with a search that was interrupted; see `service.search.resume`. Returns its id."""
+        from service.search import resume
+
+        return resume(search, self.tracking_uri)
+
     def submit(self, spec: SearchSpec | str | Path) -> str:
         """Hand a search to the Ray cluster at `address`, where it goes on without this process. Returns its id."""
         loaded, address = _loaded(spec), self._cluster
@@ -105,6 +115,12 @@ class Wattune:
         if not self.address:
             raise InputError("address: give the Ray cluster's job server, such as http://head:8265")
         return self.address
+
+
+def _noticed(info: SearchInfo) -> SearchInfo:
+    """The same, but `interrupted` where the record says that it runs and its driver, of this machine, is dead."""
+    dead = info.status == "running" and home.Home.locate().interrupted(info.id)
+    return replace(info, status="interrupted") if dead else info
 
 
 def _loaded(spec: SearchSpec | str | Path) -> SearchSpec:

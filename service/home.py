@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from service.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,38 @@ class Home:
     def spool(self, search_id: str) -> Path:
         """What a search has on disk while it runs: raw samples, and trials that MLflow has not taken yet."""
         return self.path / "spool" / search_id
+
+    @contextlib.contextmanager
+    def driving(self, search_id: str) -> Iterator[None]:
+        """Be the one driver of a search. Raises `InputError` if another process is.
+
+        The lock is the kernel's, which takes it from a process that dies; the file of one that was killed stays.
+        """
+        lock = self._lock(search_id)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"search {search_id} is running: its driver is alive") from None
+            try:
+                yield
+            finally:
+                lock.unlink()
+                with contextlib.suppress(OSError):  # trials that the tracking store has not taken stay
+                    lock.parent.rmdir()
+
+    def interrupted(self, search_id: str) -> bool:
+        """Whether the search's driver was killed and none has taken its place."""
+        try:
+            with self._lock(search_id).open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):
+            return False
+        return True
+
+    def _lock(self, search_id: str) -> Path:
+        return self.spool(search_id) / "driver.lock"
 
 
 def tracking_uri(explicit: str | None = None) -> str:

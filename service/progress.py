@@ -34,11 +34,16 @@ class Progress:
     def started(self, label: str) -> None:
         self.say(f"[{self._clock()}] start  {label}")
 
-    def finished(self, result: TrialResult) -> None:
+    def count(self, result: TrialResult) -> None:
+        """Take a trial in, without a word."""
         self.done += 1
         self.unmeasured |= {metric: method for metric, method in result.methods.items() if method in MARKS}
         if result.status == "ok":
             self._keep_best(result.metrics)
+
+    def finished(self, result: TrialResult) -> None:
+        self.count(result)
+        if result.status == "ok":
             told = ", ".join(
                 self._figure(metric, value)
                 for metric in self.objectives

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.progress import Progress
 from service.provenance import hardware, software
-from service.searcher import StudySearcher, outcome_of
-from service.spec import SearchSpec, dump_spec, new_search_id
-from service.study import SearchStudy
+from service.results import Results, SearchRecord
+from service.searcher import Spent, StudySearcher, outcome_of
+from service.spec import SearchSpec, dump_spec, new_search_id, parse_spec
+from service.study import SearchStudy, study_exists
 from service.tracking import Tracker
 from telemetry.actor import start_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
-from trainables.result import TrialResult
+from trainables.result import STATUSES, TrialResult
 
 # A Tune trial only waits for its gang, so it takes no CPU; Ray wants it to ask for something, and every head has this.
 TRIAL_RESOURCES = {"CPU": 0, "node:__internal_head__": 0.001}
@@ -57,16 +58,59 @@ def run(spec: SearchSpec, tracking_uri: str | None = None, search_id: str | None
     home = Home.locate().create()
     search_id = search_id or new_search_id(spec)
     tracker = Tracker(store_uri(tracking_uri), home)
-    with ray_session(spec):
+    with home.driving(search_id), ray_session(spec):
         check_cluster(spec)
         return _Driver(spec, search_id, home, tracker).run()
+
+
+def resume(search: str, tracking_uri: str | None = None) -> str:
+    """Go on with a search that was interrupted, stopped or failed, where it ran, within its budget. Returns its id.
+
+    Trials with a result count and are not run again; those that were under way are. Time and GPU hours count as of the
+    last trial with a result. Raises `InputError` for a search that is unknown, finished or running, or that was not
+    run from this state directory, and for whatever `run` does.
+    """
+    home = Home.locate()
+    record = Results(store_uri(tracking_uri)).search(search)
+    if not study_exists(record.id, home.optuna_storage):
+        raise InputError(f"search {record.id} was not run from {home.path}: resume it with the WATTUNE_HOME it had")
+    tracker = Tracker(store_uri(tracking_uri), home)
+    with home.driving(record.id):
+        record = Results(store_uri(tracking_uri)).search(record.id)
+        if record.status == "finished":
+            raise InputError(f"search {record.id} is finished: there is nothing to resume")
+        spec = parse_spec(tracker.spec_of(record))
+        check_data(spec)
+        with ray_session(spec):
+            check_cluster(spec)
+            summary = tracker.resume_search(record)
+            results = _results(Results(store_uri(tracking_uri)).search(record.id))
+            spent = Spent(len(results), summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
+            return _Driver(spec, record.id, home, tracker).run((results, spent))
+
+
+def _results(record: SearchRecord) -> list[TrialResult]:
+    """The recorded trials that came to an end, without what the record keeps in files."""
+    return [
+        TrialResult(t.trial_id, TrialConfig.from_dict(t.config), t.status, t.cause, dict(t.metrics), t.methods)
+        for t in record.trials
+        if t.status in STATUSES
+    ]
 
 
 class _Recorder(ray.tune.Callback):
     """Tune's events to the record and the display, on the driver's own thread."""
 
-    def __init__(self, tracker: Tracker, progress: Progress, pool: ActorHandle, telemetry: Mapping[str, Any]) -> None:
-        self.tracker, self.progress, self.pool, self.telemetry = tracker, progress, pool, telemetry
+    def __init__(
+        self,
+        tracker: Tracker,
+        progress: Progress,
+        searcher: StudySearcher,
+        pool: ActorHandle,
+        telemetry: Mapping[str, Any],
+    ) -> None:
+        self.tracker, self.progress, self.searcher = tracker, progress, searcher
+        self.pool, self.telemetry = pool, telemetry
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         config = TrialConfig.from_dict(trial.config)
@@ -84,6 +128,7 @@ class _Recorder(ray.tune.Callback):
         result = outcome_of(trial.trial_id, TrialConfig.from_dict(trial.config), reported)
         self.tracker.finish_trial(result, self._samples(result))
         self.progress.finished(result)
+        self.tracker.update_search(_summary(self.progress, self.searcher))
 
     def _samples(self, result: TrialResult) -> pa.Table | None:
         """The raw telemetry of the trial's windows, from all nodes."""
@@ -102,24 +147,34 @@ class _Driver:
         self.spec, self.search_id, self.home, self.tracker = spec, search_id, home, tracker
         self.gangs: list[Gang] = []
 
-    def run(self) -> str:
+    def run(self, earlier: tuple[Sequence[TrialResult], Spent] | None = None) -> str:
+        """`earlier`: what became of the trials so far, and what they took, when the search has a record already."""
         spec, points = self.spec, self.spec.legal.points
         trials = min(spec.budget.trials, len(points))
-        progress = Progress(spec.objectives, spec.budget, trials, spec.limits)
+        results, spent = earlier or ((), Spent())
+        study = self._study()
+        study.recall(results)
+        searcher = StudySearcher(study, spec.budget, spent)
+        progress = Progress(spec.objectives, spec.budget, trials, spec.limits, searcher.began)
+        for result in results:
+            progress.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry)
         environment = software() | hardware(telemetry)
-        self.tracker.start_search(
-            self.search_id,
-            dump_spec(spec),
-            _params(spec),
-            {"wattune.data": "synthetic" if spec.data == SYNTHETIC else "file"},
-            environment,
-            name=spec.name,
-            objectives=spec.objectives,
-            constraints=spec.constraints,
-        )
-        progress.say(f"search {self.search_id}: {len(points)} legal layouts, at most {trials} trials")
+        if earlier is None:
+            self.tracker.start_search(
+                self.search_id,
+                dump_spec(spec),
+                _params(spec),
+                {"wattune.data": "synthetic" if spec.data == SYNTHETIC else "file"},
+                environment,
+                name=spec.name,
+                objectives=spec.objectives,
+                constraints=spec.constraints,
+            )
+        so_far = f", {progress.done} of them done" if earlier else ""
+        progress.say(f"search {self.search_id}: {len(points)} legal layouts, at most {trials} trials{so_far}")
         status, spool = "failed", self.home.spool(self.search_id)
+        self._clear(spool)  # Ray would go on with the files of a driver that was killed
         try:
             count = max(1, min(spec.cluster.size // spec.gang_size, trials))
             self.gangs = [
@@ -127,12 +182,11 @@ class _Driver:
                 for i in range(count)
             ]
             pool = start_pool(self.gangs)
-            recorder = _Recorder(self.tracker, progress, pool, telemetry)
-            searcher = StudySearcher(self._study(), spec.budget)
+            recorder = _Recorder(self.tracker, progress, searcher, pool, telemetry)
             self._tune(searcher, recorder, pool, telemetry, environment, spool)
             status = "stopped" if searcher.stopped else "finished"
         finally:
-            self.tracker.finish_search(status, self._summary(progress))
+            self.tracker.finish_search(status, _summary(progress, searcher))
             close_gangs(self.gangs)
             self._clear(spool)
             for notice in self.tracker.notices:
@@ -179,18 +233,12 @@ class _Driver:
             tuner.fit()
 
     @staticmethod
-    def _summary(progress: Progress) -> dict[str, float | None]:
-        best = {f"best_{metric}": value for metric, value in progress.best.items()}
-        return {"trials": progress.done, "search_time_s": time.monotonic() - progress.began, **best}
-
-    @staticmethod
     def _clear(spool: Path) -> None:
         """Remove what Ray wrote there. Trials that the tracking store has not taken stay."""
         for name in ("train", "tune"):
             shutil.rmtree(spool / name, ignore_errors=True)
-        for folder in (spool / "unsent", spool):
-            with contextlib.suppress(OSError):  # not empty, or not there
-                folder.rmdir()
+        with contextlib.suppress(OSError):  # not empty, or not there
+            (spool / "unsent").rmdir()
 
 
 @contextlib.contextmanager
@@ -214,6 +262,16 @@ def _stop_on_signal(searcher: StudySearcher, progress: Progress) -> Iterator[Non
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _summary(progress: Progress, searcher: StudySearcher) -> dict[str, float | None]:
+    """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
+    return {
+        "trials": progress.done,
+        "search_time_s": time.monotonic() - progress.began,
+        "gpu_hours": searcher.gpu_seconds / 3600,
+        **{f"best_{metric}": value for metric, value in progress.best.items()},
+    }
 
 
 def _params(spec: SearchSpec) -> dict[str, Any]:

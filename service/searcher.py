@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from ray.tune.search import Searcher
@@ -14,16 +15,26 @@ from service.study import SearchStudy
 from trainables.result import TrialResult
 
 
-class StudySearcher(Searcher):
-    """Hands out points of a `SearchStudy` until the budget or the space is used up."""
+@dataclass(frozen=True)
+class Spent:
+    """What a search has used of its budget."""
 
-    def __init__(self, study: SearchStudy, budget: BudgetSpec) -> None:
+    trials: int = 0
+    wall_time_s: float = 0.0
+    gpu_seconds: float = 0.0
+
+
+class StudySearcher(Searcher):
+    """Hands out points of a `SearchStudy` until the budget, `spent` of it before, or the space is used up."""
+
+    def __init__(self, study: SearchStudy, budget: BudgetSpec, spent: Spent = Spent()) -> None:
         super().__init__()
         self.study, self.budget = study, budget
-        self.began = time.monotonic()
+        self.earlier_trials = spent.trials
+        self.began = time.monotonic() - spent.wall_time_s
         self.suggested: dict[str, TrialConfig] = {}
         self.started: dict[str, float] = {}
-        self.gpu_seconds = 0.0
+        self.gpu_seconds = spent.gpu_seconds
         self.stopped = False
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:  # type: ignore[override]  # Ray leaves FINISHED out
@@ -42,7 +53,7 @@ class StudySearcher(Searcher):
     def _spent(self) -> bool:
         budget = self.budget
         return (
-            len(self.suggested) >= budget.trials
+            self.earlier_trials + len(self.suggested) >= budget.trials
             or (budget.wall_time_s is not None and time.monotonic() - self.began >= budget.wall_time_s)
             or (budget.gpu_hours is not None and self.gpu_seconds / 3600 >= budget.gpu_hours)
         )

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from service.spec import excess
+from service.store import sqlite_file
 from trainables.result import TrialResult
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -29,6 +30,12 @@ def make_sampler(name: str, seed: int) -> BaseSampler:
         "random": lambda: RandomSampler(seed=seed),
     }
     return samplers[name]()
+
+
+def study_exists(name: str, storage: str) -> bool:
+    """Whether the database at an Optuna URL is there and has a study of this name."""
+    database = sqlite_file(storage)
+    return (database is None or database.exists()) and name in optuna.get_all_study_names(storage)
 
 
 class SnappingSampler(BaseSampler):
@@ -105,15 +112,43 @@ class SearchStudy:
         self.trials: dict[TrialConfig, Trial] = {}
         self.worst: dict[str, float] = {}
         self.deferred: list[tuple[TrialConfig, TrialResult]] = []
+        self.again: list[TrialConfig] = []
         self.study = optuna.create_study(
             storage=storage,
             study_name=name,
-            sampler=SnappingSampler(make_sampler(sampler, seed), self.distributions, self._nearest),
             directions=[StudyDirection[direction.upper()] for direction in self.objectives.values()],
+            load_if_exists=True,
         )
+        # A sampler that started anew from the same seed would want the same points as before.
+        asked = len(self.study.get_trials(deepcopy=False))
+        self.study.sampler = SnappingSampler(make_sampler(sampler, seed + asked), self.distributions, self._nearest)
+
+    def recall(self, results: Sequence[TrialResult]) -> None:
+        """Go on with a study that was broken off; `results` are all that came of it.
+
+        They need not have been told to the study. What it was asked for without result, `ask` hands out before others.
+        """
+        recorded = {result.config: result for result in results}
+        for result in results:
+            if result.status == "ok":
+                self._values(result)
+        for left in self.study.get_trials(states=[TrialState.RUNNING]):
+            if set(left.params) != set(self.axes):  # broken off while it was asked for
+                self.study.tell(left.number, state=TrialState.FAIL)
+                continue
+            config = self.unseen.pop(tuple(left.params[axis] for axis in self.axes))
+            self.trials[config] = Trial(self.study, left._trial_id)
+            if config in recorded:
+                self.tell(config, recorded[config])
+            else:
+                self.again.append(config)
+        for config in recorded:
+            self.unseen.pop(self._coordinates(config), None)
 
     def ask(self) -> TrialConfig | None:
         """The next point to try, or None when every legal point was handed out."""
+        if self.again:
+            return self.again.pop(0)
         if not self.unseen:
             return None
         trial = self.study.ask(self.distributions)
@@ -137,18 +172,20 @@ class SearchStudy:
         trial.set_constraint("memory", 1.0 if result.status == "oom" else -1.0)
         for limit in self.limits:
             trial.set_constraint("".join(map(str, limit)), excess(limit, result.metrics))
-        if ok:
-            values = {}
-            for metric in self.objectives:
-                value = result.metrics.get(metric)
-                if value is None:  # one that this machine never measures is the same for all and so decides nothing
-                    value = self.worst.get(metric, 0.0)
-                values[metric] = value
-                worse = min if self.objectives[metric] == "maximize" else max
-                self.worst[metric] = worse(self.worst.get(metric, value), value)
-        else:
-            values = self.worst
+        values = self._values(result) if ok else self.worst
         self.study.tell(trial, [values[metric] for metric in self.objectives])
+
+    def _values(self, result: TrialResult) -> dict[str, float]:
+        """The objectives of a trial that ended well, which the worst so far take in."""
+        values = {}
+        for metric in self.objectives:
+            value = result.metrics.get(metric)
+            if value is None:  # one that this machine never measures is the same for all and so decides nothing
+                value = self.worst.get(metric, 0.0)
+            values[metric] = value
+            worse = min if self.objectives[metric] == "maximize" else max
+            self.worst[metric] = worse(self.worst.get(metric, value), value)
+        return values
 
     def _coordinates(self, point: TrialConfig) -> tuple[int, ...]:
         return tuple(choices.index(getattr(point, axis)) for axis, choices in self.axes.items())

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ import pyarrow
 
 from search_spaces.config import TrialConfig
 from service import store
+from service.errors import InputError
 from service.home import Home
 from telemetry.store import thin, write_samples
 from trainables.result import TrialResult
@@ -25,12 +27,16 @@ from trainables.result import TrialResult
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
+    from service.results import SearchRecord
+
 # Limits of MLflow on one `log_batch` and on one value.
 _METRICS_PER_BATCH = 1000
 _PAIRS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
 _TAG_LENGTH = 5000
 
+_SPEC = "spec.yaml"
+_SEARCH = "the state of the search"
 _RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _ESTIMATED = "Energy is **estimated**: this machine has no energy counter. Not comparable with measured figures."
 
@@ -90,7 +96,36 @@ class Tracker:
             run = self._client.create_run(self._experiment_id, run_name=name, tags=_clip(tags))
             self._parent = run.info.run_id
             self._log(self._parent, params={**params, **_prefixed(environment)})
-            self._client.log_text(self._parent, spec_yaml, "spec.yaml")
+            self._client.log_text(self._parent, spec_yaml, _SPEC)
+
+    def spec_of(self, search: SearchRecord) -> str:
+        """The YAML that `start_search` was given. Raises `InputError` if the search has none."""
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        with store.readable(self._uri), tempfile.TemporaryDirectory() as folder:
+            if not any(file.path == _SPEC for file in self._client.list_artifacts(search.run_id)):
+                raise InputError(f"search {search.id} was interrupted before it began: run it anew")
+            return Path(self._client.download_artifacts(search.run_id, _SPEC, folder)).read_text()
+
+    def resume_search(self, search: SearchRecord) -> dict[str, float]:
+        """Go on with a search whose driver died, and return the summary that it had.
+
+        Sends what is still in the spool, and marks trials that have no result as stopped. Raises `InputError` if
+        MLflow refuses.
+        """
+        self._search_id, self._parent = search.id, search.run_id
+        for half in self._unsent.glob(".*"):
+            shutil.rmtree(half)
+        with store.readable(self._uri):
+            self._experiment_id = self._experiment()
+            self._send_spooled()
+            if self.notices:
+                raise InputError(self.notices[0])
+            for trial in search.trials:
+                if trial.status == "running" and trial.trial_id not in self._runs:
+                    self._stop_trial(trial.run_id, "the search was interrupted")
+            self._client.update_run(self._parent, "RUNNING")
+            self._log(self._parent, tags={store.STATUS: "running"})
+            return dict(self._client.get_run(self._parent).data.metrics)
 
     def start_trial(self, trial_id: str, config: TrialConfig, tags: Mapping[str, str]) -> None:
         """Create the child run, with the configuration as its parameters."""
@@ -108,17 +143,24 @@ class Tracker:
         self._open.pop(trial_id, None)
         self._attempt(f"trial {trial_id}", lambda: self._send(directory), f"; kept in {directory} to be sent again")
 
+    def update_search(self, summary: Mapping[str, float | None]) -> None:
+        """Record the figures of the search so far."""
+        self._attempt(_SEARCH, lambda: self._log(self._parent, metrics=_final_metrics(summary, _now_ms())))
+
     def finish_search(self, status: str, summary: Mapping[str, float | None], notices: Iterable[str] = ()) -> None:
         """Send what is still in the spool and close the parent run. `status`: finished, stopped or failed."""
+        self._send_spooled()
+        self._troubles.pop(_SEARCH, None)  # what follows records it all
+        self._attempt(_SEARCH, lambda: self._close(status, summary, notices))
+
+    def _send_spooled(self) -> None:
         for directory in sorted(self._unsent.glob("[!.]*")):
             self._attempt(f"trial {directory.name}", partial(self._send, directory), f"; kept in {directory}")
-        self._attempt("the end of the search", lambda: self._close(status, summary, notices))
 
     def _close(self, status: str, summary: Mapping[str, float | None], notices: Iterable[str]) -> None:
         for trial_id in self._open:
             if run_id := self._runs.get(trial_id):
-                self._log(run_id, tags={store.STATUS: "stopped", store.CAUSE: f"the search ended ({status})"})
-                self._client.set_terminated(run_id, "KILLED")
+                self._stop_trial(run_id, f"the search ended ({status})")
         self._open.clear()
         told = "\n".join([*notices, *self.notices])
         if told:
@@ -130,6 +172,10 @@ class Tracker:
             tags={store.STATUS: status} | ({store.NOTICES: told} if told else {}),
         )
         self._client.set_terminated(self._parent, _RUN_STATUS[status])
+
+    def _stop_trial(self, run_id: str, cause: str) -> None:
+        self._log(run_id, tags={store.STATUS: "stopped", store.CAUSE: cause})
+        self._client.set_terminated(run_id, "KILLED")
 
     def _attempt(self, subject: str, action: Callable[[], None], consequence: str = "") -> None:
         """Do `action`; a tracking failure becomes a notice until `subject` succeeds, for it must not end the search."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import PRESETS
 from search_spaces.rules import Workload
 from search_spaces.space import enumerate_space
-from service.study import STARTUP_TRIALS, SearchStudy
+from service.study import STARTUP_TRIALS, SearchStudy, SnappingSampler
 from trainables.result import TrialResult
 
 SAMPLERS = ["tpe", "gp", "nsga2", "random"]
@@ -308,3 +309,67 @@ def test_tpe_finds_the_front_sooner_than_chance() -> None:
         for sampler in ("tpe", "random")
     }
     assert share["tpe"] > share["random"] + 0.05
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_goes_on_where_it_was_broken_off(sampler: str, tmp_path: Path) -> None:
+    """Results that were told, that were not, and none: each point gets one of them, and one trial in the end."""
+    storage = f"sqlite:///{tmp_path}/optuna.db"
+    broken = make(sampler, FEW, storage=storage)
+    failed, untold, under_way = (broken.ask() for _ in range(3))
+    assert failed is not None
+    assert untold is not None
+    assert under_way is not None
+    broken.tell(failed, outcome(failed, "oom"))  # put off until there is a success
+    told = run(broken, 2)
+    later = broken.ask()
+    assert later is not None
+    broken.tell(later, outcome(later, "crash"))
+    broken.study.ask({})  # broken off while it was asked for
+
+    study = make(sampler, FEW, storage=storage)
+    known = [outcome(failed, "oom"), outcome(untold), *map(outcome, told), outcome(later, "crash")]
+    study.recall(known)
+    assert study.worst["tokens_per_s"] == min(figures(config)["tokens_per_s"] or 0.0 for config in [untold, *told])
+    assert study.ask() == under_way
+    study.tell(under_way, outcome(under_way))
+    rest = run(study, len(FEW) - len(known) - 1)
+    assert sorted([*(result.config for result in known), under_way, *rest], key=repr) == sorted(FEW, key=repr)
+    assert study.ask() is None
+    trials = study.study.get_trials()
+    assert len([trial for trial in trials if trial.state == TrialState.COMPLETE]) == len(FEW)
+    assert [trial.state for trial in trials if trial.state != TrialState.COMPLETE] == [TrialState.FAIL]
+
+
+def test_failures_alone_wait_for_a_success_after_a_break_too(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/optuna.db"
+    failed = make("random", FEW, storage=storage).ask()
+    assert failed is not None
+    study = make("random", FEW, storage=storage)
+    study.recall([outcome(failed, "crash")])
+    (good,) = run(study, 1)
+    assert [trial.values[0] for trial in study.study.get_trials()] == [figures(good)["tokens_per_s"]] * 2
+
+
+def test_a_sampler_does_not_start_anew_after_a_break(tmp_path: Path) -> None:
+    """In a large space the same draws as before would be answered by the nearest to what was tried already."""
+    storage = f"sqlite:///{tmp_path}/optuna.db"
+    first = run(make("random", storage=storage), 4)
+    study = make("random", storage=storage)
+    study.recall([outcome(config) for config in first])
+    assert wanted_by(study) != wanted_by(make("random"))
+
+
+def wanted_by(study: SearchStudy) -> list[tuple[int, ...]]:
+    """What the study's sampler suggests for the next four trials, legal or not."""
+    sampler, wanted = study.study.sampler, []
+    assert isinstance(sampler, SnappingSampler)
+    nearest = sampler.snap
+
+    def snap(goal: Mapping[str, Any]) -> dict[str, Any]:
+        wanted.append(tuple(goal[axis] for axis in study.axes))
+        return nearest(goal)
+
+    sampler.snap = snap
+    run(study, 4)
+    return wanted
