@@ -14,7 +14,7 @@ from service.cluster import ray_session
 from service.evaluate import run
 from service.gang import Gang, close_gangs
 from service.spec import SearchSpec
-from telemetry.actor import start_telemetry
+from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.result import TrialResult
 
 Run = Callable[[str, TrialConfig, SearchSpec], TrialResult]
@@ -32,3 +32,4 @@ def one_gang(spec: SearchSpec, size: int) -> Iterator[Run]:
             yield lambda trial_id, layout, of: run(trial_id, layout, of, gang.mailbox, telemetry, {})
         finally:
             close_gangs([gang])
+            stop_telemetry(telemetry)

@@ -31,7 +31,7 @@ from service.searcher import Spent, StudySearcher, outcome_of
 from service.spec import SearchSpec, dump_spec, new_search_id, parse_spec
 from service.study import SearchStudy, study_exists
 from service.tracking import Tracker
-from telemetry.actor import start_telemetry
+from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
 from trainables.result import STATUSES, TrialResult
 
@@ -188,6 +188,7 @@ class _Driver:
         finally:
             self.tracker.finish_search(status, _summary(progress, searcher))
             close_gangs(self.gangs)
+            stop_telemetry(telemetry)
             self._clear(spool)
             for notice in self.tracker.notices:
                 progress.say(f"notice: {notice}")

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.1
 KEPT_S = 10 * 60
 SPOOL_PERIOD_S = 1.0
+STOP_S = 5.0
 EXPORT_PERIOD_S = 5.0
 NAMESPACE = "wattune-telemetry"
 """Where the actors are named: `NAME:NODE_ID`, with the name that `start_telemetry` was given."""
@@ -271,6 +272,14 @@ def start_telemetry(name: str | None = None, spool_root: Path | None = None) -> 
         ).remote(node_id, f"{name}-{node_id}", spool_root, export=True)
         for node_id in (node["NodeID"] for node in ray.nodes() if node["Alive"])
     }
+
+
+def stop_telemetry(actors: Mapping[str, ActorHandle]) -> None:
+    """End the actors that `start_telemetry` returned, with all samples written."""
+    stopping: list[Any] = [actor.stop.remote() for actor in actors.values()]
+    ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
+    for actor in actors.values():
+        ray.kill(actor)
 
 
 def find_telemetry() -> dict[tuple[str, str], ActorHandle]:

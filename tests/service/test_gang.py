@@ -15,7 +15,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
 from service.gang import Gang, Pool, close_gangs, resources_per_worker
 from service.spec import ClusterSpec
-from telemetry.actor import Work, start_telemetry
+from telemetry.actor import Work, start_telemetry, stop_telemetry
 from telemetry.devices import cpu_uuid
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
@@ -38,8 +38,7 @@ trial_numbers = itertools.count()
 def telemetry(ray_session: Any) -> Iterator[dict[str, Any]]:
     actors = start_telemetry()
     yield actors
-    for actor in actors.values():
-        ray.kill(actor)
+    stop_telemetry(actors)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from service import top
 from service.cli import main
-from telemetry.actor import NodeState, Work, start_telemetry
+from telemetry.actor import NodeState, Work, start_telemetry, stop_telemetry
 from telemetry.devices import DeviceInfo, cpu_uuid
 
 
@@ -78,8 +78,7 @@ def test_a_cluster_without_telemetry_is_refused_and_one_with_is_shown_once(ray_s
         assert "trial-7" in shown.stdout
         assert "1,000" in shown.stdout
     finally:
-        for actor in actors.values():
-            ray.kill(actor)
+        stop_telemetry(actors)
 
 
 def test_an_address_where_nobody_listens_is_one_line() -> None:

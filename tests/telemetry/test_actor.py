@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 
-from telemetry.actor import Telemetry, Work, find_telemetry, start_telemetry
+from telemetry.actor import Telemetry, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices import CpuDevice, cpu_uuid
 from telemetry.stream import subscribe
 from telemetry.window import WindowSummary
@@ -40,8 +40,7 @@ def start() -> Iterator[Start]:
 def actors(ray_session: Any, tmp_path: Path) -> Iterator[dict[str, Any]]:
     actors = start_telemetry("search-1", tmp_path)
     yield actors
-    for actor in actors.values():
-        ray.kill(actor)
+    stop_telemetry(actors)
 
 
 def now() -> int:
