@@ -101,6 +101,13 @@ class TrialConfig:
         starts = [sum(counts[:stage]) for stage in range(len(counts))]
         return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
+    def stages_of(self, pipeline_rank: int) -> list[int]:
+        """The stages that a pipeline rank holds, in the model's order."""
+        ranks = self.pipeline_parallel_size
+        if self.pipeline_schedule == "zbv_zero_bubble":
+            return [pipeline_rank, 2 * ranks - 1 - pipeline_rank]
+        return list(range(pipeline_rank, self.pipeline_stages, ranks))
+
     def worker_rank(self, worker: int) -> int:
         """The rank that worker `worker` of the gang takes in the trial."""
         return worker if self.rank_order is None else self.rank_order.index(worker)

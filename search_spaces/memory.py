@@ -113,7 +113,7 @@ def estimate(config: TrialConfig, work: Workload) -> MemoryEstimate:
 
 
 def _rank(config: TrialConfig, work: Workload, rank: int) -> RankMemory:
-    model, mine = work.model, _stages_of(config, rank)
+    model, mine = work.model, config.stages_of(rank)
     first, last = 0 in mine, config.pipeline_stages - 1 in mine
     stages = config.layers_by_stage(model.layers)
     layers = sum(len(stages[stage]) for stage in mine)
@@ -151,14 +151,6 @@ def _width(config: TrialConfig) -> int:
 def _reduced_width(config: TrialConfig) -> int:
     """Bytes of gradients on their way between ranks."""
     return 4 if "fp32" in (config.precision, config.reduce_precision) else 2
-
-
-def _stages_of(config: TrialConfig, rank: int) -> list[int]:
-    """The stages of a pipeline rank, in the model's order; as in `trainables.engines.pipeline`."""
-    ranks = config.pipeline_parallel_size
-    if config.pipeline_schedule == "zbv_zero_bubble":
-        return [rank, 2 * ranks - 1 - rank]
-    return list(range(rank, config.pipeline_stages, ranks))
 
 
 def _held(config: TrialConfig, model: ModelShape, layers: int, first: bool, last: bool) -> _Held:

@@ -116,7 +116,6 @@ class Telemetry:
         self._buffer = SampleBuffer(round(kept_s / PERIOD_S) * len(self._devices))
         self._working = threading.Lock()
         self._works: dict[tuple[str, str], tuple[float, Work]] = {}
-        self._marked_ns = 0
         self._spool = None if spool_root is None else spool.Spool(spool_root, recording)
         self._exporter = MetricsExporter(node_id, [device.info for device in self._devices]) if export else None
         self._stopping = threading.Event()
@@ -141,7 +140,6 @@ class Telemetry:
 
     def mark(self) -> None:
         """An edge of a window is now: have all counters read soon."""
-        self._marked_ns = time.monotonic_ns()
         self._sampler.mark()
 
     def window(self, start_ns: int, end_ns: int, devices: Sequence[str]) -> WindowSummary:
@@ -203,8 +201,7 @@ class Telemetry:
         )
 
     def _await_full_reading(self, devices: Sequence[str], since_ns: int) -> None:
-        if self._marked_ns < since_ns and not self._sampler.was_full(devices, since_ns):
-            self.mark()
+        self._sampler.mark(since_ns)
         deadline = time.monotonic() + _FULL_TIMEOUT_S
         while not self._sampler.was_full(devices, since_ns) and time.monotonic() < deadline:
             time.sleep(PERIOD_S / 4)

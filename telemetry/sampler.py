@@ -51,9 +51,9 @@ class Sampler:
         self._stopping = True
         self._thread.join()
 
-    def mark(self) -> None:
-        """Have every device read in full as soon as ticks allow: an edge of a window is now."""
-        self._marked_ns = time.monotonic_ns()
+    def mark(self, since_ns: int | None = None) -> None:
+        """Have every device that was not read in full since then (default: now) read so as soon as ticks allow."""
+        self._marked_ns = max(self._marked_ns, time.monotonic_ns() if since_ns is None else since_ns)
 
     def was_full(self, uuids: Iterable[str], since_ns: int) -> bool:
         """Whether each of these devices was read in full since then."""

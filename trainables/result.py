@@ -11,6 +11,9 @@ from trainables.breakdown import Breakdown
 
 STATUSES = ("ok", "oom", "hang", "crash", "invalid", "pruned")
 
+PURPOSES = ("search", "finalist", "sentinel", "calibration")
+"""Why a layout was run: to explore, to measure one of the front again, to watch the machine, to fit a model of it."""
+
 
 @dataclass(frozen=True)
 class NodeWindow:
@@ -60,6 +63,7 @@ class TrialResult:
     `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated; and which
     metrics are extrapolated from the runs in `proxies`, shallower first, of whose deeper one is all that is not.
     `cause` is one line on what failed, `traceback` what Python said of it.
+    `purpose` is one of `PURPOSES`. `infrastructure`: whether a failure was the machines', and says nothing of the layout.
     `ranks` are those of the trial in their order; records made before there were any have none.
     `step_times_s` and `losses` cover the optimizer steps of the window and of the whole trial respectively.
     """
@@ -77,6 +81,8 @@ class TrialResult:
     traceback: str | None = None
     ranks: tuple[RankRecord, ...] = ()
     proxies: tuple[Proxy, ...] = ()
+    purpose: str = "search"
+    infrastructure: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""

@@ -490,14 +490,17 @@ sparse_drivers = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(
+sparsely_read = given(
     driver=sparse_drivers,
     window=st.tuples(st.floats(0, 3), st.floats(5, 20)),
     delay_s=st.floats(0, 0.9),
     phase_s=st.floats(0, 10),
     dark=st.booleans(),
 )
+
+
+@settings(max_examples=300, deadline=None)
+@sparsely_read
 def test_a_counter_read_now_and_then_is_as_right_or_refused(
     driver: Driver, window: tuple[float, float], delay_s: float, phase_s: float, dark: bool
 ) -> None:
@@ -513,13 +516,7 @@ def test_a_counter_read_now_and_then_is_as_right_or_refused(
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    driver=sparse_drivers,
-    window=st.tuples(st.floats(0, 3), st.floats(5, 20)),
-    delay_s=st.floats(0, 0.9),
-    phase_s=st.floats(0, 10),
-    dark=st.booleans(),
-)
+@sparsely_read
 def test_throttled_time_read_now_and_then_is_right_within_its_distance_from_the_edges(
     driver: Driver, window: tuple[float, float], delay_s: float, phase_s: float, dark: bool
 ) -> None:

@@ -33,7 +33,7 @@ from trainables.context import positions
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
 from trainables.engines.mesh import Mesh
 from trainables.engines.parallelize import Layout
-from trainables.engines.pipeline import Pipeline, TiedTable, stages_of
+from trainables.engines.pipeline import Pipeline, TiedTable
 from trainables.model import Embedding, Head, Parts, Stage, compiled_loss, language_model_loss
 from trainables.moe import ExpertLayout, Experts
 
@@ -60,7 +60,7 @@ class MegatronEngine:
         self.positions = positions(job.sequence_length, config.context_parallel_size, place["cp"], job.device)
         layout = Layout(config, mesh)
         parts = Parts(job.model, self.positions, job.seed, self._expert_layout())
-        mine = stages_of(config, place["pp"])
+        mine = config.stages_of(place["pp"])
         self.stages = {index: self._build(index, parts, layout) for index in mine}
         self.holds_loss = config.pipeline_stages - 1 in self.stages
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = language_model_loss

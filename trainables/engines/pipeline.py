@@ -35,14 +35,6 @@ _MANY_STAGES = {
 }
 
 
-def stages_of(config: TrialConfig, pipeline_rank: int) -> list[int]:
-    """The stages that a pipeline rank holds, in the model's order."""
-    ranks = config.pipeline_parallel_size
-    if config.pipeline_schedule == "zbv_zero_bubble":
-        return [pipeline_rank, 2 * ranks - 1 - pipeline_rank]
-    return list(range(pipeline_rank, config.pipeline_stages, ranks))
-
-
 class Pipeline:
     """One optimizer step's microbatches through the stages of all ranks of `group`."""
 
