@@ -35,6 +35,7 @@ OBJECTIVES = "wattune.objectives"
 CONSTRAINTS = "wattune.constraints"
 NOTICES = "wattune.notices"
 METHOD = "wattune.method."
+PURPOSE = "wattune.purpose"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 
