@@ -63,7 +63,7 @@ class TrialResult:
     `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated; and which
     metrics are extrapolated from the runs in `proxies`, shallower first, of whose deeper one is all that is not.
     `cause` is one line on what failed, `traceback` what Python said of it.
-    `purpose` is one of `PURPOSES`. `infrastructure`: whether a failure was the machines', and says nothing of the layout.
+    `purpose` is one of `PURPOSES`. `infrastructure`: whether it was the machines that failed, not the layout.
     `ranks` are those of the trial in their order; records made before there were any have none.
     `step_times_s` and `losses` cover the optimizer steps of the window and of the whole trial respectively.
     """
