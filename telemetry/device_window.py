@@ -16,10 +16,12 @@ from telemetry.devices.base import DeviceInfo
 from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_CAUSES, TRAFFIC
 
 STEADY_POWER = ("power_average_w", "power_w")
-"""Sampled power for energy, of which a device may lack the first. Instant power, at 10 Hz, beats with the steps."""
+"""Sampled power for the energy of a window, of which a device may lack the first. Instant power, at 10 Hz, beats with
+the steps."""
 
 INSTANT_POWER = ("power_w", "power_average_w")
-"""Sampled power for peaks, likewise."""
+"""Sampled power for peaks, and for the slivers between a window's edges and the counters' readings, likewise. Average
+power trails by half a second: when the load ends with the window, it would have the sliver after it at full load."""
 
 RATIO_BOUNDS = (0.95, 1.05)
 """Integrated power over the counter's energy: outside, one of the two is wrong."""
@@ -98,7 +100,7 @@ def device_window(
     """The window of one device by its samples `rows`, in order of time; `together` are all devices of the window."""
     samples = _Samples(rows, start_ns, end_ns)
     power_column = _first_of(STEADY_POWER, rows)
-    drawn_j = partial(_drawn_j, *_readings_of(rows, power_column))
+    drawn_j = partial(_drawn_j, *power_readings(rows))
     method = _energy_method(device, rows, infos, together)
     integrated_j = samples.ask(power_column, readings.integral)
     energy_j = integrated_j

@@ -698,6 +698,26 @@ def test_average_power_makes_energy_and_instant_power_the_peak() -> None:
         assert summary.peak_power_w == peak
 
 
+@pytest.mark.parametrize("late_s", [0.05, 0.35, 0.75])
+def test_the_energy_of_a_load_that_ends_with_its_window_stays_in_the_window(late_s: float) -> None:
+    """600 W until the window's end and 100 W from then on, the counter read that much after either edge."""
+
+    def joules(s: float) -> float:
+        return 600 * min(s, 3) + 100 * max(s - 3, 0)
+
+    def trailing(s: float) -> float:  # mean of the last second
+        return joules(s) - joules(s - 1)
+
+    read = {round(-5 + late_s, 2), round(late_s, 2), round(3 + late_s, 2)}
+    rows = []
+    for s in ticks(-6 + late_s % 0.1, 5):
+        counted = {"energy_mj": round(1e9 + 1000 * joules(s))} if round(s, 2) in read else {}
+        rows.append({"time_ns": at(s), "power_w": 600.0 if s <= 3 else 100.0, "power_average_w": trailing(s)} | counted)
+    summary = summarise(table(rows), at(0), at(3), ["GPU-a"])
+    assert summary.energy_j == pytest.approx(1800, rel=0.02)
+    assert summary.energy_ratio == pytest.approx(1, abs=0.02)
+
+
 def full_rows(*seconds: float, **columns: Callable[[float], float | int | None]) -> list[dict[str, Any]]:
     """Readings of 100 ms of temperature and, at the tick of each of `seconds`, of `columns` too."""
     rows: list[dict[str, Any]] = []
