@@ -1,8 +1,17 @@
-"""What polling does to a trial: telemetry off, on, and at other rates in turn, while one gang trains."""
+"""What telemetry costs training.
+
+    python -m benchmarks.pacing SPEC [--seconds 230] --out FILE.json
+
+While one long trial trains the spec's first legal layout on all devices, telemetry is turned off, on, and to other
+rates every few seconds: what polling costs the trial, by pairs of neighbouring stretches of the same process, what it
+costs the CPU, how late its ticks are, and energy by counter and by power over the last half minute.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import statistics
 import tempfile
 import threading
@@ -21,17 +30,18 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from scipy import stats
 
+from benchmarks.telemetry import show
 from service.cluster import ray_session
 from service.evaluate import run
 from service.gang import Gang, close_gangs
-from service.spec import SearchSpec
+from service.spec import SearchSpec, load_spec
 from telemetry.actor import Telemetry
 from telemetry.sampler import Sampler
 from trainables.result import TrialResult
 
-STRETCH_S = 4.0
-ENERGY_S = 32.0
-SETTLED_NS = 2_000_000_000
+STRETCH_S = 6.0
+ENERGY_S = 34.0
+SETTLED_S = 2.0
 RATES_HZ = (10, 10, 10, 1, 10, 10, 10, 50, 10, 10, 10, 100)
 """What is compared with no polling, in turn."""
 
@@ -95,7 +105,8 @@ def alternate(telemetry: Any, until: float) -> list[Stretch]:
 
 
 def slowdowns(stretches: list[Stretch], result: TrialResult) -> dict[int, dict[str, float]]:
-    """By rate: how much longer steps are than in the stretch beside it without polling; mean, 95% confidence, pairs."""
+    """By rate: how much longer the median step is than in the stretch beside it without polling; the mean of the pairs,
+    half of its 95% confidence interval, pairs."""
     seconds = np.array(result.step_times_s)
     ends_ns = result.windows[0].start_ns + np.cumsum(seconds) * 1e9
     found: dict[int, list[float]] = defaultdict(list)
@@ -103,7 +114,7 @@ def slowdowns(stretches: list[Stretch], result: TrialResult) -> dict[int, dict[s
         polled, quiet = (one, other) if one.hertz else (other, one)
         with_, without = polled.steps(ends_ns, seconds), quiet.steps(ends_ns, seconds)
         if len(with_) and len(without):
-            found[polled.hertz].append(float(np.mean(with_) / np.mean(without) - 1))
+            found[polled.hertz].append(float(np.median(with_) / np.median(without) - 1))
     told = {}
     for hertz, values in sorted(found.items()):
         half = float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)) if len(values) > 1 else float("nan")
@@ -122,12 +133,14 @@ def costs(stretches: list[Stretch]) -> dict[int, dict[str, float]]:
     return found
 
 
-def lateness(stretches: list[Stretch], table: pa.Table) -> dict[int, dict[str, float]]:
+def lateness(stretches: list[Stretch], table: pa.Table, end_ns: int) -> dict[int, dict[str, float]]:
     """By rate: milliseconds of ticks after (or before) their time, and the share of ticks within 20 ms of it.
 
-    A tick's time is that of its stretch's first one and a whole number of periods; one that was skipped is late.
+    A tick's time is that of its stretch's first one and a whole number of periods; one that was skipped is late. Those
+    after `end_ns`, when the trial is taken down, do not count.
     """
     first = table.filter(pc.field("index") == pc.min(table["index"]))["time_ns"].to_numpy()
+    first = first[first <= end_ns]
     found: dict[int, list[np.ndarray]] = defaultdict(list)
     for stretch in stretches:
         times = first[(first >= stretch.start_ns) & (first <= stretch.end_ns)]
@@ -176,13 +189,22 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
             time.sleep(0.2)
         until = time.monotonic() + seconds - ENERGY_S - STRETCH_S
         stretches = alternate(telemetry, until)
-        last = stretch(telemetry, 10, trial.join)
+        marks_ns: list[int] = []
+
+        def mark_and_join() -> None:
+            for _ in range(2):  # what is read first has nothing before it to be held against
+                ray.get(telemetry.mark.remote())
+                time.sleep(SETTLED_S)
+                marks_ns.append(time.monotonic_ns())
+            trial.join()
+
+        last = stretch(telemetry, 10, mark_and_join)
         (result,) = results
         if result.status != "ok":
             raise SystemExit(f"the trial did not work: {result.status}: {result.cause}")
         table = ray.get(telemetry.rows.remote(began_ns, time.monotonic_ns()))
         window = result.windows[0]
-        energy = ray.get(telemetry.window.remote(last.start_ns + SETTLED_NS, window.end_ns, window.devices))
+        energy = ray.get(telemetry.window.remote(marks_ns[0], window.end_ns, window.devices))
         close_gangs([gang])
     return {
         "devices": devices,
@@ -191,7 +213,7 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
         "step_s": statistics.median(result.step_times_s),
         "slowdown": slowdowns(stretches, result),
         "cost": costs([*stretches, last]),
-        "ticks": lateness([*stretches, last], table),
+        "ticks": lateness([*stretches, last], table, window.end_ns),
         "training energy": {
             "seconds": energy.duration_s,
             "energy_j": energy.energy_j,
@@ -199,4 +221,27 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
             "energy_ratio": energy.energy_ratio,
         },
         "problems": energy.problems,
+        "stretches": [(one.hertz, one.start_ns, one.end_ns) for one in stretches],
+        "window_start_ns": window.start_ns,
+        "step_times_s": result.step_times_s,
     }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--seconds", type=float, default=230.0, help="length of the trial's window")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    found = while_training(load_spec(arguments.spec).located(), arguments.seconds)
+    arguments.out.write_text(json.dumps(found, indent=1))
+    print(f"{found['layout']} on {len(found['devices'])} devices: {found['steps']} steps of {found['step_s']:.4f} s")
+    show("Slowdown of training against no polling, by Hz", found["slowdown"])
+    show("Cores, by Hz", found["cost"])
+    show("Ticks, by Hz", found["ticks"])
+    show("Energy of training, polled at 10 Hz", {"all devices": found["training energy"]})
+    print("\n".join(found["problems"]))
+
+
+if __name__ == "__main__":
+    main()

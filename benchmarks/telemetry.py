@@ -1,11 +1,9 @@
-"""How far this machine's telemetry can be trusted, and what it costs.
+"""How far this machine's telemetry can be trusted.
 
-    python -m benchmarks.telemetry SPEC [--seconds 230] --out FILE.json
+    python -m benchmarks.telemetry --out FILE.json
 
 On the first device: how often each column changes, what a reading costs, and the energy counter against integrated
-power under a steady load and under a square wave. Then, while one long trial trains the spec's first legal layout on
-all devices, telemetry is turned off, on, and to other rates every few seconds: what polling costs the trial, by pairs
-of neighbouring stretches of the same process, what it costs the CPU, how late its ticks are, and both energies again.
+power under a steady load and under a square wave. What polling does to training is `benchmarks.pacing`'s.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from benchmarks.pacing import while_training
-from service.spec import load_spec
 from telemetry.devices import Device, discover
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer
@@ -161,11 +157,8 @@ def show(title: str, found: dict[Any, dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("spec", type=Path)
-    parser.add_argument("--seconds", type=float, default=230.0, help="length of the trial's window")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)
-    spec = load_spec(arguments.spec).located()
     devices = discover(os.getpid())
     found: dict[str, Any] = {"info": asdict(devices[0].info)}
     print(f"{devices[0].info}")
@@ -176,16 +169,6 @@ def main(argv: list[str] | None = None) -> None:
     show("A reading at 10 Hz, under load", found["reading"])
     found["load energy"] = energies_under_load(devices[0])
     show("Energy counter and integrated power", found["load energy"])
-    arguments.out.write_text(json.dumps(found, indent=1))
-    del devices
-    trained = while_training(spec, arguments.seconds)
-    found |= trained
-    print(f"\n{trained['layout']}: {trained['steps']} steps of {trained['step_s']:.4f} s")
-    show("Slowdown of training against no polling, by Hz", trained["slowdown"])
-    show("Cores, by Hz", trained["cost"])
-    show("Ticks, by Hz", trained["ticks"])
-    show("Energy of training, polled at 10 Hz", {"all devices": trained["training energy"]})
-    print("\n".join(trained["problems"]))
     arguments.out.write_text(json.dumps(found, indent=1))
 
 

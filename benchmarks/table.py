@@ -1,0 +1,86 @@
+"""All trials of a search, as a table for `python -m benchmarks.search`.
+
+    python -m benchmarks.table SEARCH > benchmarks/data/NAME.csv
+
+One row a trial, in the form of benchmarks/data/README.md: the axes on which layouts differ, what became of the trial,
+what it cost, and its metrics. The lines before the header say on what it ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from service.home import tracking_uri
+from service.results import Results, SearchRecord, TrialRecord
+from trainables.result import STATUSES
+
+METRICS = (
+    "tokens_per_s",
+    "joules_per_token",
+    "throttle_ratio",
+    "step_time_s",
+    "mean_power_w",
+    "power_cap_ratio",
+    "mean_sm_clock_mhz",
+    "peak_gpu_temp_c",
+    "peak_memory_gib",
+)
+ALWAYS = ("engine", "num_gpus", "global_batch_size")
+SPENT = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s", "breakdown_time_s")
+
+
+def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
+    """The trials that came to an end, by layout."""
+    trials = {TrialConfig.from_dict(trial.config): trial for trial in search.trials if trial.status in STATUSES}
+    default = TrialConfig("", 0, 0)
+    axes = [
+        axis
+        for axis in TrialConfig.__dataclass_fields__
+        if axis in ALWAYS or any(getattr(layout, axis) != getattr(default, axis) for layout in trials)
+    ]
+    for layout in sorted(trials, key=lambda layout: layout.label):
+        trial = trials[layout]
+        yield (
+            {axis: json.dumps(value) if isinstance(value := getattr(layout, axis), bool) else value for axis in axes}
+            | {"status": trial.status, "gpu_seconds": gpu_seconds(trial)}
+            | {metric: rounded(trial.metrics.get(metric)) for metric in METRICS}
+        )
+
+
+def gpu_seconds(trial: TrialRecord) -> float | str:
+    """What the trial kept its GPUs from the next one; unknown of one that failed."""
+    if trial.status != "ok":
+        return ""
+    return rounded(trial.config["num_gpus"] * sum(trial.metrics.get(part, 0.0) for part in SPENT))
+
+
+def rounded(value: float | None) -> float | str:
+    """Seven digits; nothing for what is not known."""
+    return "" if value is None else float(f"{value:.7g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("search")
+    parser.add_argument("--tracking-uri")
+    arguments = parser.parse_args()
+    search = Results(tracking_uri(arguments.tracking_uri)).search(arguments.search)
+    known = search.params | search.environment
+    facts = ", ".join(f"{name} {value}" for name, value in known.items() if name != "data")
+    print(f"# Search {search.name}: {facts}")
+    writer: csv.DictWriter[str] | None = None
+    for row in rows(search):
+        if writer is None:
+            writer = csv.DictWriter(sys.stdout, list(row), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()
