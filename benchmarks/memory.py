@@ -1,26 +1,32 @@
-"""The memory model of `search_spaces.memory` against every committed measurement.
+"""The memory model of `search_spaces.memory` against every committed measurement, or against tables of them.
 
-    python -m benchmarks.memory
+    python -m benchmarks.memory [TABLE.csv...]
 
 Prints each measured point, the GPUs of each pipeline rank apart where they were recorded, with what is predicted and
 the error; then the mean and the largest error by engine, for points by which a constant was set and for the others.
 Points that ran out of memory have the share of what a GPU can hold that the model says they need.
+
+A table is one of benchmarks/data, with a search spec of the same name beside it. Of tables there is also how many of
+the layouts that ran, and that ran out, are in each band; and how far off the model is once trials have corrected it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.memory import MemoryEstimate, estimate
-from search_spaces.rules import Workload
+from search_spaces.memory import Band, MemoryEstimate, MemoryModel, band, estimate
+from search_spaces.workload import Workload
 from service.spec import SearchSpec, load_spec
 from service.tables import render
 
@@ -34,8 +40,8 @@ RECORDS = (
     "microbatch_4xh200.jsonl",
     "llama3_8b_best_4xh200.jsonl",
 )
-FITTED = ("failures_1xh200.jsonl", "layouts_4xh200.jsonl")
-"""Records by which a constant of the model was set."""
+FITTED = ("failures_1xh200.jsonl", "layouts_4xh200.jsonl", "llama3_12l_4xh200.csv")
+"""Records and tables by which a constant of the model was set."""
 
 FAULT_LAYERS = {"oom in the optimizer": 40}
 """Layers of the models that `benchmarks.failures` makes, where they are not two."""
@@ -57,7 +63,7 @@ class Point:
 
     @property
     def estimate(self) -> MemoryEstimate:
-        return estimate(self.config, self.work)
+        return estimate(self.config, self.work, range(self.config.pipeline_parallel_size))
 
     @property
     def predicted_gib(self) -> float:
@@ -85,6 +91,15 @@ class Point:
 def points() -> list[Point]:
     """All measured points, each once."""
     return list(dict.fromkeys((*_recorded(), *_searched(), *_proxied())))
+
+
+def tabled(path: Path) -> list[Point]:
+    """The points of a table that ran or ran out of memory."""
+    spec, results = load_spec(path.with_suffix(".yaml")), Table(path).results
+    work = _work(spec, spec.shape.layers)
+    ran = {config: result.metrics.get("peak_memory_gib") for config, result in results.items() if result.status == "ok"}
+    measured = ran | {config: None for config, result in results.items() if result.status == "oom"}
+    return [Point(config, work, None, gib, path.name in FITTED) for config, gib in measured.items()]
 
 
 def _work(spec: SearchSpec, layers: int) -> Workload:
@@ -173,10 +188,50 @@ def summary(measured: Iterable[Point]) -> str:
     return render(["", "", "points", "mean error", "largest"], rows)
 
 
+def outcomes(measured: Iterable[Point]) -> str:
+    """How many layouts of each band ran and ran out."""
+    counts = Counter((band(point.config, point.work), point.reserved_gib is None) for point in measured)
+    rows = [[name, str(counts[name, False]), str(counts[name, True])] for name in get_args(Band)]
+    return render(["band", "ran", "ran out"], rows)
+
+
+def corrected(measured: Sequence[Point], seeds: int = 20) -> str:
+    """Errors on the rest of a table once the model has seen some of it, drawn at random: means over `seeds` draws."""
+    rows = []
+    for trials in (0, 4, 8, 16, 32):
+        if 2 * trials >= len(measured):
+            break
+        errors = [_errors_after(random.Random(seed).sample(measured, len(measured)), trials) for seed in range(seeds)]
+        mean, largest = statistics.mean(map(statistics.mean, errors)), statistics.mean(map(max, errors))
+        rows.append([str(trials), f"{mean:.2%}", f"{largest:.2%}"])
+    return render(["trials seen", "mean error", "largest"], rows)
+
+
+def _errors_after(measured: Sequence[Point], trials: int) -> list[float]:
+    model = MemoryModel(measured[0].work)
+    for point in measured[:trials]:
+        model.observe(point.config, point.reserved_gib)
+    errors = []
+    for point in measured[trials:]:
+        share = model.share(point.config)
+        assert share is not None
+        if point.reserved_gib is not None and not point.spread_experts:
+            errors.append(abs(point.predicted_gib * share / point.share / point.reserved_gib - 1))
+    return errors
+
+
 def main(argv: list[str] | None = None) -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
-    measured = points()
-    print(f"{table(measured)}\n\n{summary(measured)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", type=Path)
+    tables = parser.parse_args(argv).tables
+    if not tables:
+        measured = points()
+        print(f"{table(measured)}\n\n{summary(measured)}")
+    for path in tables:
+        measured = tabled(path)
+        print(
+            f"{path.name}\n\n{table(measured)}\n\n{summary(measured)}\n\n{outcomes(measured)}\n\n{corrected(measured)}"
+        )
 
 
 if __name__ == "__main__":

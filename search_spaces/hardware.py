@@ -10,21 +10,30 @@ class Accelerator:
     """One device as Ray schedules it: memory in GiB, dense bf16 peak in FLOP/s; None where there is no such figure.
 
     `fp8`: has matrix units for 8-bit floats. `peer_memory`: kernels reach the memory of neighbours through torch's
-    symmetric memory, which asynchronous tensor parallelism is made of.
+    symmetric memory, which asynchronous tensor parallelism is made of. `fp32_flops`: peak of fp32 matrix products as
+    torch runs them by default. `memory_bytes_per_s`: of the device's memory; `link_bytes_per_s`: to all neighbours in
+    the node together, one way; `network_bytes_per_s`: the device's share of a node's usual network, one way.
     """
 
     memory_gib: float | None = None
     peak_flops: float | None = None
     fp8: bool = False
     peer_memory: bool = False
+    fp32_flops: float | None = None
+    memory_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    power_limit_w: float | None = None
 
 
 ACCELERATORS: dict[str, Accelerator] = {
-    # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it.
-    "h100": Accelerator(79.6, 989.4e12, fp8=True, peer_memory=True),
-    "h200": Accelerator(140.4, 989.4e12, fp8=True, peer_memory=True),
-    # AMD Instinct MI250 data sheet: 128 GB and 362.1 TFLOP/s a card, two devices (GCDs) a card.
-    "mi250": Accelerator(64.0, 181.05e12),
+    # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it; one 400 Gbit/s adapter a
+    # GPU, as in NVIDIA's DGX H100.
+    "h100": Accelerator(79.6, 989.4e12, True, True, 66.9e12, 3.35e12, 450e9, 50e9, 700.0),
+    "h200": Accelerator(140.4, 989.4e12, True, True, 66.9e12, 4.8e12, 450e9, 50e9, 700.0),
+    # AMD Instinct MI250 data sheet: 128 GB, 362.1 TFLOP/s, 3.2 TB/s and 500 W a card, two devices (GCDs) a card. Links:
+    # Infinity Fabric, 400 GB/s between the two of a card, about 100 GB/s to the others; a 200 Gbit/s adapter a card.
+    "mi250": Accelerator(64.0, 181.05e12, False, False, 45.3e12, 1.64e12, 100e9, 12.5e9, 250.0),
     # Any other GPU: nothing is known ahead, so memory is not checked and there is no MFU.
     "gpu": Accelerator(),
     "cpu": Accelerator(),

@@ -7,11 +7,28 @@ makes does not fit the pieces of what it gives free.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
-from search_spaces.rules import Workload
+from search_spaces.workload import Workload
+
+Band = Literal["fits", "borderline", "too big"]
+
+SAFE_SHARE = 0.8
+"""Share of what torch can reserve from which on a layout may run out after all."""
+
+MEASURED_SHARE = 1.03
+"""Share above which a layout is taken not to fit: one, and the mean error of the formula."""
+
+UNMEASURED_SHARE = 1.15
+"""The same where the formula was never held against measurements."""
+
+PRIOR_TRIALS = 3
+"""Trials for which the formula counts beside those of a search."""
 
 CONSTANT_BYTES = 2**28
 """Reserved whatever the layout: workspaces of cuBLAS, rotary tables, pools of small tensors."""
@@ -22,12 +39,21 @@ OUTSIDE_BYTES = 1.8 * 2**30
 On H200 torch finds 0.6 GiB less than NVML, and out-of-memory errors name 1.2 GiB that are not torch's.
 """
 
-EAGER_LOSS_BYTES = 16
-"""A logit, where the loss is not compiled: log-probabilities, two gradients of them, and one more of fp32 that the
+EAGER_LOSS_BYTES = {"megatron": 20, "deepspeed": 19}
+"""A logit, where the loss is not compiled, which has log-probabilities and two gradients in fp32 besides, and what the
 allocator loses to tensors of such a size. Fitted."""
 
-SHARED_LOSS_BYTES = 20
+SHARED_LOSS_BYTES = 24
 """A logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""
+
+DEEPSPEED_PIPELINE_LOSS_BYTES = 4
+"""A logit, where the loss is not compiled: what DeepSpeed's pipeline has left of the microbatch before. Fitted."""
+
+DEEPSPEED_ZERO3_BYTES = 18
+"""A parameter of the largest part, which DeepSpeed's ZeRO-3 holds besides what it gathers. Fitted."""
+
+SPARE_LOSS_BYTES = 10
+"""A logit, of a loss that is not compiled, that the backward passes of the blocks use again. Fitted."""
 
 IMBALANCE = 2.8
 """Tokens that come to the experts of the fullest rank, in those of an even share, while routers are young. Fitted."""
@@ -53,25 +79,41 @@ class RankMemory:
     @property
     def needed(self) -> float:
         """Without `slack`."""
-        return sum(getattr(self, field.name) for field in fields(self)) - self.slack
+        held = self.parameters + self.gradients + self.optimizer + self.activations + self.logits
+        return held + self.communication + self.constant
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """`ranks`: by pipeline rank. `usable_bytes`: what torch can reserve on a GPU, None where that is not known."""
+    """`ranks`: of pipeline ranks, the fullest among them. `usable_bytes`: what torch can reserve on a GPU, None where
+    that is not known."""
 
-    ranks: tuple[RankMemory, ...]
+    ranks: Mapping[int, RankMemory]
     usable_bytes: float | None
 
     @property
     def peak_bytes(self) -> float:
         """What torch will have reserved on the fullest GPU: `torch.cuda.max_memory_reserved`."""
-        return max(self.reserved(rank) for rank in range(len(self.ranks)))
+        return max(map(self.reserved, self.ranks))
 
     @property
     def share(self) -> float | None:
         """What the fullest GPU needs, of what torch can reserve there. Above one the layout does not fit."""
-        return None if self.usable_bytes is None else max(rank.needed for rank in self.ranks) / self.usable_bytes
+        return None if self.usable_bytes is None else self._neediest.needed / self.usable_bytes
+
+    @property
+    def needs(self) -> str:
+        """What the fullest GPU needs, and of what: ``needs 151 GiB of 139 GiB: 62 activations, 41 optimizer, ...``."""
+        rank = self._neediest
+        parts = {field.name: getattr(rank, field.name) / 2**30 for field in fields(rank) if field.name != "slack"}
+        largest = sorted(parts.items(), key=lambda part: -part[1])
+        of = "" if self.usable_bytes is None else f" of {self.usable_bytes / 2**30:.0f} GiB"
+        named = ", ".join(f"{gib:.0f} {name}" for name, gib in largest if gib >= 0.5)
+        return f"needs {rank.needed / 2**30:.0f} GiB{of}: {named}"
+
+    @property
+    def _neediest(self) -> RankMemory:
+        return max(self.ranks.values(), key=lambda rank: rank.needed)
 
     def reserved(self, rank: int) -> float:
         """Bytes that torch will have reserved on the GPUs of a pipeline rank."""
@@ -104,26 +146,115 @@ class _States:
     late: float
 
 
-def estimate(config: TrialConfig, work: Workload) -> MemoryEstimate:
-    """For a legal layout of the whole model of `work`."""
+def estimate(config: TrialConfig, work: Workload, ranks: Iterable[int] | None = None) -> MemoryEstimate:
+    """For a legal layout of the whole model of `work`.
+
+    `ranks`: pipeline ranks to look at, if not just those of which one is the fullest.
+    """
     memory = work.accelerator.memory_gib
     usable = None if memory is None else memory * 2**30 - OUTSIDE_BYTES
-    ranks = range(config.pipeline_parallel_size)
-    return MemoryEstimate(tuple(_rank(config, work, rank) for rank in ranks), usable)
-
-
-def _rank(config: TrialConfig, work: Workload, rank: int) -> RankMemory:
-    model, mine = work.model, config.stages_of(rank)
-    first, last = 0 in mine, config.pipeline_stages - 1 in mine
-    stages = config.layers_by_stage(model.layers)
-    layers = sum(len(stages[stage]) for stage in mine)
+    asked = _fullest(config) if ranks is None else ranks
     tokens = config.micro_batch_size * work.sequence_length // config.context_parallel_size
+    block = _block_activations(config, work.model, tokens)
+    return MemoryEstimate({rank: _rank(config, work.model, tokens, block, rank) for rank in asked}, usable)
+
+
+def band(config: TrialConfig, work: Workload) -> Band | None:
+    """Whether a legal layout fits, as it is really run: of proxies the deeper. None where memory is not known."""
+    return judge(config, work.model, estimate(config, work.run).share)
+
+
+def judge(config: TrialConfig, model: ModelShape, share: float | None) -> Band | None:
+    """What it means that a layout needs `share` of what torch can reserve."""
+    if share is None:
+        return None
+    if share > (MEASURED_SHARE if _is_measured(config, model) else UNMEASURED_SHARE):
+        return "too big"
+    # What spread experts take follows their router.
+    return "borderline" if share >= SAFE_SHARE or config.expert_parallel_size > 1 else "fits"
+
+
+class MemoryModel:
+    """The estimates of one search, corrected by what its trials took.
+
+    Layouts of an engine are scaled by the median of measured over predicted memory, drawn towards one as long as there
+    are few of them.
+    """
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self._shares: dict[TrialConfig, float | None] = {}
+        self._ratios: dict[str, list[float]] = {}
+        self._factors: dict[str, float] = {}
+
+    def observe(self, config: TrialConfig, measured_gib: float | None) -> None:
+        """What a trial reserved on its fullest GPU (`peak_memory_gib`); None if it ran out of memory."""
+        if measured_gib is not None:
+            ratio = measured_gib * 2**30 / estimate(config, self.work).peak_bytes
+        elif (share := self._share(config)) is not None and share < 1:
+            ratio = 1 / share  # at least
+        else:
+            return
+        ratios = self._ratios.setdefault(config.engine, [])
+        ratios.append(ratio)
+        weight = len(ratios) / (len(ratios) + PRIOR_TRIALS)
+        self._factors[config.engine] = statistics.median(ratios) ** weight
+
+    def share(self, config: TrialConfig) -> float | None:
+        """`MemoryEstimate.share` of what is really run, corrected. Above one it does not fit; None where that is not
+        known."""
+        share = self._share(config)
+        return None if share is None else share * self._factors.get(config.engine, 1.0)
+
+    def band(self, config: TrialConfig) -> Band | None:
+        """`band` of the corrected share."""
+        return judge(config, self.work.model, self.share(config))
+
+    def _share(self, config: TrialConfig) -> float | None:
+        if config not in self._shares:
+            self._shares[config] = estimate(config, self.work.run).share
+        return self._shares[config]
+
+
+def _is_measured(config: TrialConfig, model: ModelShape) -> bool:
+    """Whether layouts of this kind are among those of docs/memory.md."""
+    plain = (config.precision, config.pipeline_schedule, config.offload_optimizer) == ("bf16", "1f1b", False)
+    sharded_experts = model.num_experts > 0 and (config.engine == "deepspeed" or config.expert_parallel_size > 1)
+    return (
+        plain
+        and config.recompute != "selective"
+        and config.context_parallel_size == config.data_parallel_replicate_size == 1
+        and model.family == "llama"
+        and not sharded_experts
+    )
+
+
+def _fullest(config: TrialConfig) -> Iterable[int]:
+    """Pipeline ranks of which one is the fullest.
+
+    Those between the ends differ only in the passes that they keep, no more the later they come.
+    """
+    ranks = range(config.pipeline_parallel_size)
+    return ranks if config.stage_layers or len(ranks) < 3 else (ranks[0], ranks[1], ranks[-1])
+
+
+def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[float, float], rank: int) -> RankMemory:
+    mine = config.stages_of(rank)
+    first, last = mine[0] == 0, mine[-1] == config.pipeline_stages - 1
+    if config.stage_layers is None:
+        layers = model.layers // config.pipeline_parallel_size
+    else:
+        layers = sum(config.stage_layers[stage] for stage in mine)
     held = _held(config, model, layers, first, last)
     states = _deepspeed_states(config, held) if config.engine == "deepspeed" else _megatron_states(config, held)
     in_flight = _in_flight(config, rank)
-    kept, whole = _block_activations(config, model, tokens)
-    # Of the block under way, what is computed again is there too.
-    activations = kept * layers * in_flight / len(mine) + whole - kept
+    kept, whole = block
+    logits, spare = _logits(config, model, tokens) if last else (0.0, 0.0)
+    communication = _communication(config, model, held, tokens, first, last)
+    again = whole - kept
+    # What blocks send and compute again comes after the loss, in what that has given back.
+    spare, communication = max(0.0, spare - communication), max(0.0, communication - spare)
+    spare, again = max(0.0, spare - again), max(0.0, again - spare)
     room = 0.0
     if (
         tokens * model.ffn_hidden * _width(config) / config.tensor_parallel_size
@@ -135,11 +266,11 @@ def _rank(config: TrialConfig, work: Workload, rank: int) -> RankMemory:
         parameters=states.parameters,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=activations,
-        logits=_logits(config, model, tokens) if last else 0.0,
-        communication=_communication(config, model, held, tokens, first, last),
+        activations=kept * layers * in_flight / len(mine) + again,
+        logits=logits,
+        communication=communication,
         constant=CONSTANT_BYTES,
-        slack=max(0.0, states.late - max(0.0, room)),
+        slack=max(0.0, states.late - max(0.0, room) - spare),
     )
 
 
@@ -201,8 +332,11 @@ def _deepspeed_states(config: TrialConfig, held: _Held) -> _States:
     width, summed = _width(config), _reduced_width(config)
     if zero == 0 and (config.precision == "fp32" or config.shard_ranks > 1):
         # No master copies; autocast keeps weights in bf16 for the backward pass.
-        return _States((4 if width == 4 else 6) * whole, 4 * whole, 8 * whole, 0.0)
-    weights = width * (min(whole, shards + held.largest + held.block) if zero == 3 else whole)
+        late = 0.0 if config.gradient_accumulation_steps > 1 else 4 * whole
+        return _States((4 if width == 4 else 6) * whole, 4 * whole - late, 8 * whole, late)
+    weights = width * whole
+    if zero == 3:
+        weights = width * min(whole, shards + held.largest + held.block) + DEEPSPEED_ZERO3_BYTES * held.largest
     if config.offload_optimizer:
         # ZeRO-1 keeps gradients whole until the update, the others hand them over as they come.
         return _States(weights, width * whole if zero == 1 else 0.0, 0.0, 0.0)
@@ -214,7 +348,7 @@ def _deepspeed_states(config: TrialConfig, held: _Held) -> _States:
 
 
 def _in_flight(config: TrialConfig, rank: int) -> int:
-    """Passes through a stage whose activations a rank keeps at once (Narayanan et al. 2021, Qi et al. 2023)."""
+    """Passes through a stage that a rank keeps activations of at once (Narayanan et al. 2021, Qi et al. 2023)."""
     ranks, rounds, virtual = (
         config.pipeline_parallel_size,
         config.gradient_accumulation_steps,
@@ -228,10 +362,11 @@ def _in_flight(config: TrialConfig, rank: int) -> int:
         return min(rounds, ranks - rank)
     if config.pipeline_schedule == "zbv_zero_bubble":
         return 2 * min(rounds, ranks)
-    # As torch's interleaved schedules count their warm-up.
+    # As torch's interleaved schedules count their warm-up. Zero bubble leaves the weight gradients of as many passes as
+    # there are ranks before this one for later.
     together = rounds // max(1, rounds // ranks)
-    apart = 2 if config.pipeline_schedule == "interleaved_1f1b" else 1
-    return min(rounds * virtual, (virtual - 1) * together + apart * (ranks - 1 - rank) + 1)
+    ahead = 2 * (ranks - 1 - rank) if config.pipeline_schedule == "interleaved_1f1b" else ranks - 1
+    return min(rounds * virtual, (virtual - 1) * together + ahead + 1)
 
 
 def _block_activations(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float, float]:
@@ -269,15 +404,24 @@ def _block_activations(config: TrialConfig, model: ModelShape, tokens: int) -> t
     return min(whole, tokens * (_width(config) * (3 * outside + attention + products) + masks)), whole
 
 
-def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> float:
-    """Bytes of logits and their gradients. GPipe has those of all microbatches before the first backward pass."""
+def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float, float]:
+    """Bytes of logits and their gradients, and those of them that are free again before the blocks' backward passes.
+
+    GPipe has the logits of all microbatches before the first backward pass.
+    """
     shared = config.engine == "megatron" and config.tensor_parallel_size > 1
     count = tokens * model.vocab / (config.tensor_parallel_size if shared else 1)
-    compiled = config.compile and not shared
-    one = 2 * _width(config) if compiled else SHARED_LOSS_BYTES if shared else EAGER_LOSS_BYTES
+    if config.compile and not shared:
+        loss, later, spare = 2 * _width(config), _width(config), 0
+    else:
+        loss, later, spare = EAGER_LOSS_BYTES[config.engine], _width(config) + 4, SPARE_LOSS_BYTES
+        if shared:
+            loss = SHARED_LOSS_BYTES
+        elif config.engine == "deepspeed" and config.pipeline_parallel_size > 1:
+            loss += DEEPSPEED_PIPELINE_LOSS_BYTES
     gpipe = config.pipeline_parallel_size > 1 and config.pipeline_schedule == "gpipe"
     waiting = config.gradient_accumulation_steps - 1 if gpipe else 0
-    return count * (one + waiting * (_width(config) + (0 if compiled else 4)))
+    return count * (loss + waiting * later), count * spare
 
 
 def _communication(config: TrialConfig, model: ModelShape, held: _Held, tokens: int, first: bool, last: bool) -> float:

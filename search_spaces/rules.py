@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
+from search_spaces import memory
 from search_spaces.config import ONE_STAGE_SCHEDULES, TrialConfig
-from search_spaces.hardware import ACCELERATORS, Accelerator
-from search_spaces.models import ModelShape
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What every trial of one search has in common.
-
-    `depths`: the numbers of layers, in ascending order, that trials run with in place of the model's; none for its own.
-    """
-
-    model: ModelShape
-    sequence_length: int
-    global_batch_size: int
-    accelerator: Accelerator = ACCELERATORS["gpu"]
-    depths: tuple[int, ...] = ()
-
+from search_spaces.workload import Workload
 
 Rule = Callable[[TrialConfig, Workload], str | None]
 
@@ -246,28 +230,18 @@ def offload_is_supported(config: TrialConfig, work: Workload) -> str | None:
     return None
 
 
-def states_fit(config: TrialConfig, work: Workload) -> str | None:
-    """Parameters, gradients and Adam's states alone, in mixed precision (ZeRO, section 3.1).
+def memory_fits(config: TrialConfig, work: Workload) -> str | None:
+    """See `memory.judge`. Of proxies, the deeper has to fit."""
+    found = memory.estimate(config, work.run)
+    return found.needs if memory.judge(config, work.model, found.share) == "too big" else None
 
-    Their 2 + 2 + 12 bytes a parameter are the least that either engine holds, at either precision; offloading leaves
-    the 12 to the host.
-    """
-    memory = work.accelerator.memory_gib
-    if memory is None:
+
+def memory_surely_fits(config: TrialConfig, work: Workload) -> str | None:
+    """For searches that do not want to risk it."""
+    if not work.refuse_borderline or memory.band(config, work) != "borderline":
         return None
-    stage, model = config.zero_stage, replace(work.model, layers=max(work.depths, default=work.model.layers))
-    experts = model.layers * model.num_experts * (model.expert_parameters if model.num_experts else 0)
-    copies = config.data_parallel_replicate_size
-    states = 0 if config.offload_optimizer else 12
-    needed = 0.0
-    for parameters, spread in ((model.parameters - experts, 1), (experts, config.expert_parallel_size)):
-        ranks = config.shard_ranks / copies / spread
-        held = 2 / (ranks if stage == 3 else 1) + 2 / (ranks if stage >= 2 else 1) + states / (ranks if stage else 1)
-        needed += parameters / spread * held
-    needed /= config.tensor_parallel_size * config.pipeline_parallel_size * 2**30
-    if needed > memory:
-        return f"model states alone need {needed:.0f} GiB of {memory:.0f} GiB"
-    return None
+    spread = "spread experts may need more, " if config.expert_parallel_size > 1 else ""
+    return f"borderline: {spread}{memory.estimate(config, work.run).needs}"
 
 
 RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
@@ -283,19 +257,22 @@ RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
     "zero_stage": (zero_with_pipeline, deepspeed_experts_alone),
     "data_parallel_replicate_size": (deepspeed_has_no_such_axis, replicas_divide),
     "expert_parallel_size": (experts_divide,),
-    "offload_optimizer": (offload_is_supported, states_fit),
+    "offload_optimizer": (offload_is_supported,),
     "precision": (fp8_is_supported, deepspeed_pipeline_shards_states),
     "reduce_precision": (),
     "compile": (zero_bubble_is_not_compiled,),
     "sequence_parallel": (sequence_divides,),
+    "recompute": (zero_bubble_keeps_no_selection, deepspeed_tensor_parallel_sums_in_place),
+    "bucket_size": (memory_fits, memory_surely_fits),
     "async_tensor_parallel": (async_tensor_parallel_is_supported,),
     "rank_order": (rank_order_is_permutation,),
-    "recompute": (zero_bubble_keeps_no_selection, deepspeed_tensor_parallel_sums_in_place),
     "overlap_grad_reduce": (),
     "overlap_param_gather": (),
-    "bucket_size": (),
 }
-"""The axes in the order in which a layout is settled, each with the rules that judge it and axes before it."""
+"""The axes in the order in which a layout is settled, each with the rules that judge it and axes before it.
+
+Those that memory does not depend on come last, so that it is reckoned once for all of their values.
+"""
 
 RULES: tuple[Rule, ...] = tuple(itertools.chain(*RULES_BY_AXIS.values()))
 

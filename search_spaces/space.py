@@ -14,7 +14,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from search_spaces.config import BUCKET_SIZE, TrialConfig
-from search_spaces.rules import RULES_BY_AXIS, Workload, refusal
+from search_spaces.rules import RULES_BY_AXIS, refusal
+from search_spaces.workload import Workload
 
 
 @dataclass(frozen=True)

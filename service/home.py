@@ -52,6 +52,10 @@ class Home:
         """Samples as each node takes them, on its own disk: see `telemetry.spool`."""
         return self.path / "telemetry"
 
+    def calibration(self, accelerator: str) -> Path:
+        """The cost model's coefficients as trials on these machines have them: see `service.calibration`."""
+        return self.path / "calibration" / f"{accelerator}.json"
+
     def spool(self, search_id: str) -> Path:
         """What a search has on disk while it runs: raw samples, and trials that MLflow has not taken yet."""
         return self.path / "spool" / search_id

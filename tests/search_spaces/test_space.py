@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from search_spaces.config import BUCKET_SIZE, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES, TrialConfig
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.models import PRESETS
-from search_spaces.rules import RULES, RULES_BY_AXIS, Workload, refusal
+from search_spaces.rules import RULES, RULES_BY_AXIS, refusal
 from search_spaces.space import canonical, enumerate_space
+from search_spaces.workload import Workload
 
 VALUES: dict[str, list[Any]] = {
     "engine": ["megatron", "deepspeed"],
@@ -69,8 +70,9 @@ workloads = st.builds(
     ),
     sequence_length=st.sampled_from([127, 128]),
     global_batch_size=st.sampled_from([4, 6, 16]),
-    accelerator=st.sampled_from([*ACCELERATORS.values(), Accelerator(0.001), Accelerator(1.0, fp8=True)]),
+    accelerator=st.sampled_from([*ACCELERATORS.values(), Accelerator(2.06), Accelerator(2.03, fp8=True)]),
     depths=st.sampled_from([(), (2, 4)]),
+    refuse_borderline=st.booleans(),
 )
 
 

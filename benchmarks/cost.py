@@ -1,0 +1,197 @@
+"""The cost model of `search_spaces.cost` against every committed measurement on H200, and against tables of layouts.
+
+    python -m benchmarks.cost [TABLE.csv ...]
+
+A table is one of benchmarks/data, with `step_time_s` and `mean_power_w`, and beside it the spec of its sweep, of the
+same name in YAML. Prints each measured layout with what the data sheet's coefficients foretell; then, by engine, the
+mean and the largest error with these, and with coefficients fitted to a few of the measurements, on the others. Of a
+table these few are the `design` of a random half of it, of the committed records a random draw: one for each seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.search import Table
+from search_spaces.config import TrialConfig
+from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.workload import Workload
+from service.calibration import Observation, design, fit
+from service.spec import SearchSpec, load_spec
+from service.tables import render
+
+BENCHMARKS = Path(__file__).parent
+RESULTS = BENCHMARKS / "results"
+SEARCHED = BENCHMARKS.parent / "examples" / "llama3_8b_4xh200.yaml"
+RECORDS = (
+    "microbatch_1xh200.jsonl",
+    "layouts_4xh200.jsonl",
+    "microbatch_4xh200.jsonl",
+    "llama3_8b_best_4xh200.jsonl",
+)
+COUNT = 16
+"""Measurements that coefficients are fitted to."""
+
+
+def records() -> list[Observation]:
+    """All committed measurements."""
+    return [*_recorded(), *_searched(), *_proxied()]
+
+
+def sweep(path: Path) -> list[Observation]:
+    """The layouts of a table that ran. Raises ValueError or OSError if it or its spec cannot be read."""
+    work = load_spec(path.with_suffix(".yaml")).workload
+    ran = [result for result in Table(path).results.values() if result.status == "ok"]
+    found = []
+    for result in ran:
+        config = replace(result.config, global_batch_size=work.global_batch_size)
+        found.append(_observation(config, work, result.metrics))
+    return found
+
+
+def _work(spec: SearchSpec, layers: int) -> Workload:
+    return Workload(
+        replace(spec.shape, layers=layers), spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"]
+    )
+
+
+def _observation(config: TrialConfig, work: Workload, metrics: dict[str, Any]) -> Observation:
+    total = metrics.get("mean_power_w")
+    return Observation(config, work, metrics["step_time_s"], None if total is None else total / config.num_gpus)
+
+
+def _recorded() -> Iterator[Observation]:
+    specs = {spec.name: spec for spec in map(load_spec, sorted((BENCHMARKS / "specs").glob("*.yaml")))}
+    for name in RECORDS:
+        for record in map(json.loads, (RESULTS / name).read_text().splitlines()):
+            spec = specs[record["spec"]]
+            runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]] or [(spec.shape.layers, record)]
+            for layers, run in runs:
+                if run["status"] == "ok":
+                    yield _observation(TrialConfig.from_dict(run["config"]), _work(spec, layers), run["metrics"])
+
+
+def _searched() -> Iterator[Observation]:
+    spec = load_spec(SEARCHED)
+    for trial in json.loads((RESULTS / "llama3_8b_4xh200.json").read_text())["trials"]:
+        yield _observation(TrialConfig.from_dict(trial["config"]), _work(spec, spec.shape.layers), trial["metrics"])
+
+
+def _proxied() -> Iterator[Observation]:
+    for line in (RESULTS / "proxy_4xh200.txt").read_text().splitlines():
+        if line.startswith("{"):
+            record = json.loads(line)
+            spec, measured = load_spec(BENCHMARKS.parent / record["spec"]), record["measured"]
+            (config,) = (point for point in spec.legal.points if point.label == record["layout"])
+            power = measured["joules_per_token"] * measured["tokens_per_s"]
+            yield _observation(config, _work(spec, spec.shape.layers), measured | {"mean_power_w": power})
+
+
+def errors(observed: Observation, calibration: Calibration) -> tuple[float, float | None]:
+    """Of step time and of power, relative to what was measured."""
+    prediction = predict(observed.config, observed.work, calibration)
+    power = None if observed.power_w is None else prediction.power_w / observed.power_w - 1
+    return prediction.step_time_s / observed.step_time_s - 1, power
+
+
+def table(measured: Sequence[Observation], calibration: Calibration) -> str:
+    """One row a measurement."""
+    rows = []
+    for one in measured:
+        model, prediction = one.work.model, predict(one.config, one.work, calibration)
+        slower, hotter = errors(one, calibration)
+        parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
+        rows.append(
+            [
+                one.config.label,
+                f"{model.layers} x {model.hidden}" + (" moe" if model.num_experts else ""),
+                str(one.config.gradient_accumulation_steps),
+                f"{one.step_time_s:.3f}",
+                f"{prediction.step_time_s:.3f}",
+                f"{slower:+.1%}",
+                "" if one.power_w is None else f"{one.power_w:.0f}",
+                f"{prediction.power_w:.0f}",
+                "" if hotter is None else f"{hotter:+.1%}",
+                ", ".join(f"{name} {seconds / prediction.step_time_s:.0%}" for name, seconds in parts[:4]),
+            ]
+        )
+    headings = [
+        "layout",
+        "layers x width",
+        "microbatches",
+        "s",
+        "predicted",
+        "error",
+        "W",
+        "predicted",
+        "error",
+        "most",
+    ]
+    return render(headings, rows)
+
+
+def summary(measured: Sequence[Observation], sheet: Calibration, seeds: int, designed: bool) -> str:
+    """Mean and largest errors by engine; layouts that spread experts, which no formula foretells, are left out."""
+    known = [one for one in measured if one.config.expert_parallel_size == 1]
+    rows = _rows("data sheet", [(one, errors(one, sheet)) for one in known])
+    held_out = []
+    worst = 0.0
+    for seed in range(seeds):
+        told = _told(known, sheet, random.Random(seed), designed)
+        fitted = fit(told, sheet)
+        found = [(one, errors(one, fitted)) for one in known if one not in told]
+        worst = max(worst, statistics.mean(abs(slower) for _, (slower, _) in found))
+        held_out += found
+    rows += _rows(f"fitted to {COUNT}", held_out)
+    headings = ["coefficients", "engine", "points", "step time", "largest", "power", "largest"]
+    return f"{render(headings, rows)}\nfitted: {seeds} seeds, mean error in step time of the worst: {worst:.1%}"
+
+
+def _told(known: Sequence[Observation], sheet: Calibration, chance: random.Random, designed: bool) -> list[Observation]:
+    if not designed:
+        return chance.sample(list(known), COUNT)
+    half = chance.sample(list(known), len(known) // 2)
+    chosen = design([one.config for one in half], known[0].work, sheet, COUNT)
+    return [one for one in half if one.config in chosen]
+
+
+def _rows(name: str, found: Sequence[tuple[Observation, tuple[float, float | None]]]) -> list[list[str]]:
+    rows = []
+    for engine in ("megatron", "deepspeed", "both"):
+        these = [error for one, error in found if engine in (one.config.engine, "both")]
+        if not these:
+            continue
+        slower, hotter = [abs(error) for error, _ in these], [abs(error) for _, error in these if error is not None]
+        row = [name, engine, str(len(these)), f"{statistics.mean(slower):.1%}", f"{max(slower):.1%}"]
+        rows.append(row + ([f"{statistics.mean(hotter):.1%}", f"{max(hotter):.1%}"] if hotter else ["", ""]))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", type=Path)
+    parser.add_argument("--seeds", type=int, default=10)
+    arguments = parser.parse_args(argv)
+    sheet = data_sheet("h200")
+    assert sheet is not None
+    sets = {"committed measurements": records()}
+    for path in arguments.tables:
+        try:
+            sets[path.name] = sweep(path)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+    for name, measured in sets.items():
+        found = summary(measured, sheet, arguments.seeds, designed=name.endswith(".csv"))
+        print(f"\n{name}\n\n{table(measured, sheet)}\n\n{found}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What an accelerator attains: the coefficients of the cost model, by default from data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from search_spaces.hardware import ACCELERATORS
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Coefficients of one accelerator for `search_spaces.cost`, all above zero; seconds, joules, watts, bytes, FLOPs.
+
+    - `source`: where they come from, for readers.
+    - `matmul_flops`, `attention_flops`: a second, of large products in bf16 and of causal attention, at the full clock;
+      `matmul_half`: the smallest dimension of a product at which half of that is reached. `fp32_speed`, `fp8_speed`:
+      of matrix products, in that of bf16.
+    - `memory_bytes_per_s`: of compiled kernels that only move memory; `eager_bytes_per_s`: of those that are not
+      compiled; `states_bytes_per_s`: of the kernels that update parameters and add up gradients.
+    - `compiled_launch_s`, `eager_launch_s`: time of the CPU for the kernels of a block, forward and backward;
+      `tensor_launch_s`: in addition for an eager block of DTensors; `deepspeed_launch_s`: where DeepSpeed runs it.
+    - `step_s`: what a step takes whatever the layout.
+    - `link_bytes_per_s`, `link_latency_s`: of collectives within a node, by GPU and by hop; `network_bytes_per_s`,
+      `network_latency_s`: of a GPU's adapter, between nodes.
+    - `contention`: share of the time of communication beside computation by which the step is longer for it.
+    - `expert_imbalance`: tokens that come to the experts of the busiest rank, in those of an even share.
+    - `offloaded_per_s`: parameters of one GPU that the CPU updates, their transfers included.
+    - `idle_w`: power of a GPU that waits for others within a step; `power_limit_w`: what its mean is held at.
+    - `joules_per_flop`: of bf16, at the full clock; `joules_per_byte`: of memory; `joules_per_link_byte`: sent.
+    """
+
+    source: str
+    matmul_flops: float
+    attention_flops: float
+    fp32_speed: float
+    fp8_speed: float
+    memory_bytes_per_s: float
+    eager_bytes_per_s: float
+    states_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    idle_w: float
+    power_limit_w: float
+    joules_per_flop: float
+    joules_per_byte: float = 6e-11
+    joules_per_link_byte: float = 2e-10
+    matmul_half: float = 64.0
+    compiled_launch_s: float = 0.8e-3
+    eager_launch_s: float = 1.5e-3
+    tensor_launch_s: float = 12e-3
+    deepspeed_launch_s: float = 0.3e-3
+    step_s: float = 0.02
+    link_latency_s: float = 5e-6
+    network_latency_s: float = 10e-6
+    contention: float = 0.4
+    expert_imbalance: float = 1.1
+    offloaded_per_s: float = 5e8
+
+
+def data_sheet(name: str) -> Calibration | None:
+    """What is to be expected of the accelerator `name` of `ACCELERATORS`; None where nothing is known of it."""
+    return _DATA_SHEETS.get(name)
+
+
+def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Calibration:
+    """Peaks of the data sheet, by the shares that were reached on H200; see docs/cost.md."""
+    sheet = ACCELERATORS[name]
+    facts = (sheet.peak_flops, sheet.fp32_flops, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
+    peak, fp32, memory, link, network, limit = (*facts, sheet.network_bytes_per_s, sheet.power_limit_w)
+    assert peak is not None
+    assert fp32 is not None
+    assert memory is not None
+    assert link is not None
+    assert network is not None
+    assert limit is not None
+    return Calibration(
+        source=f"data sheet of {name}",
+        matmul_flops=0.9 * peak,
+        attention_flops=0.55 * peak,
+        fp32_speed=fp32 / peak,
+        fp8_speed=1.5 if sheet.fp8 else 1.0,
+        memory_bytes_per_s=0.8 * memory,
+        eager_bytes_per_s=0.65 * memory,
+        states_bytes_per_s=0.6 * memory,
+        link_bytes_per_s=0.5 * link,
+        network_bytes_per_s=0.8 * network,
+        idle_w=idle_w,
+        power_limit_w=0.985 * limit,
+        joules_per_flop=joules_per_flop,
+    )
+
+
+_DATA_SHEETS = {
+    # Energy and idle power are in no data sheet: of H200 as its trials have them, of MI250 a guess.
+    "h100": _gpu("h100", joules_per_flop=1.2e-12, idle_w=215.0),
+    "h200": _gpu("h200", joules_per_flop=1.2e-12, idle_w=215.0),
+    "mi250": _gpu("mi250", joules_per_flop=1.2e-12, idle_w=100.0),
+    # CPUs differ too much for a data sheet: a guess at a core, right for small models within a factor of three.
+    "cpu": Calibration(
+        source="guess at a CPU",
+        matmul_flops=1e11,
+        attention_flops=5e10,
+        fp32_speed=1.0,
+        fp8_speed=1.0,
+        memory_bytes_per_s=2e10,
+        eager_bytes_per_s=1e10,
+        states_bytes_per_s=2e10,
+        link_bytes_per_s=1e9,
+        network_bytes_per_s=1e9,
+        idle_w=2.0,
+        power_limit_w=4.0,
+        joules_per_flop=2e-11,
+        joules_per_byte=1e-10,
+        eager_launch_s=2e-3,
+        compiled_launch_s=1e-3,
+        step_s=5e-3,
+        link_latency_s=1.5e-3,
+        network_latency_s=2e-3,
+    ),
+}

@@ -1,0 +1,252 @@
+"""Predicted step time and power of a layout, part by part; see docs/cost.md.
+
+Passes through the model are those of `search_spaces.passes`; a pipeline waits for its bubble (Narayanan et al. 2021,
+section 2.2), what becomes of gradients and parameters is ZeRO's (Rajbhandari et al. 2020), and power is what the work
+costs until the limit is reached and the clock falls. A prediction warms a search; it never stands in for a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from search_spaces.calibration import Calibration, data_sheet
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from search_spaces.passes import Cut, Load, Places, collective, is_autocast, members, passes
+from search_spaces.workload import Workload
+
+__all__ = ["Calibration", "Prediction", "data_sheet", "predict"]
+
+UPDATE_BYTES = {"megatron": 46, "deepspeed": 70}
+"""Memory traffic of the update of one parameter: fp32 gradient, weight and two moments, clipping by their norm, and
+copies in the width of matrix products. DeepSpeed scales and copies gradients in between."""
+
+LAUNCHED_AGAIN = 1.8
+"""Time of the CPU for a block of which some is computed again, in that for one of which nothing is. Most of it goes to
+the forward pass, which is Python."""
+
+AUTOCAST_BYTES = 14
+"""The same of one parameter and microbatch under autocast, which casts weights and their gradients."""
+
+BUBBLES = {"interleaved_zero_bubble": 1 / 3, "zbv_zero_bubble": 0.0}
+"""The bubble in that of 1F1B, for forward, backward and weight-gradient passes F, B and W of one length: F + B - W in
+place of F + B + W (Qi et al. 2023, table 1), and none in the V schedule. Narayanan et al. 2021 for the others."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`power_w`: mean of one of the layout's GPUs; `joules_per_token`: of all of them. `parts`: where the seconds of a
+    step go on the pipeline rank that has most to do, by name."""
+
+    step_time_s: float
+    power_w: float
+    tokens_per_s: float
+    joules_per_token: float
+    parts: dict[str, float]
+
+
+def predict(config: TrialConfig, work: Workload, calibration: Calibration) -> Prediction:
+    """For a legal layout of the whole model of `work`."""
+    c, rounds = calibration, config.gradient_accumulation_steps
+    loads = _loads(config, work, c)
+    layers = _layers_by_rank(config, work.model)
+    launch = _launch_s(config, c)
+    times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
+    slow = max(range(len(times)), key=times.__getitem__)
+    load = loads[slow]
+    states = _states(config, work, slow, load.seconds, c)
+    updating = states.moved / c.states_bytes_per_s
+
+    clocked = rounds * (load.matmul + load.attention)
+    steady = rounds * times[slow] - clocked + updating + states.exposed
+    core = rounds * load.flops * c.joules_per_flop
+    rest = (rounds * load.moved + states.moved) * c.joules_per_byte
+    rest += (rounds * load.sent + states.sent) * c.joules_per_link_byte
+    budget = c.power_limit_w - c.idle_w
+    clock = _clock(clocked, steady, core, rest, budget)
+    stretched = rounds * times[slow] + clocked / clock - clocked
+
+    waiting = (sum(times) / times[slow] - 1) * stretched / rounds / config.virtual_pipeline_stages
+    bubble = BUBBLES.get(config.pipeline_schedule, 1.0) * waiting
+    between = _between_stages(config, work, c)
+    offloading = states.offloaded / c.offloaded_per_s
+    step = stretched + updating + states.exposed + bubble + between + offloading + c.step_s
+
+    # What ranks have less to do than the slowest they wait for it.
+    busy = sum(each.seconds for each in loads) / len(loads) / load.seconds
+    power = c.idle_w + busy * (core * clock**2 + rest) / step
+    tokens_per_s = config.global_batch_size * work.sequence_length / step
+    parts = {
+        "matmul": rounds * load.matmul / clock,
+        "attention": rounds * load.attention / clock,
+        "elementwise": rounds * load.elementwise,
+        "launch": rounds * (times[slow] - load.seconds),
+        "model_states": updating,
+        "offload": offloading,
+        "tensor_parallel": rounds * load.tensor,
+        "context_parallel": rounds * load.context,
+        "expert_parallel": rounds * load.experts,
+        "data_parallel": states.exposed,
+        "between_stages": between,
+        "bubble": bubble,
+        "step": c.step_s,
+    }
+    return Prediction(step, power, tokens_per_s, power * config.num_gpus / tokens_per_s, parts)
+
+
+def _clock(clocked: float, steady: float, core: float, rest: float, budget: float) -> float:
+    """The clock, in that without a limit, at which the mean power above idle is `budget` at most.
+
+    `clocked` seconds lengthen as the clock falls, `steady` ones do not. Of the joules above idle, `core` is of what the
+    clock drives: it falls with the square of the voltage, which is taken to follow the clock. With s for the clock,
+    core s^2 + rest = budget (clocked / s + steady), to whose one positive root Newton's method descends.
+    """
+    if core + rest <= budget * (clocked + steady):
+        return 1.0
+    clock, linear = 1.0, rest - budget * steady
+    for _ in range(6):
+        clock -= (core * clock**3 + linear * clock - budget * clocked) / (3 * core * clock**2 + linear)
+    return clock
+
+
+def _loads(config: TrialConfig, work: Workload, c: Calibration) -> list[Load]:
+    """Of each pipeline rank, for one microbatch forward and backward."""
+    through = passes(Cut.of(config, work), work.model, work.sequence_length, c)
+    layers = _layers_by_rank(config, work.model)
+    blocks = {count: through.block.times(count) for count in set(layers)}
+    loads = [blocks[count] for count in layers]
+    first, last = _ends(config)
+    loads[first] = loads[first].plus(through.embedding)
+    loads[last] = loads[last].plus(through.head)
+    return loads
+
+
+def _layers_by_rank(config: TrialConfig, model: ModelShape) -> list[int]:
+    """Blocks of each pipeline rank."""
+    ranks = config.pipeline_parallel_size
+    if config.stage_layers is None:
+        return [model.layers // ranks] * ranks
+    stages = config.stage_layers
+    return [sum(stages[stage] for stage in config.stages_of(rank)) for rank in range(ranks)]
+
+
+def _ends(config: TrialConfig) -> tuple[int, int]:
+    """The pipeline ranks of the embedding and of the head."""
+    return 0, 0 if config.pipeline_schedule == "zbv_zero_bubble" else config.pipeline_parallel_size - 1
+
+
+def _launch_s(config: TrialConfig, c: Calibration) -> float:
+    """Time of the CPU for a block and a microbatch."""
+    seconds = c.compiled_launch_s if config.compile else c.eager_launch_s
+    if config.tensor_parallel_size > 1 and config.engine == "megatron" and not config.compile:
+        seconds += c.tensor_launch_s
+    if config.engine == "deepspeed":
+        seconds += c.deepspeed_launch_s
+    return seconds * (1.0 if config.recompute == "none" else LAUNCHED_AGAIN)
+
+
+class _States(NamedTuple):
+    """What is done with gradients, parameters and optimizer states in a step: bytes that a GPU moves and sends, seconds
+    of communication that nothing hides, and parameters that the CPU updates."""
+
+    moved: float
+    sent: float
+    exposed: float
+    offloaded: float
+
+
+def _states(config: TrialConfig, work: Workload, rank: int, round_s: float, c: Calibration) -> _States:
+    """Of a GPU of a pipeline rank that computes for `round_s` on a microbatch."""
+    zero, rounds, tensor = config.zero_stage, config.gradient_accumulation_steps, config.tensor_parallel_size
+    copies = config.data_parallel_replicate_size if zero else config.shard_ranks
+    ranks = config.shard_ranks // copies
+    dense, experts = _held(config, work.model, rank)
+    held, shard = dense + experts, dense / ranks + experts / max(1, ranks // config.expert_parallel_size)
+    width, summed = _widths(config)
+    forward, backward = round_s / 3, round_s * 2 / 3
+    hides_gathers, hides_sums = _overlaps(config)
+
+    places = Places.of(config, work)
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
+    count = _messages(config, work.model, held)
+    gather, gathered = collective(width * held, count, ranks, tensor, places, c)
+    exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
+
+    sums = rounds if zero >= 2 else 1
+    # Where every rank keeps the sum it is scattered and gathered.
+    whole = zero == 0 or (config.engine == "deepspeed" and zero < 3)
+    over = ranks if zero else copies
+    scatter, scattered = collective((2 if whole else 1) * summed * held, count, over, tensor, places, c)
+    exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
+    if zero and copies > 1:
+        between, more = collective(2 * summed * shard, count, copies, tensor * ranks, places, c)
+        exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more
+
+    # Gradients are copied to be sent, or where they are summed, and added to what is there.
+    copied = width + summed + (AUTOCAST_BYTES if is_autocast(config) else 0)
+    added = (rounds - 1) * summed if zero < 2 else 0
+    moved = (gathers * 2.0 * width + rounds * copied + added) * held
+    if config.offload_optimizer:
+        return _States(moved, sent, exposed, shard)
+    return _States(moved + UPDATE_BYTES[config.engine] * shard, sent, exposed, 0.0)
+
+
+def _widths(config: TrialConfig) -> tuple[int, int]:
+    """Bytes of a parameter as it is gathered, and of a gradient as it is summed."""
+    if config.precision == "fp32":
+        return 4, 4
+    return 2, 4 if is_autocast(config) or config.reduce_precision == "fp32" else 2
+
+
+def _overlaps(config: TrialConfig) -> tuple[bool, bool]:
+    """Whether parameters are gathered, and gradients summed, beside computation.
+
+    Pipelines sum after their last backward pass. DeepSpeed gathers ahead at stage 3 alone, and sums after the last
+    backward pass without ZeRO, and where ZeRO-1 sums bf16 in fp32.
+    """
+    gathers, sums = config.overlap_param_gather, config.overlap_grad_reduce and config.pipeline_parallel_size == 1
+    if config.engine == "megatron":
+        return gathers, sums
+    apart = config.precision == "bf16" and config.reduce_precision == "fp32" and not config.offload_optimizer
+    late = config.zero_stage == 0 or (config.zero_stage == 1 and apart)
+    return gathers and config.zero_stage == 3, sums and not late
+
+
+def _messages(config: TrialConfig, model: ModelShape, held: float) -> int:
+    """In how many pieces parameters or gradients are sent: part by part, or bucket by bucket."""
+    if config.engine == "deepspeed" and config.zero_stage:
+        return round(held / config.bucket_size) + 1
+    return model.layers // config.pipeline_parallel_size + 2
+
+
+def _exposed(seconds: float, beside: float, hidden: bool, c: Calibration) -> float:
+    """What communication adds to a step that computes for `beside` seconds in the meantime."""
+    return max(0.0, seconds - beside) + c.contention * min(seconds, beside) if hidden else seconds
+
+
+def _held(config: TrialConfig, model: ModelShape, rank: int) -> tuple[float, float]:
+    """Parameters of a pipeline rank's GPU before ZeRO shards them: experts apart from all others."""
+    tensor, layers = config.tensor_parallel_size, _layers_by_rank(config, model)[rank]
+    experts = model.num_experts * model.expert_parameters
+    ends = _ends(config).count(rank)
+    copies = 1 if model.tie_embeddings and ends == 2 else ends
+    tables = copies * model.vocab * model.hidden / (1 if config.engine == "deepspeed" else tensor)
+    dense = layers * (model.block_parameters - experts) / tensor + tables
+    return dense, layers * experts / tensor / config.expert_parallel_size
+
+
+def _between_stages(config: TrialConfig, work: Workload, c: Calibration) -> float:
+    """Seconds in which hidden states and their gradients are on their way to the slowest pipeline rank."""
+    ranks = config.pipeline_parallel_size
+    if ranks == 1:
+        return 0.0
+    tokens = config.micro_batch_size * work.sequence_length / config.context_parallel_size
+    size = tokens * work.model.hidden * _widths(config)[0]
+    if config.sequence_parallel:
+        size /= config.tensor_parallel_size
+    if members(ranks, config.num_gpus // ranks, Places.of(config, work)) == ranks:
+        one = size / c.link_bytes_per_s + c.link_latency_s
+    else:
+        one = size / c.network_bytes_per_s + c.network_latency_s
+    return 2 * config.virtual_pipeline_stages * (config.gradient_accumulation_steps + ranks - 1) * one

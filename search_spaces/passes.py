@@ -1,0 +1,302 @@
+"""What one GPU does for a microbatch in each part of the model, in seconds, FLOPs and bytes; see docs/cost.md.
+
+Matrix products and memory traffic by the roofline (Williams et al. 2009), collectives by latency and bandwidth (Thakur
+et al. 2005).
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from search_spaces.calibration import Calibration
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from search_spaces.workload import Workload
+
+LOSS_BYTES = 40
+"""Memory traffic of a logit and its gradient, in fp32 and kernel by kernel."""
+
+SHARED_LOSS_BYTES = 100
+"""The same where tensor-parallel ranks share the loss, and its sums are apart."""
+
+COMPILED_LOSS_BYTES = 10
+"""The same in one kernel each way."""
+
+EAGER_ROTARY = 24
+"""Values that the kernels of rotary positions read and write for one of queries and keys, where nothing fuses them."""
+
+EAGER_COPIES = 20
+"""The same of what sequence parallelism gathers and scatters, for one of the hidden states. Fitted."""
+
+AUTOCAST_NORMS = 25
+"""The same of autocast's norms for one of the hidden states of a block, which are in fp32, and of the copies in bf16
+for each product."""
+
+
+class Load(NamedTuple):
+    """Work of one GPU: seconds at the full clock by kind, FLOPs as bf16 would have them for the same time, and bytes
+    that it moves in its memory and sends to others."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0
+    sent: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.matmul + self.attention + self.elementwise + self.tensor + self.context + self.experts
+
+    def plus(self, other: Load, times: float = 1.0) -> Load:
+        return Load(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
+
+    def times(self, factor: float) -> Load:
+        return Load(*[factor * mine for mine in self])
+
+
+class Places(NamedTuple):
+    """The GPUs that ranks take: those of their own number where `order` is None. `num_gpus` is 0 within one node."""
+
+    num_gpus: int
+    gpus_per_node: int
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, config: TrialConfig, work: Workload) -> Places:
+        if config.num_gpus <= work.gpus_per_node:
+            return ONE_NODE
+        return cls(config.num_gpus, work.gpus_per_node, config.rank_order)
+
+
+ONE_NODE = Places(0, 0, None)
+
+
+class Cut(NamedTuple):
+    """All of a layout that a pass through a part of the model depends on."""
+
+    engine: str
+    micro_batch_size: int
+    tensor: int
+    context: int
+    experts: int
+    sequence_parallel: bool
+    async_tensor_parallel: bool
+    recompute: str
+    compile: bool
+    precision: str
+    autocast: bool
+    places: Places
+
+    @classmethod
+    def of(cls, config: TrialConfig, work: Workload) -> Cut:
+        return cls(
+            config.engine,
+            config.micro_batch_size,
+            config.tensor_parallel_size,
+            config.context_parallel_size,
+            config.expert_parallel_size,
+            config.sequence_parallel,
+            config.async_tensor_parallel,
+            config.recompute,
+            config.compile,
+            config.precision,
+            is_autocast(config),
+            Places.of(config, work),
+        )
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tables(self) -> int:
+        """GPUs over which embedding and head are split; DeepSpeed's tensor parallelism leaves them whole."""
+        return 1 if self.engine == "deepspeed" else self.tensor
+
+
+def is_autocast(config: TrialConfig) -> bool:
+    """Whether weights and gradients are in fp32 and products in bf16: see `trainables.deepspeed_config`."""
+    several = config.engine == "deepspeed" and config.shard_ranks > 1
+    return several and config.zero_stage == 0 and config.precision == "bf16"
+
+
+class Passes(NamedTuple):
+    """A microbatch forward and backward, with what is computed again, through one part of the model each."""
+
+    block: Load
+    embedding: Load
+    head: Load
+
+
+@lru_cache(maxsize=4096)  # a fit of the coefficients goes through many
+def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Calibration) -> Passes:
+    """For a microbatch of sequences of `sequence_length` tokens."""
+    tokens = cut.micro_batch_size * sequence_length // cut.context
+    forward, backward = _block(cut, model, sequence_length, tokens, c)
+    block = forward.plus(backward)
+    if cut.recompute == "full":
+        block = block.plus(forward)
+    elif cut.recompute == "selective":
+        block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
+    embedding = _traffic(3.0 * cut.width * tokens * model.hidden, cut.compile, c)
+    shared = cut.tables > 1
+    fused = cut.compile and not shared
+    loss = SHARED_LOSS_BYTES if shared else COMPILED_LOSS_BYTES if fused else LOSS_BYTES
+    head = _traffic(tokens * model.vocab / cut.tables * loss, fused, c)
+    product = _products(tokens, [(model.hidden, model.vocab // cut.tables, 1)], cut, c, _speed(cut, c, fp8=False))
+    head = head.plus(product, 3)
+    if shared:
+        state = cut.width * tokens * model.hidden
+        seconds, sent = collective(2 * state, 2, cut.tensor, 1, cut.places, c)
+        embedding, head = (part.plus(Load(tensor=seconds, sent=sent)) for part in (embedding, head))
+    return Passes(block, embedding, head)
+
+
+def collective(size: float, count: int, ranks: int, stride: int, places: Places, c: Calibration) -> tuple[float, float]:
+    """Seconds, and bytes that a GPU sends, of `count` gathers or scatters of `size` bytes together.
+
+    By rings (Thakur et al. 2005, section 4) of ranks `stride` apart. Where they leave a node they go through the
+    adapters of all their members there.
+    """
+    if ranks == 1:
+        return 0.0, 0.0
+    sent = size * (ranks - 1) / ranks
+    together = members(ranks, stride, places)
+    if together == ranks:
+        rate, latency = c.link_bytes_per_s, c.link_latency_s
+    else:
+        rate, latency = min(c.link_bytes_per_s, together * c.network_bytes_per_s), c.network_latency_s
+    return sent / rate + count * (ranks - 1) * latency, sent
+
+
+@cache
+def members(ranks: int, stride: int, places: Places) -> int:
+    """How many of a group of ranks, `stride` apart, share a node, in the group that is spread most."""
+    size, order = places.gpus_per_node, places.order
+    if not places.num_gpus:
+        return ranks
+    if order is None:
+        return ranks if ranks * stride <= size else max(1, size // stride)
+    most = 1
+    for first in range(places.num_gpus):
+        if first // stride % ranks == 0:
+            most = max(most, len({order[first + i * stride] // size for i in range(ranks)}))
+    return max(1, ranks // most)
+
+
+def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Calibration) -> tuple[Load, Load]:
+    """A transformer block forward, and backward, which takes twice the products and two and a half times attention
+    (Dao 2023, section 3)."""
+    products, spread = _matmuls(cut, model, tokens, c)
+    attention = _attention(cut, model, sequence, tokens, c)
+    elementwise = _traffic(cut.width * tokens * _values(cut, model), cut.compile, c)
+    if cut.sequence_parallel:
+        # torch gathers and scatters along the first dimension, and copies from and to the second, four times.
+        copies = 8.0 if cut.compile else EAGER_COPIES
+        elementwise = elementwise.plus(_traffic(copies * cut.width * tokens * model.hidden, cut.compile, c))
+    there, back = _tensor_sums(cut, model, tokens, c)
+    forward = products.plus(attention).plus(elementwise).plus(spread).plus(there)
+    backward = products.times(2).plus(attention, 2.5).plus(elementwise, 2).plus(spread).plus(back)
+    return forward, backward
+
+
+def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Calibration) -> tuple[Load, Load]:
+    """The matrix products of a block forward, and the exchanges of tokens and of keys and values among their GPUs."""
+    hidden, inner, heads, keys = _widths(cut, model)
+    projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
+    network = [(hidden, inner, 2 if model.family == "llama" else 1), (inner, hidden, 1)]
+    speed = _speed(cut, c)
+    spread = Load()
+    if cut.context > 1:
+        # Keys and values of the whole sequence, or Ulysses's four exchanges.
+        shape = 2.0 * keys * cut.context if cut.engine == "megatron" else 2.0 * (heads + keys)
+        count = 1 if cut.engine == "megatron" else 4
+        seconds, sent = collective(cut.width * tokens * shape, count, cut.context, cut.tensor, cut.places, c)
+        spread = Load(context=seconds, sent=sent)
+    if not model.num_experts:
+        return _products(tokens, projections + network, cut, c, speed), spread
+    rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.experts > 1 else 1.0)
+    here = model.num_experts // cut.experts
+    products = _products(tokens, projections, cut, c, speed)
+    products = products.plus(_products(max(1.0, rows / here), network, cut, c, speed), here)
+    if cut.engine == "deepspeed":
+        # Tokens are dealt out and collected by products with masks of each token, expert and place there.
+        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], cut, c, speed))
+    seconds, sent = collective(2 * cut.width * rows * hidden, 2, cut.experts, cut.tensor, cut.places, c)
+    return products, spread.plus(Load(experts=seconds, sent=sent))
+
+
+def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Calibration, speed: float) -> Load:
+    """Products of `rows` rows with matrices (width in, width out, how many), at `speed` in that of bf16."""
+    seconds = flops = 0.0
+    for inside, outside, count in shapes:
+        work = 2.0 * rows * inside * outside / speed
+        traffic = cut.width * (rows * inside + inside * outside + rows * outside)
+        computed = work / c.matmul_flops * (1 + c.matmul_half / min(rows, inside, outside))
+        seconds += count * max(computed, traffic / c.memory_bytes_per_s)
+        flops += count * work
+    return Load(matmul=seconds, flops=flops)
+
+
+def _attention(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Calibration) -> Load:
+    """Causal attention forward: half of all pairs of tokens, of which context-parallel ranks have equal shares."""
+    work = 2.0 * tokens * sequence * model.hidden / cut.tensor / _speed(cut, c, fp8=False)
+    return Load(attention=work / c.attention_flops, flops=work)
+
+
+def _values(cut: Cut, model: ModelShape) -> float:
+    """Values that the kernels between the products of a block read and write for a token, forward."""
+    hidden, inner, heads, keys = _widths(cut, model)
+    outside = hidden / (cut.tensor if cut.sequence_parallel else 1)
+    chosen = model.experts_per_token if model.num_experts else 1
+    rotary = 0 if model.family == "gpt" else 2 if cut.compile else EAGER_ROTARY
+    # Norms and sums with what came in, fused into three passes or not; the activation function, with its gate.
+    values = (9 if cut.compile else 10) * outside + rotary * (heads + keys) + 2 * heads
+    values += chosen * inner * (2 if model.family == "gpt" else 3 if cut.compile else 5)
+    if model.num_experts:
+        values += 6 * chosen * hidden  # sorted by expert, and back
+    if cut.context > 1 and cut.engine == "megatron":
+        values += 2 * cut.context * (keys + 2 * heads)  # keys and values put in order, and once for each head
+    if cut.autocast and not cut.compile:
+        values += AUTOCAST_NORMS * hidden
+    if cut.precision == "fp8":
+        values += 2 * (2 * hidden + heads + chosen * inner)
+    return values
+
+
+def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Calibration) -> tuple[Load, Load]:
+    """Two sums over tensor-parallel ranks forward, and backward (Shoeybi et al. 2019), each a scatter and a gather
+    (Korthikanti et al. 2022). DeepSpeed sums the gradients of what goes into each product apart."""
+    if cut.tensor == 1:
+        return Load(), Load()
+    state = cut.width * tokens * model.hidden
+    seconds, sent = collective(4 * state, 4, cut.tensor, 1, cut.places, c)
+    if cut.async_tensor_parallel:
+        seconds *= c.contention
+    inputs = 4 if model.family == "gpt" else 5
+    more = inputs / 2 if cut.engine == "deepspeed" else 1.0
+    return Load(tensor=seconds, sent=sent), Load(tensor=more * seconds, sent=more * sent)
+
+
+def _widths(cut: Cut, model: ModelShape) -> tuple[int, int, int, int]:
+    """Hidden states, and a GPU's share of the feed-forward network, of queries, and of keys."""
+    keys = model.kv_heads * model.head_dim
+    return model.hidden, model.ffn_hidden // cut.tensor, model.hidden // cut.tensor, keys // cut.tensor
+
+
+def _traffic(moved: float, compiled: bool, c: Calibration) -> Load:
+    """Kernels that move so many bytes and hardly compute."""
+    return Load(elementwise=moved / (c.memory_bytes_per_s if compiled else c.eager_bytes_per_s), moved=moved)
+
+
+def _speed(cut: Cut, c: Calibration, fp8: bool = True) -> float:
+    """Of matrix products, in that of bf16; attention and the head are not computed in fp8."""
+    if cut.precision == "fp32":
+        return c.fp32_speed
+    return c.fp8_speed if cut.precision == "fp8" and fp8 else 1.0

@@ -1,0 +1,33 @@
+"""What every trial of one search has in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.models import ModelShape
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, how it is trained, and the machines.
+
+    `sequence_length` counts tokens, `global_batch_size` sequences. `depths`: the numbers of layers, in ascending order,
+    that trials run with in place of the model's; none for its own. `gpus_per_node`: those with fast links among them.
+    `refuse_borderline`: whether a layout that may run out of memory is not tried.
+    """
+
+    model: ModelShape
+    sequence_length: int
+    global_batch_size: int
+    accelerator: Accelerator = ACCELERATORS["gpu"]
+    depths: tuple[int, ...] = ()
+    gpus_per_node: int = 8
+    refuse_borderline: bool = False
+
+    @property
+    def run(self) -> Workload:
+        """The work of the largest model that trials really run: the deeper proxy, or the model itself."""
+        if not self.depths:
+            return self
+        return replace(self, model=replace(self.model, layers=max(self.depths)), depths=())

@@ -1,0 +1,185 @@
+"""The cost model's coefficients from trials of the hardware at hand; see docs/cost.md."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+import numpy as np
+
+from search_spaces import memory
+from search_spaces.config import TrialConfig
+from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.workload import Workload
+from service.errors import InputError
+from service.home import Home
+from service.results import SearchRecord
+
+SPREADS = {
+    "matmul_flops": 0.15,
+    "attention_flops": 0.25,
+    "fp32_speed": 0.3,
+    "fp8_speed": 0.3,
+    "memory_bytes_per_s": 0.25,
+    "eager_bytes_per_s": 0.4,
+    "states_bytes_per_s": 0.4,
+    "link_bytes_per_s": 0.4,
+    "network_bytes_per_s": 0.4,
+    "idle_w": 0.25,
+    "power_limit_w": 0.02,
+    "joules_per_flop": 0.2,
+    "joules_per_byte": 0.5,
+    "joules_per_link_byte": 0.7,
+    "matmul_half": 0.7,
+    "compiled_launch_s": 0.7,
+    "eager_launch_s": 0.7,
+    "tensor_launch_s": 0.7,
+    "deepspeed_launch_s": 0.7,
+    "step_s": 0.7,
+    "link_latency_s": 0.7,
+    "network_latency_s": 0.7,
+    "contention": 0.7,
+    "expert_imbalance": 0.3,
+    "offloaded_per_s": 1.0,
+}
+"""By how much a coefficient may be off, as standard deviation of its logarithm, before anything was measured."""
+
+MISFIT = 0.03
+"""By how much the model itself is taken to be off a measurement, likewise."""
+
+CANDIDATES = 400
+"""Layouts that a calibration chooses among, at most."""
+
+TRIAL_S, TRIAL_STEPS = 15.0, 8
+"""What a trial takes: the time to start it, and the steps that it runs."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a layout took: seconds a step, and watts of one of its GPUs, None where power was not measured."""
+
+    config: TrialConfig
+    work: Workload
+    step_time_s: float
+    power_w: float | None
+
+
+def observations(search: SearchRecord, work: Workload) -> list[Observation]:
+    """What the trials of a search tell of its workload `work`.
+
+    Power that is estimated, or of a model of fewer layers, is left out.
+    """
+    found = []
+    for trial in search.trials:
+        if trial.status != "ok" or "step_time_s" not in trial.metrics:
+            continue
+        config, total = TrialConfig.from_dict(trial.config), trial.metrics.get("mean_power_w")
+        methods = trial.methods
+        doubtful = methods.get("mean_power_w") == "estimated" or methods.get("step_time_s") == "extrapolated"
+        power = None if total is None or doubtful else total / config.num_gpus
+        found.append(Observation(config, work, trial.metrics["step_time_s"], power))
+    return found
+
+
+def fit(observed: Sequence[Observation], start: Calibration) -> Calibration:
+    """The coefficients that explain `observed` best, drawn towards those of `start` by `SPREADS`.
+
+    Least squares of logarithms, which outliers move little (soft L1). Without observations, `start`.
+    """
+    from scipy.optimize import least_squares  # a second, which no other command waits for
+
+    if not observed:
+        return start
+    names = list(SPREADS)
+    spreads = np.array([SPREADS[name] for name in names])
+
+    def misfits(shifts: np.ndarray) -> np.ndarray:
+        shifted = _shifted(start, dict(zip(names, shifts * spreads, strict=True)))
+        return np.concatenate([_misfits(observed, shifted) / MISFIT, shifts])
+
+    found = least_squares(misfits, np.zeros(len(names)), loss="soft_l1", method="trf", max_nfev=20)
+    source = f"{len(observed)} trials, from {start.source}"
+    return replace(_shifted(start, dict(zip(names, found.x * spreads, strict=True))), source=source)
+
+
+def design(
+    points: Sequence[TrialConfig], work: Workload, calibration: Calibration, count: int = 16
+) -> list[TrialConfig]:
+    """The layouts that tell most about the coefficients for the time they take, at most `count`, most telling first.
+
+    Greedy D-optimal design (Fedorov 1972): each adds most to the information on the logarithms of the coefficients, by
+    the second. Layouts that may run out of memory are left out.
+    """
+    drawn = random.Random(0).sample(list(points), len(points))
+    safe = (point for point in drawn if memory.band(point, work) in ("fits", None))
+    candidates = list(itertools.islice(safe, CANDIDATES))
+    slopes = {point: _slopes(point, work, calibration) for point in candidates}
+    seconds = {point: TRIAL_S + TRIAL_STEPS * predict(point, work, calibration).step_time_s for point in candidates}
+    known = np.diag([spread**2 for spread in SPREADS.values()])
+    chosen: list[TrialConfig] = []
+    while slopes and len(chosen) < count:
+        gains = {point: _information(slope, known) / seconds[point] for point, slope in slopes.items()}
+        best = max(gains, key=gains.__getitem__)
+        slope = slopes.pop(best)
+        chosen.append(best)
+        spread = slope @ known
+        known = known - spread.T @ np.linalg.solve(spread @ slope.T + MISFIT**2 * np.eye(len(slope)), spread)
+    return chosen
+
+
+def save(home: Home, accelerator: str, calibration: Calibration) -> None:
+    """Keep `calibration` for all later searches on `accelerator`."""
+    file = home.calibration(accelerator)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
+
+
+def load(home: Home, accelerator: str) -> Calibration | None:
+    """What is known of `accelerator`: its calibration, else the data sheet's, else nothing.
+
+    Raises `InputError` if there is a calibration that cannot be read.
+    """
+    file = home.calibration(accelerator)
+    if not file.exists():
+        return data_sheet(accelerator)
+    try:
+        values = json.loads(file.read_text())
+        return Calibration(**{field.name: values[field.name] for field in fields(Calibration)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
+
+
+def _shifted(calibration: Calibration, logarithms: dict[str, float]) -> Calibration:
+    return replace(
+        calibration, **{name: getattr(calibration, name) * float(np.exp(by)) for name, by in logarithms.items()}
+    )
+
+
+def _misfits(observed: Iterable[Observation], calibration: Calibration) -> np.ndarray:
+    """Logarithms of what is predicted over what was measured."""
+    ratios = []
+    for one in observed:
+        prediction = predict(one.config, one.work, calibration)
+        ratios.append(prediction.step_time_s / one.step_time_s)
+        if one.power_w is not None:
+            ratios.append(prediction.power_w / one.power_w)
+    return np.log(ratios)
+
+
+def _slopes(config: TrialConfig, work: Workload, calibration: Calibration) -> np.ndarray:
+    """Derivatives of the logarithms of step time and power by those of the coefficients, (2, coefficients)."""
+    step = 0.05
+
+    def at(name: str, by: float) -> np.ndarray:
+        prediction = predict(config, work, _shifted(calibration, {name: by}))
+        return np.log([prediction.step_time_s, prediction.power_w])
+
+    return np.array([(at(name, step) - at(name, -step)) / (2 * step) for name in SPREADS]).T
+
+
+def _information(slope: np.ndarray, known: np.ndarray) -> float:
+    """What a trial with this `slope` adds to the information, where coefficients have the covariance `known`."""
+    return float(np.linalg.slogdet(np.eye(len(slope)) + slope @ known @ slope.T / MISFIT**2)[1])

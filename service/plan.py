@@ -1,0 +1,180 @@
+"""What a search would try, and what is predicted of it. Starts nothing and measures nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from search_spaces import cost, memory
+from search_spaces.config import TrialConfig
+from service.fronts import pareto_front
+from service.spec import SearchSpec, excess
+from service.tables import ALWAYS, heading, number, render
+
+ROWS = 10
+"""Layouts that a table shows unless all are asked for."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is predicted of a layout.
+
+    `share`, `band`: see `search_spaces.memory`; None where the machine's memory is not known. `metrics`: those of
+    `service.spec.METRICS` that can be predicted, of the whole model.
+    """
+
+    config: TrialConfig
+    share: float | None
+    band: memory.Band | None
+    metrics: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layout's fields and what is predicted of it, JSON-safe."""
+        predicted = {"memory_share": self.share, "memory_band": self.band, "predicted": self.metrics}
+        return {"layout": self.config.label} | self.config.to_dict() | predicted
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
+    nothing is known of the machine."""
+
+    spec: SearchSpec
+    forecasts: tuple[Forecast, ...]
+    source: str | None
+
+    @cached_property
+    def objectives(self) -> dict[str, str]:
+        """Those of the spec's objectives that are predicted."""
+        known = self.forecasts[0].metrics
+        return {metric: direction for metric, direction in self.spec.objectives.items() if metric in known}
+
+    @cached_property
+    def promising(self) -> list[Forecast]:
+        """The layouts that are predicted to fit and to keep the constraints."""
+        return [
+            forecast
+            for forecast in self.forecasts
+            if (forecast.share is None or forecast.share <= 1)
+            and all(excess(limit, forecast.metrics) <= 0 for limit in self.spec.limits)
+        ]
+
+    @cached_property
+    def front(self) -> list[Forecast]:
+        """The promising layouts that are predicted to be dominated by no other."""
+        if not self.objectives or not self.promising:
+            return []
+        costs = [[self._cost(forecast, metric) for metric in self.objectives] for forecast in self.promising]
+        return [self.promising[row] for row in pareto_front(np.array(costs))]
+
+    def best(self, metric: str) -> list[Forecast]:
+        """The promising layouts, the best on a predicted objective first."""
+        return sorted(self.promising, key=lambda forecast: self._cost(forecast, metric))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, JSON-safe; `points` in the order of the legal layouts."""
+        space, front = self.spec.legal, {forecast.config for forecast in self.front}
+        return {
+            "combinations": space.combinations,
+            "distinct": space.distinct,
+            "refused": space.refused,
+            "reasons": space.reasons,
+            "depth_proxy": self.spec.depth_proxy,
+            "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
+            "predicted_from": self.source,
+            "points": [
+                forecast.to_dict() | {"on_predicted_front": forecast.config in front} for forecast in self.forecasts
+            ],
+        }
+
+    def _cost(self, forecast: Forecast, metric: str) -> float:
+        value = forecast.metrics[metric]
+        return -value if self.objectives[metric] == "maximize" else value
+
+
+def make_plan(spec: SearchSpec, calibration: cost.Calibration | None) -> Plan:
+    """Predict every legal layout of `spec`; `calibration` is None for machines of which nothing is known."""
+    forecasts = tuple(_forecast(spec, config, calibration) for config in spec.legal.points)
+    return Plan(spec, forecasts, None if calibration is None else calibration.source)
+
+
+def _forecast(spec: SearchSpec, config: TrialConfig, calibration: cost.Calibration | None) -> Forecast:
+    work = spec.workload
+    metrics: dict[str, float | None] = {}
+    if calibration is not None:
+        found = cost.predict(config, work, calibration)
+        metrics = {
+            **spec.speed(found.tokens_per_s, config.num_gpus),
+            "step_time_s": found.step_time_s,
+            "joules_per_token": found.joules_per_token,
+            "energy_per_step_j": found.joules_per_token * spec.tokens_per_step,
+            "mean_power_w": found.power_w * config.num_gpus,
+        }
+    whole = memory.estimate(config, work)
+    share = memory.estimate(config, work.run).share if work.depths else whole.share
+    if share is not None:
+        metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
+    known = {metric: value for metric, value in metrics.items() if value is not None}
+    return Forecast(config, share, memory.judge(config, work.model, share), known)
+
+
+def text(plan: Plan, every: bool = False) -> str:
+    """For a terminal: counts, what each rule refuses, and the layouts worth a look, or `every` one."""
+    space, parts = plan.spec.legal, [_counts(plan)]
+    if space.refused:
+        rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
+        parts.append(render(["refused by", "layouts", "for example"], rows))
+    if plan.source is not None:
+        parts.append(f"Predicted, not measured. Source: {plan.source}.")
+    if every or not plan.objectives:
+        parts.append(_table(plan, plan.forecasts, every))
+    elif not plan.front:
+        parts.append("No legal layout is predicted to keep the constraints.")
+    else:
+        parts.append(f"Predicted front of {', '.join(plan.objectives)}:\n\n{_table(plan, plan.front)}")
+        for metric in plan.objectives:
+            parts.append(f"Predicted best on {metric}:\n\n{_table(plan, plan.best(metric))}")
+    return "\n\n".join(parts)
+
+
+def _counts(plan: Plan) -> str:
+    spec, space = plan.spec, plan.spec.legal
+    lines = [
+        f"{spec.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
+        f"{len(space.points)} legal"
+    ]
+    if doubtful := sum(forecast.band == "borderline" for forecast in plan.forecasts):
+        lines.append(f"memory: {doubtful} of the legal ones may run out of it (borderline: {spec.borderline})")
+    if spec.depth_proxy:
+        shallow, deep = spec.depth_proxy
+        lines.append(
+            f"depth proxies: each trial is run with {deep} and with {shallow} layers, "
+            f"and its figures are extrapolated to {spec.shape.layers}"
+        )
+    return "\n".join(lines)
+
+
+def _table(plan: Plan, forecasts: Sequence[Forecast], every: bool = False) -> str:
+    """One row a layout; `share` is what its trials need of what torch can reserve on a GPU."""
+    shown = forecasts if every else forecasts[:ROWS]
+    metrics = [metric for metric in dict.fromkeys([*plan.objectives, *ALWAYS]) if metric in shown[0].metrics]
+    headings = ["layout", "microbatches", *map(heading, metrics)]
+    rows = [
+        [
+            forecast.config.label,
+            str(forecast.config.gradient_accumulation_steps),
+            *(number(metric, forecast.metrics[metric]) for metric in metrics),
+        ]
+        for forecast in shown
+    ]
+    if shown[0].share is not None:
+        headings.append("share")
+        for row, forecast in zip(rows, shown, strict=True):
+            row.append(f"{forecast.share:.0%}")
+    left = len(forecasts) - len(shown)
+    return render(headings, rows) + (f"\n... and {left} more: --all" if left else "")

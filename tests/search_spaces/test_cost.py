@@ -1,0 +1,253 @@
+"""The cost model: what it says of layouts for which the answer is known, and what must hold for all."""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.config import RECOMPUTE, SCHEDULES, TrialConfig
+from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.models import PRESETS
+from search_spaces.space import enumerate_space
+from search_spaces.workload import Workload
+
+
+def sheet_of(name: str) -> Calibration:
+    found = data_sheet(name)
+    assert found is not None
+    return found
+
+
+SHEET = sheet_of("h100")
+ENDLESS = 1e30
+IDEAL = Calibration(
+    source="a machine that does nothing but matrix products and attention",
+    matmul_flops=1e15,
+    attention_flops=1e15,
+    fp32_speed=0.1,
+    fp8_speed=2.0,
+    memory_bytes_per_s=ENDLESS,
+    eager_bytes_per_s=ENDLESS,
+    states_bytes_per_s=ENDLESS,
+    link_bytes_per_s=ENDLESS,
+    network_bytes_per_s=ENDLESS,
+    idle_w=100.0,
+    power_limit_w=700.0,
+    joules_per_flop=1e-13,
+    joules_per_byte=1e-30,
+    joules_per_link_byte=1e-30,
+    matmul_half=1e-9,
+    compiled_launch_s=1e-30,
+    eager_launch_s=1e-30,
+    tensor_launch_s=1e-30,
+    deepspeed_launch_s=1e-30,
+    step_s=1e-30,
+    link_latency_s=1e-30,
+    network_latency_s=1e-30,
+)
+WORK = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h100"])
+MIXTURE = replace(WORK, model=PRESETS["mixtral-8x7b"])
+AXES: dict[str, list[Any]] = {
+    "engine": ["megatron", "deepspeed"],
+    "num_gpus": [8, 16],
+    "tensor_parallel_size": [1, 2, 8],
+    "pipeline_parallel_size": [1, 2, 4],
+    "context_parallel_size": [1, 2],
+    "expert_parallel_size": [1, 2],
+    "pipeline_schedule": list(SCHEDULES),
+    "virtual_pipeline_stages": [1, 2],
+    "stage_layers": [None, (15, 17)],
+    "zero_stage": [0, 1, 2, 3],
+    "data_parallel_replicate_size": [1, 2],
+    "micro_batch_size": [1, 2],
+    "recompute": list(RECOMPUTE),
+    "offload_optimizer": [False, True],
+    "compile": [False, True],
+    "precision": ["bf16", "fp32", "fp8"],
+}
+SPACES = {work: enumerate_space(AXES, work).points for work in (WORK, MIXTURE)}
+LAYOUTS = [(work, config) for work, configs in SPACES.items() for config in configs]
+RATES = [field for field in fields(Calibration) if field.name.endswith("_per_s")]
+
+
+def layout(**settings: Any) -> TrialConfig:
+    return TrialConfig("megatron", 8, 64, **settings)
+
+
+def seconds(config: TrialConfig, calibration: Calibration = SHEET, work: Workload = WORK) -> float:
+    return predict(config, work, calibration).step_time_s
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(LAYOUTS))
+def test_parts_make_up_the_step_and_power_keeps_its_limit(drawn: tuple[Workload, TrialConfig]) -> None:
+    work, config = drawn
+    prediction = predict(config, work, SHEET)
+    assert min(prediction.parts.values()) >= 0
+    assert sum(prediction.parts.values()) == pytest.approx(prediction.step_time_s)
+    assert SHEET.idle_w < prediction.power_w <= SHEET.power_limit_w * (1 + 1e-6)
+    tokens = work.global_batch_size * work.sequence_length
+    assert prediction.tokens_per_s == pytest.approx(tokens / prediction.step_time_s)
+    energy = prediction.power_w * prediction.step_time_s * config.num_gpus
+    assert prediction.joules_per_token == pytest.approx(energy / tokens)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(LAYOUTS), st.sampled_from(RATES))
+def test_nothing_is_slower_for_more_bandwidth(drawn: tuple[Workload, TrialConfig], rate: Field[float]) -> None:
+    work, config = drawn
+    faster = replace(SHEET, **{rate.name: 2 * getattr(SHEET, rate.name)})
+    assert seconds(config, faster, work) <= seconds(config, SHEET, work) * (1 + 1e-9)
+
+
+def test_matrix_products_and_attention_take_the_models_flops() -> None:
+    """PaLM's count, appendix B, with the causal half of attention."""
+    model, length = WORK.model, WORK.sequence_length
+    causal = model.flops_per_token(length) - 6 * model.layers * model.hidden * length
+    tokens = WORK.global_batch_size * length
+    weights_in_norms = 6.0 * (2 * model.layers + 1) * model.hidden
+    expected = tokens * (causal - weights_in_norms) / 8 / IDEAL.matmul_flops
+    # Attention's backward pass is two and a half times its forward pass, where PaLM has twice.
+    attention = tokens * model.layers * model.hidden * length / 8 / IDEAL.attention_flops
+    assert seconds(layout(zero_stage=1), IDEAL) == pytest.approx(expected + attention, rel=1e-6)
+
+
+def test_full_recomputation_runs_blocks_forward_once_more() -> None:
+    plain, again = (predict(layout(zero_stage=1, recompute=mode), WORK, IDEAL) for mode in ("none", "full"))
+    assert again.parts["attention"] / plain.parts["attention"] == pytest.approx(4.5 / 3.5)
+    assert 1.25 < again.parts["matmul"] / plain.parts["matmul"] < 4 / 3  # not the head
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 3 / 32),
+        ({"pipeline_schedule": "gpipe"}, 3 / 32),
+        ({"pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_stages": 2}, 3 / 64),
+        ({"pipeline_schedule": "interleaved_zero_bubble", "virtual_pipeline_stages": 2}, 1 / 64),
+        ({"pipeline_schedule": "zbv_zero_bubble", "virtual_pipeline_stages": 2}, 0.0),
+    ],
+)
+def test_bubble_of_even_stages(settings: dict[str, Any], expected: float) -> None:
+    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m); zero bubble leaves a third of it, or none."""
+    headless = replace(WORK, model=replace(WORK.model, vocab=8))
+    config = layout(pipeline_parallel_size=4, **settings)
+    prediction = predict(config, headless, IDEAL)
+    assert config.gradient_accumulation_steps == 32
+    assert prediction.parts["bubble"] / (prediction.step_time_s - prediction.parts["bubble"]) == pytest.approx(
+        expected, rel=1e-3
+    )
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    even, uneven, worse = (
+        seconds(layout(pipeline_parallel_size=2, stage_layers=layers)) for layers in (None, (17, 15), (12, 20))
+    )
+    assert uneven < even < worse  # the last stage has the head besides
+
+
+def test_at_the_power_limit_the_clock_falls() -> None:
+    hungry = replace(IDEAL, joules_per_flop=1e-12)
+    free, held = (predict(layout(zero_stage=1), WORK, calibration) for calibration in (IDEAL, hungry))
+    assert free.power_w == pytest.approx(IDEAL.idle_w + 1e-13 * IDEAL.matmul_flops)
+    assert held.power_w == pytest.approx(IDEAL.power_limit_w)
+    # Power above idle goes with the cube of the clock: 1000 W at the full one, of which 600 are allowed.
+    assert held.step_time_s / free.step_time_s == pytest.approx((1000 / 600) ** (1 / 3))
+
+
+def test_gpus_that_wait_take_idle_power() -> None:
+    waiting = replace(IDEAL, step_s=1e6)
+    assert predict(layout(zero_stage=1), WORK, waiting).power_w == pytest.approx(IDEAL.idle_w, rel=1e-3)
+
+
+def test_groups_within_a_node_are_faster() -> None:
+    within = layout(tensor_parallel_size=8, compile=True)
+    assert seconds(within) < seconds(within, work=replace(WORK, gpus_per_node=4))
+
+
+def test_rank_order_decides_who_shares_a_node() -> None:
+    small = replace(WORK, gpus_per_node=4)
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+    plain = layout(tensor_parallel_size=2)
+    assert seconds(plain, work=small) < seconds(replace(plain, rank_order=order), work=small)
+    assert seconds(replace(plain, rank_order=tuple(range(8))), work=small) == seconds(plain, work=small)
+    assert seconds(replace(plain, rank_order=order)) == seconds(plain)  # one node
+
+
+DATA: dict[str, Any] = {"zero_stage": 1}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 4, "sequence_parallel": True, "compile": True}
+
+
+@pytest.mark.parametrize(
+    ("base", "faster"),
+    [
+        (DATA, {"compile": True}),
+        (DATA, {"precision": "fp8"}),
+        (DATA | {"precision": "fp32"}, {"precision": "bf16"}),
+        (DATA, {"reduce_precision": "bf16"}),
+        (DATA | {"overlap_grad_reduce": False}, {"overlap_grad_reduce": True}),
+        (DATA | {"overlap_param_gather": False}, {"overlap_param_gather": True}),
+        (DATA | {"recompute": "full"}, {"recompute": "selective"}),
+        (DATA | {"recompute": "selective"}, {"recompute": "none"}),
+        (DATA, {"micro_batch_size": 2}),
+        ({"zero_stage": 3}, {"zero_stage": 2}),
+        ({"zero_stage": 2}, {"zero_stage": 1}),
+        (TENSOR, {"async_tensor_parallel": True}),
+        ({"engine": "deepspeed", "tensor_parallel_size": 2}, {"engine": "megatron"}),
+        ({"engine": "deepspeed", "zero_stage": 2, "offload_optimizer": True}, {"offload_optimizer": False}),
+        ({"engine": "deepspeed", "zero_stage": 2, "bucket_size": 100_000}, {"bucket_size": 500_000_000}),
+        ({"context_parallel_size": 2, "zero_stage": 1}, {"context_parallel_size": 1}),
+    ],
+)
+def test_which_of_two_settings_is_the_faster_one(base: dict[str, Any], faster: dict[str, Any]) -> None:
+    slow = replace(layout(), **base)
+    assert seconds(replace(slow, **faster)) < seconds(slow)
+
+
+def test_hybrid_shards_gather_within_the_node() -> None:
+    work = replace(WORK, global_batch_size=512)
+    many = TrialConfig("megatron", 512, 512, zero_stage=3)
+    assert seconds(replace(many, data_parallel_replicate_size=64), work=work) < seconds(many, work=work)
+
+
+def test_spread_experts_exchange_tokens() -> None:
+    spread = predict(layout(zero_stage=1, expert_parallel_size=4), MIXTURE, SHEET)
+    assert spread.parts["expert_parallel"] > 0
+    assert predict(layout(zero_stage=1), MIXTURE, SHEET).parts["expert_parallel"] == 0
+
+
+def test_gpt3_on_1024_h100_is_about_as_fast_as_published() -> None:
+    """Megatron-LM's README, strong scaling: 0.47 of bf16's peak on 96 GPUs, 0.42 on 4608."""
+    model = PRESETS["gpt3-175b"]
+    work = Workload(model, 2048, 1536, ACCELERATORS["h100"])
+    config = TrialConfig(
+        "megatron",
+        1024,
+        1536,
+        tensor_parallel_size=8,
+        pipeline_parallel_size=8,
+        pipeline_schedule="interleaved_1f1b",
+        virtual_pipeline_stages=6,
+        zero_stage=1,
+        sequence_parallel=True,
+        compile=True,
+        reduce_precision="bf16",
+    )
+    speed = predict(config, work, SHEET).tokens_per_s * model.flops_per_token(2048) / 1024
+    assert 0.3 < speed / 989.4e12 < 0.5
+
+
+def test_every_accelerator_that_is_known_has_a_labelled_calibration() -> None:
+    for name in ACCELERATORS:
+        calibration = data_sheet(name)
+        if name == "gpu":
+            assert calibration is None
+        else:
+            assert calibration is not None
+            assert name in calibration.source.lower()
+            assert all(getattr(calibration, field.name) > 0 for field in fields(Calibration)[1:])

@@ -1,0 +1,170 @@
+"""Fitting the cost model: to trials made of known coefficients, and to every committed measurement."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from dataclasses import fields, replace
+
+import pytest
+
+from benchmarks import cost as benchmark
+from search_spaces import memory
+from search_spaces.config import TrialConfig
+from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.models import PRESETS
+from search_spaces.space import enumerate_space
+from search_spaces.workload import Workload
+from service.calibration import SPREADS, Observation, design, fit, load, observations, save
+from service.errors import InputError
+from service.home import Home
+from service.results import Results
+from service.tracking import Tracker
+from trainables.result import TrialResult
+
+
+def sheet() -> Calibration:
+    found = data_sheet("h200")
+    assert found is not None
+    return found
+
+
+SHEET = sheet()
+WORK = Workload(replace(PRESETS["llama3-8b"], layers=8), 8192, 16, ACCELERATORS["h200"])
+POINTS = enumerate_space(
+    {
+        "engine": ["megatron", "deepspeed"],
+        "num_gpus": [2, 4],
+        "tensor_parallel_size": [1, 2, 4],
+        "pipeline_parallel_size": [1, 2, 4],
+        "zero_stage": [0, 1, 3],
+        "micro_batch_size": [1, 2],
+        "recompute": ["none", "full"],
+        "sequence_parallel": [True],
+    },
+    WORK,
+).points
+
+
+def measured(config: TrialConfig, truth: Calibration, noise: random.Random | None = None) -> Observation:
+    """What a machine with the coefficients `truth` would show, give or take 1%."""
+    prediction = predict(config, WORK, truth)
+    step, power = (1 + noise.gauss(0, 0.01) if noise else 1.0 for _ in range(2))
+    return Observation(config, WORK, prediction.step_time_s * step, prediction.power_w * power)
+
+
+def error(observed: list[Observation], calibration: Calibration) -> float:
+    """Mean relative error in step time."""
+    return statistics.mean(abs(benchmark.errors(one, calibration)[0]) for one in observed)
+
+
+def test_every_coefficient_has_a_spread() -> None:
+    assert list(SPREADS) == [name for name in (f.name for f in fields(Calibration)) if name in SPREADS]
+    assert set(SPREADS) == {field.name for field in fields(Calibration)} - {"source"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sixteen_designed_trials_foretell_the_others(seed: int) -> None:
+    noise = random.Random(seed)
+    truth = replace(SHEET, **{name: getattr(SHEET, name) * noise.lognormvariate(0, by) for name, by in SPREADS.items()})
+    chosen = design(POINTS, WORK, SHEET)
+    fitted = fit([measured(point, truth, noise) for point in chosen], SHEET)
+    held_out = [measured(point, truth) for point in POINTS if point not in chosen]
+    assert error(held_out, fitted) < 0.03 < error(held_out, SHEET)
+
+
+def test_what_trials_do_not_tell_stays_as_it_was() -> None:
+    """Layouts of one node say nothing of networks, and those in bf16 nothing of fp8."""
+    slower = replace(SHEET, eager_bytes_per_s=SHEET.eager_bytes_per_s / 2)
+    fitted = fit([measured(point, slower) for point in POINTS[::8]], SHEET)
+    assert fitted.eager_bytes_per_s == pytest.approx(slower.eager_bytes_per_s, rel=0.1)
+    for name in ("network_bytes_per_s", "network_latency_s", "fp8_speed", "fp32_speed", "offloaded_per_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(SHEET, name))
+    assert fitted.source == f"{len(POINTS[::8])} trials, from data sheet of h200"
+
+
+def test_without_trials_nothing_is_fitted() -> None:
+    assert fit([], SHEET) == SHEET
+
+
+def test_one_trial_that_went_wrong_moves_little() -> None:
+    observed = [measured(point, SHEET) for point in POINTS[::10]]
+    observed[0] = replace(observed[0], step_time_s=5 * observed[0].step_time_s)
+    assert error(observed[1:], fit(observed, SHEET)) < 0.03
+
+
+def test_power_may_be_unknown() -> None:
+    observed = [replace(measured(point, SHEET), power_w=None) for point in POINTS[::10]]
+    fitted = fit(observed, replace(SHEET, matmul_flops=0.9 * SHEET.matmul_flops))
+    assert error(observed, fitted) < 0.01
+
+
+def test_a_design_is_small_and_safe_and_the_same_again() -> None:
+    chosen = design(POINTS, WORK, SHEET, 12)
+    assert len(set(chosen)) == 12
+    assert set(chosen) <= set(POINTS)
+    assert {memory.band(point, WORK) for point in chosen} == {"fits"}
+    assert design(POINTS, WORK, SHEET, 12) == chosen
+    assert {point.engine for point in chosen} == {"megatron", "deepspeed"}
+    assert {point.recompute for point in chosen} == {"none", "full"}
+    assert max(point.tensor_parallel_size for point in chosen) > 1
+    assert max(point.pipeline_parallel_size for point in chosen) > 1
+
+
+def test_a_design_of_few_layouts_is_all_of_them() -> None:
+    few = [point for point in POINTS if memory.band(point, WORK) == "fits"][:3]
+    assert set(design(few, WORK, SHEET)) == set(few)
+    assert design([], WORK, SHEET) == []
+
+
+def test_committed_measurements_are_foretold() -> None:
+    """The issue's bounds: step time within 10% and power within 8% on what was not used for calibration."""
+    known = [one for one in benchmark.records() if one.config.expert_parallel_size == 1]
+    told, held_out = known[::2], known[1::2]
+    fitted = fit(told, SHEET)
+    slower, hotter = zip(*(benchmark.errors(one, fitted) for one in held_out), strict=True)
+    assert statistics.mean(map(abs, slower)) < 0.04
+    assert statistics.mean(abs(error) for error in hotter if error is not None) < 0.04
+
+
+def test_observations_of_a_search(home: Home) -> None:
+    config = TrialConfig("megatron", 4, 16, zero_stage=1)
+    both: dict[str, float | None] = {"step_time_s": 2.0, "mean_power_w": 2400.0}
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.start_search("alpha", "", {}, {}, {}, name="alpha", objectives={"tokens_per_s": "maximize"})
+    for result in (
+        TrialResult("alpha-0", config, "ok", None, both, {"mean_power_w": "counter"}),
+        TrialResult("alpha-1", config, "oom", "rank 0: out of memory"),
+        TrialResult("alpha-2", config, "ok", None, both, {"mean_power_w": "estimated"}),
+        TrialResult("alpha-3", config, "ok", None, both, {"step_time_s": "extrapolated"}),
+        TrialResult("alpha-4", config, "ok", None, {"step_time_s": 3.0}),
+    ):
+        tracker.start_trial(result.trial_id, config, {})
+        tracker.finish_trial(result)
+    tracker.finish_search("finished", {})
+    found = observations(Results(home.tracking_uri).search("alpha"), WORK)
+    assert found == [
+        Observation(config, WORK, 2.0, 600.0),
+        Observation(config, WORK, 2.0, None),
+        Observation(config, WORK, 2.0, None),
+        Observation(config, WORK, 3.0, None),
+    ]
+
+
+def test_a_calibration_is_kept_for_its_accelerator(home: Home) -> None:
+    assert load(home, "h200") == SHEET
+    assert load(home, "gpu") is None
+    fitted = replace(SHEET, source="16 trials", idle_w=123.0)
+    save(home, "h200", fitted)
+    assert load(home, "h200") == fitted
+    assert load(home, "h100") == data_sheet("h100")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"source": "of an older form"})])
+def test_a_calibration_that_cannot_be_read_is_refused(home: Home, text: str) -> None:
+    save(home, "h200", SHEET)
+    home.calibration("h200").write_text(text)
+    with pytest.raises(InputError, match=r"h200\.json: not a calibration"):
+        load(home, "h200")

@@ -1,0 +1,128 @@
+"""`wattune plan`: every legal layout is predicted, and what is shown is the best of that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from search_spaces.config import TrialConfig
+from search_spaces.cost import data_sheet
+from search_spaces.memory import estimate
+from service.cli import main
+from service.plan import ROWS, Plan, make_plan, text
+from service.spec import SearchSpec, excess, load_spec
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NODE = EXAMPLES / "llama3_8b_8xh200.yaml"
+
+
+def planned(**changes: Any) -> Plan:
+    """Of the example on eight H200, with `changes` to its fields."""
+    spec = SearchSpec.model_validate(load_spec(NODE).model_dump(mode="json") | changes)
+    return make_plan(spec, data_sheet(spec.cluster.accelerator))
+
+
+def costs(plan: Plan, config: TrialConfig) -> tuple[float, float]:
+    (found,) = (forecast for forecast in plan.forecasts if forecast.config == config)
+    return -found.metrics["tokens_per_s"], found.metrics["joules_per_token"]
+
+
+def test_every_legal_layout_is_predicted() -> None:
+    plan = planned()
+    assert [forecast.config for forecast in plan.forecasts] == list(plan.spec.legal.points)
+    for forecast in plan.forecasts:
+        found = forecast.metrics
+        tokens = plan.spec.tokens_per_step
+        assert found["tokens_per_s"] == pytest.approx(tokens / found["step_time_s"])
+        assert found["joules_per_token"] == pytest.approx(found["mean_power_w"] / found["tokens_per_s"])
+        assert found["energy_per_step_j"] == pytest.approx(found["joules_per_token"] * tokens)
+        assert 0 < found["mfu"] < 1
+        assert forecast.share is not None
+        assert forecast.band == ("borderline" if forecast.share >= 0.8 else "fits")
+
+
+def test_the_front_is_what_nothing_promising_beats() -> None:
+    plan = planned()
+    promising = [costs(plan, forecast.config) for forecast in plan.promising]
+    front = [costs(plan, forecast.config) for forecast in plan.front]
+    beaten = {
+        mine
+        for mine in promising
+        if any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in promising)
+    }
+    assert set(front) == set(promising) - beaten
+    assert plan.front[0] == plan.best("tokens_per_s")[0]
+    assert plan.objectives == {"tokens_per_s": "maximize", "joules_per_token": "minimize"}
+
+
+def test_what_breaks_a_constraint_is_not_promising() -> None:
+    tight = planned(constraints=["peak_memory_gib<=60"])
+    (limit,) = tight.spec.limits
+    assert 0 < len(tight.promising) < len(planned().promising)
+    for forecast in tight.forecasts:
+        assert (forecast in tight.promising) == (excess(limit, forecast.metrics) <= 0)
+    hopeless = planned(constraints=["peak_memory_gib<=1"])
+    assert hopeless.front == []
+    assert "No legal layout is predicted to keep the constraints" in text(hopeless)
+
+
+def test_what_is_predicted_not_to_fit_is_not_promising() -> None:
+    """Selective recomputation was never measured, so that more is let in than is believed to fit."""
+    plan = planned(space={"recompute": "selective", "micro_batch_size": [1, 2, 4, 8], "zero_stage": [1, 2, 3]})
+    doubtful = [forecast for forecast in plan.forecasts if forecast.share is not None and forecast.share > 1]
+    assert doubtful
+    assert not [forecast for forecast in doubtful if forecast in plan.promising]
+
+
+def test_proxies_have_to_fit_and_are_predicted_whole() -> None:
+    plan = planned(model="llama3-70b", depth_proxy=[4, 8])
+    for forecast in plan.forecasts:
+        deeper = estimate(forecast.config, plan.spec.at_depth(8).workload)
+        assert forecast.share == deeper.share
+        assert forecast.metrics["peak_memory_gib"] > deeper.peak_bytes / 2**30
+    assert "each trial is run with 8 and with 4 layers" in text(plan)
+
+
+def test_machines_of_which_nothing_is_known() -> None:
+    plan = planned(cluster={"gpus_per_node": 8, "accelerator": "gpu"}, constraints=[])
+    assert plan.source is None
+    assert (plan.objectives, plan.front) == ({}, [])
+    assert all(not forecast.metrics and forecast.share is forecast.band is None for forecast in plan.forecasts)
+    shown = text(plan)
+    assert "Predicted" not in shown
+    assert shown.count("megatron 8gpu") == ROWS
+    assert f"{len(plan.forecasts) - ROWS} more" in shown
+
+
+def test_command() -> None:
+    told = json.loads(CliRunner().invoke(main, ["plan", str(NODE), "--json"]).stdout)
+    points = [TrialConfig.from_dict(point) for point in told["points"]]
+    assert points == list(load_spec(NODE).legal.points)
+    assert told["distinct"] == len(points) + sum(told["refused"].values())
+    assert told["memory_bands"]["fits"] + told["memory_bands"]["borderline"] == len(points)
+    assert "h200" in told["predicted_from"]
+    assert {point["layout"] for point in told["points"] if point["on_predicted_front"]} == {
+        forecast.config.label for forecast in planned().front
+    }
+    brief, full = (CliRunner().invoke(main, ["plan", str(NODE), *options]).stdout for options in ([], ["--all"]))
+    assert "memory_fits" in brief
+    assert "Predicted front" in brief
+    assert sum(point.label in brief for point in points) < len(points)
+    assert all(point.label in full for point in points)
+
+
+def test_planning_imports_no_engine() -> None:
+    code = (
+        "import sys; from service.cli import main; main(['plan', sys.argv[1]], standalone_mode=False); "
+        "print([name for name in ('torch', 'ray', 'mlflow', 'optuna', 'scipy', 'pandas') if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(EXAMPLES / "tiny_cpu.yaml")], check=True, capture_output=True, text=True
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
