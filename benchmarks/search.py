@@ -1,11 +1,17 @@
 """How many trials a sampler needs to find what an exhaustive sweep found.
 
-    python -m benchmarks.search TABLE.csv... [--samplers tpe gp nsga2 random] [--seeds 20]
+    python -m benchmarks.search TABLE.csv... [--samplers auto gp tpe nsga2 random] [--seeds 20] [--blind]
 
 A table has one row for each layout that was really tried; benchmarks/data/README.md describes its columns. It stands in
-for the cluster: each sampler asks for layouts of the table, one after the other, and is told their rows. Printed is the
-median over the seeds of the trials and GPU-seconds until the trials so far reach 90, 95 and 99% of the hypervolume of
-the whole table (with one objective, that share of the best value), and the share of launches that ran out of memory.
+for the cluster: each sampler asks for layouts of the table, one after the other, and is told their rows. `random` draws
+from the rows that ended well alone. A spec beside the table, TABLE.yaml, gives the others what a search knows before
+its first trial, the cost model's predictions by the accelerator's data sheet and the memory model; `--blind` takes it
+away.
+
+Printed is the median over the seeds of the trials and GPU-seconds until the trials so far reach 90, 95 and 99% of the
+hypervolume of the whole table; how many times as many trials `random` needs to 95%; and the share of all launches that
+ran out of memory. Hypervolumes are up to a reference 10% beyond the worst value of each objective in the table, of the
+range from best to worst. With one objective, it is the share of the best value that counts.
 """
 
 from __future__ import annotations
@@ -14,109 +20,176 @@ import argparse
 import csv
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
-from optuna._hypervolume import compute_hypervolume
 
 from search_spaces.config import TrialConfig
+from search_spaces.cost import data_sheet
+from search_spaces.memory import MemoryModel
+from service.errors import InputError
+from service.fronts import hypervolume, pareto_front, scaled
+from service.spec import SearchSpec, load_spec
 from service.study import SearchStudy
+from service.warmup import first_points, predictions
 from trainables.result import TrialResult
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
+ALONE = {"tokens_per_s_per_gpu": "maximize", "mfu": "maximize", "step_time_s": "minimize"}
+"""Measures of speed, of which the first is the objective of a table that has none of `OBJECTIVES`."""
+
 SHARES = (0.90, 0.95, 0.99)
-SAMPLERS = ("random", "nsga2", "tpe", "gp")
+SAMPLERS = ("random", "nsga2", "tpe", "gp", "auto")
 
 
 class Table:
-    """The rows of a sweep, as results by layout. Raises ValueError, which names the row, if it cannot be read."""
+    """The rows of a sweep, as results by layout, and the spec beside it, if there is one.
 
-    def __init__(self, path: Path) -> None:
+    Raises ValueError, which names the row, if it cannot be read.
+    """
+
+    def __init__(self, path: Path, blind: bool = False) -> None:
+        """`blind`: without the spec."""
+        beside = path.with_suffix(".yaml")
+        self.spec = load_spec(beside) if beside.exists() and not blind else None
         with path.open(newline="") as file:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
         self.results: dict[TrialConfig, TrialResult] = {}
         self.gpu_seconds: dict[TrialConfig, float] = {}
         for number, row in enumerate(rows, start=1):
             try:
-                layout, result, seconds = _parse(str(number), row)
+                layout, result, seconds = _parse(str(number), row, self.spec)
             except (TypeError, ValueError, yaml.YAMLError) as error:
                 raise ValueError(f"{path}: row {number}: {error}") from None
             if layout in self.results:
                 raise ValueError(f"{path}: row {number}: the same layout as row {self.results[layout].trial_id}")
             self.results[layout], self.gpu_seconds[layout] = result, seconds
-        good = [result for result in self.results.values() if result.status == "ok"]
-        self.objectives = {}
-        for name, direction in OBJECTIVES.items():
-            values = [result.metrics.get(name) for result in good]
-            if None in values and set(values) != {None}:
-                raise ValueError(f"{path}: row {good[values.index(None)].trial_id}: no {name}, which other rows have")
+        self.good = [layout for layout, result in self.results.items() if result.status == "ok"]
+        self.objectives: dict[str, str] = {}
+        for name, way in (OBJECTIVES | ALONE).items():
+            values = [self.results[layout].metrics.get(name) for layout in self.good]
+            if set(values) == {None} or (name in ALONE and self.objectives):
+                continue
+            if None in values:
+                lacking = self.results[self.good[values.index(None)]].trial_id
+                raise ValueError(f"{path}: row {lacking}: no {name}, which other rows have")
             if len(set(values)) > 1:  # one that is the same for all decides nothing
-                self.objectives[name] = direction
+                self.objectives[name] = way
         if not self.objectives:
-            raise ValueError(f"{path}: no objective differs between rows: give {', '.join(OBJECTIVES)}")
-        losses = np.array([self._losses(result) for result in good])
-        self.worst, self.best = losses.max(axis=0), losses.min(axis=0)
-        self.full = self.reached(list(self.results))
+            raise ValueError(f"{path}: no objective differs between rows: give {', '.join(OBJECTIVES | ALONE)}")
+        places = scaled(self._costs(self.good))
+        self.front = [self.good[i] for i in pareto_front(places)]
+        self.places = dict(zip(self.good, places, strict=True))
+        self.full = self.reached(self.good)
 
     def reached(self, layouts: Sequence[TrialConfig]) -> float:
         """Hypervolume of layouts, each objective scaled to 1 over all that ran; with one, share of its best value."""
-        losses = [self._losses(self.results[layout]) for layout in layouts if self.results[layout].status == "ok"]
-        if not losses:
+        good = [layout for layout in layouts if layout in self.places]
+        if not good:
             return 0.0
         if len(self.objectives) == 1:
-            lowest, best = min(loss[0] for loss in losses), self.best[0]
+            lowest, best = self._costs(good).min(), self._costs(self.good).min()
             return float(lowest / best if best < 0 else best / lowest)
-        scaled = (np.array(losses) - self.best) / (self.worst - self.best)
-        return float(compute_hypervolume(scaled, np.full(len(self.objectives), 1.1)))
+        return hypervolume(np.array([self.places[layout] for layout in good]), np.full(len(self.objectives), 1.1))
 
-    def _losses(self, result: TrialResult) -> list[float]:
+    def study(self, sampler: str, seed: int) -> SearchStudy:
+        """A study of the table's layouts."""
+        if sampler == "random":
+            return SearchStudy("table", self.good, self.objectives, [], sampler, seed)
+        layouts = list(self.results)
+        if self.spec is None:
+            return SearchStudy("table", layouts, self.objectives, [], sampler, seed)
+        memory, predicted = MemoryModel(self.spec.workload), self.predicted()
+        first = first_points([], {} if sampler == "auto" else predicted, self.objectives, memory)
+        return SearchStudy(
+            "table", layouts, self.objectives, [], sampler, seed, first=first, memory=memory, predicted=predicted
+        )
+
+    def predicted(self) -> dict[TrialConfig, dict[str, float]]:
+        """Metrics by the cost model, of layouts of which it knows the machine."""
+        calibration = data_sheet(self.spec.cluster.accelerator) if self.spec else None
+        return predictions(self.results, self.spec.workload, calibration) if self.spec and calibration else {}
+
+    def _costs(self, layouts: Sequence[TrialConfig]) -> np.ndarray:
         signs = {"maximize": -1.0, "minimize": 1.0}
-        return [signs[direction] * float(result.metrics[name] or 0.0) for name, direction in self.objectives.items()]
+        return np.array(
+            [
+                [signs[way] * float(self.results[layout].metrics[name] or 0.0) for name, way in self.objectives.items()]
+                for layout in layouts
+            ]
+        )
 
 
-def _parse(trial_id: str, row: Mapping[str, str]) -> tuple[TrialConfig, TrialResult, float]:
+def _parse(trial_id: str, row: Mapping[str, str], spec: SearchSpec | None) -> tuple[TrialConfig, TrialResult, float]:
     values = {name: yaml.safe_load(cell) for name, cell in row.items() if cell not in ("", None)}
     axes = {field.name for field in dataclasses.fields(TrialConfig)}
     layout = TrialConfig.from_dict(
-        {"engine": "megatron", "global_batch_size": 1} | {name: values.pop(name) for name in axes & set(values)}
+        {"engine": "megatron", "global_batch_size": spec.global_batch_size if spec else 1}
+        | {name: values.pop(name) for name in axes & set(values)}
     )
     status = values.pop("status", "ok")
     seconds = float(values.pop("gpu_seconds", layout.num_gpus))
     return layout, TrialResult(trial_id, layout, status, metrics=values), seconds
 
 
-def trials_to_shares(table: Table, sampler: str, seed: int) -> dict[str, float]:
-    """Trials and GPU-seconds until each of `SHARES`, and the share of the launches that ran out of memory."""
-    study = SearchStudy("table", list(table.results), table.objectives, [], sampler, seed)
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one search took: trials and GPU-seconds until each of `SHARES`, and launches that ran out of memory."""
+
+    trials: list[int]
+    gpu_seconds: list[float]
+    out_of_memory: int
+
+
+def run(table: Table, sampler: str, seed: int) -> Run:
+    study = table.study(sampler, seed)
     tried: list[TrialConfig] = []
-    spent, found = 0.0, dict[str, float]()
+    trials, spent = [], []
     for share in SHARES:
         while table.reached(tried) < share * table.full and (layout := study.ask()) is not None:
             study.tell(layout, table.results[layout])
             tried.append(layout)
-            spent += table.gpu_seconds[layout]
-        found |= {f"trials {share:.0%}": len(tried), f"GPU-s {share:.0%}": spent}
-    ran_out = sum(table.results[layout].status == "oom" for layout in tried)
-    return found | {"out of memory": ran_out / len(tried)}
+        trials.append(len(tried))
+        spent.append(sum(table.gpu_seconds[layout] for layout in tried))
+    return Run(trials, spent, sum(table.results[layout].status == "oom" for layout in tried))
 
 
-def show(path: Path, samplers: Sequence[str], seeds: int) -> None:
-    table = Table(path)
+def report(table: Table, name: str, samplers: Sequence[str], seeds: int) -> Iterator[str]:
+    """Lines that say how the samplers fare on a table."""
     statuses = [result.status for result in table.results.values()]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-    print(
-        f"\n{path.name}: {len(statuses)} layouts ({counts}), {' and '.join(table.objectives)}, medians of {seeds} seeds"
+    yield (
+        f"{name}: {len(statuses)} layouts ({counts}), {len(table.front)} on the front of "
+        f"{' and '.join(table.objectives)}; medians of {seeds} seeds"
     )
-    for number, sampler in enumerate(samplers):
-        runs = [trials_to_shares(table, sampler, seed) for seed in range(seeds)]
-        medians: dict[str, Any] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        if not number:
-            print(f"{'sampler':8}" + "".join(f"{name:>14}" for name in medians))
-        cells = (f"{value:>14.1%}" if name == "out of memory" else f"{value:>14.1f}" for name, value in medians.items())
-        print(f"{sampler:8}" + "".join(cells), flush=True)
+    for metric, error in _errors(table).items():
+        yield f"{metric} is predicted with a mean error of {error:.1%}"
+    heads = [f"{what} {share:.0%}" for what in ("trials", "GPU-s") for share in SHARES]
+    yield f"{'sampler':8}" + "".join(f"{head:>12}" for head in [*heads, "random 95%", "oom"])
+    among_random: float | None = None
+    for sampler in sorted(samplers, key=lambda name: name != "random"):
+        runs = [run(table, sampler, seed) for seed in range(seeds)]
+        trials = [statistics.median(found) for found in zip(*(run.trials for run in runs), strict=True)]
+        spent = [statistics.median(found) for found in zip(*(run.gpu_seconds for run in runs), strict=True)]
+        among_random = trials[1] if sampler == "random" else among_random
+        ratio = f"{among_random / trials[1]:.1f}x" if among_random else "-"
+        launches, failed = sum(run.trials[-1] for run in runs), sum(run.out_of_memory for run in runs)
+        cells = [f"{value:.1f}" for value in trials] + [f"{value:.0f}" for value in spent]
+        yield f"{sampler:8}" + "".join(f"{cell:>12}" for cell in [*cells, ratio, f"{failed / launches:.1%}"])
+
+
+def _errors(table: Table) -> dict[str, float]:
+    """Mean relative error of what is predicted of each objective."""
+    predicted = table.predicted()
+    return {
+        name: statistics.mean(
+            abs(predicted[row][name] / float(table.results[row].metrics[name] or 0.0) - 1) for row in table.good
+        )
+        for name in table.objectives
+        if predicted and name in predicted[table.good[0]]
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -124,11 +197,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=SAMPLERS)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--blind", action="store_true")
     arguments = parser.parse_args(argv)
     for path in arguments.tables:
         try:
-            show(path, arguments.samplers, arguments.seeds)
-        except (OSError, ValueError) as error:
+            for line in report(Table(path, arguments.blind), path.name, arguments.samplers, arguments.seeds):
+                print(line, flush=True)
+            print()
+        except (OSError, ValueError, InputError) as error:
             parser.error(str(error))
 
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from statistics import NormalDist
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
+from search_spaces.memory import MemoryModel
 from service.spec import excess
 from service.store import sqlite_file
+from service.surrogate import Coordinates, SurrogateSampler
 from trainables.result import TrialResult
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 STARTUP_TRIALS = 8
+"""Trials before Optuna's samplers model anything."""
+
+SURROGATE_TRIALS = 100
+"""Trials after which `auto` goes over to TPE, of which a suggestion takes no longer with every trial."""
+
+MEMORY_DEVIATION = 0.03
+"""Standard deviation of a layout's share of memory around the one that is expected."""
+
+FITS, EXCEEDS, LEAST = -1.0, 1.0, 0.01
+"""A constraint's value where the size of the violation is not known, and its smallest where it is."""
 
 
 def make_sampler(name: str, seed: int) -> BaseSampler:
@@ -39,7 +54,7 @@ def study_exists(name: str, storage: str) -> bool:
 
 
 class SnappingSampler(BaseSampler):
-    """Moves each suggestion of another sampler to the point that `snap` answers with.
+    """Moves each suggestion of another sampler to the point that `snap` answers with, once `first` has none left.
 
     So every trial of the study is one that is really run; samplers that breed from their own trials need that.
     """
@@ -49,8 +64,9 @@ class SnappingSampler(BaseSampler):
         inner: BaseSampler,
         space: dict[str, BaseDistribution],
         snap: Callable[[Mapping[str, Any]], dict[str, Any]],
+        first: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        self.inner, self.space, self.snap = inner, space, snap
+        self.inner, self.space, self.snap, self.first = inner, space, snap, first
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return self.space
@@ -58,6 +74,8 @@ class SnappingSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
+        if (point := self.first()) is not None:
+            return point
         known = self.inner.infer_relative_search_space(study, trial)
         wanted = self.inner.sample_relative(study, trial, known)
         rest = {name: axis for name, axis in search_space.items() if name not in wanted}
@@ -80,9 +98,10 @@ class SnappingSampler(BaseSampler):
 class SearchStudy:
     """Asks for legal points only, each once.
 
-    Numeric axes are ordinals: the position of a value among those that legal points take. A suggestion that is not
-    legal, or was tried, is replaced by the nearest point that is neither. Failed trials are told as complete trials
-    that violate a constraint, with the worst values seen, so that the sampler learns to keep away.
+    Sizes are ordered by their logarithm to base 2, so that 1, 2, 4 and 8 are as far apart; settings without an order
+    are categories. A suggestion that is not legal, was tried, or is expected to run out of memory is replaced by the
+    nearest point that is none of these, while there are such. Failed trials are told as complete trials that violate a
+    constraint, with the worst values seen, so that the sampler learns to keep away.
     """
 
     def __init__(
@@ -94,21 +113,29 @@ class SearchStudy:
         sampler: str,
         seed: int,
         storage: str | None = None,
+        *,
+        first: Iterable[TrialConfig] = (),
+        memory: MemoryModel | None = None,
+        predicted: Mapping[TrialConfig, Mapping[str, float]] | None = None,
     ) -> None:
-        """`limits` are (metric, '<=' or '>=', bound); `storage` is an Optuna URL, None keeps the study in memory."""
-        self.objectives, self.limits = dict(objectives), list(limits)
+        """`limits` are (metric, '<=' or '>=', bound); `storage` is an Optuna URL, None keeps the study in memory.
+
+        `first` are points to begin with. `memory` says what is expected to fit, and learns from the trials.
+        `predicted` has metrics of points by name; only the sampler `auto` makes use of them.
+        """
+        self.objectives, self.limits, self.memory = dict(objectives), list(limits), memory
         taken = {axis: {getattr(point, axis) for point in points} for axis in TrialConfig.__dataclass_fields__}
         self.axes: dict[str, list[Any]] = {
             axis: sorted(values, key=_ordered) for axis, values in taken.items() if len(values) > 1
         }
         self.distributions: dict[str, BaseDistribution] = {
-            axis: IntDistribution(0, len(values) - 1)
+            axis: FloatDistribution(place(axis, values[0]), place(axis, values[-1]))
             if _is_numeric(values)
             else CategoricalDistribution(range(len(values)))
             for axis, values in self.axes.items()
         }
-        self.spans = [len(values) - 1 if _is_numeric(values) else None for values in self.axes.values()]
         self.unseen = {self._coordinates(point): point for point in points}
+        self.first = chain([point for point in first if point in points], points if sampler == "exhaustive" else ())
         self.trials: dict[TrialConfig, Trial] = {}
         self.worst: dict[str, float] = {}
         self.deferred: list[tuple[TrialConfig, TrialResult]] = []
@@ -120,8 +147,17 @@ class SearchStudy:
             load_if_exists=True,
         )
         # A sampler that started anew from the same seed would want the same points as before.
-        asked = len(self.study.get_trials(deepcopy=False))
-        self.study.sampler = SnappingSampler(make_sampler(sampler, seed + asked), self.distributions, self._nearest)
+        self.seed = seed + self._asked()
+        if sampler == "auto":
+            figures = {
+                self._coordinates(point): [metrics.get(metric) for metric in self.objectives]
+                for point, metrics in (predicted or {}).items()
+            }
+            inner: BaseSampler = SurrogateSampler(self.distributions, self._candidates, figures, self.seed)
+        else:
+            inner = make_sampler("random" if sampler == "exhaustive" else sampler, self.seed)
+        self.sampler = SnappingSampler(inner, self.distributions, self._nearest, self._first)
+        self.study.sampler = self.sampler
 
     def recall(self, results: Sequence[TrialResult]) -> None:
         """Go on with a study that was broken off; `results` are all that came of it.
@@ -130,6 +166,7 @@ class SearchStudy:
         """
         recorded = {result.config: result for result in results}
         for result in results:
+            self._observe(result)
             if result.status == "ok":
                 self._values(result)
         for left in self.study.get_trials(states=[TrialState.RUNNING]):
@@ -139,7 +176,7 @@ class SearchStudy:
             config = self.unseen.pop(tuple(left.params[axis] for axis in self.axes))
             self.trials[config] = Trial(self.study, left._trial_id)
             if config in recorded:
-                self.tell(config, recorded[config])
+                self._report(config, recorded[config])
             else:
                 self.again.append(config)
         for config in recorded:
@@ -151,13 +188,27 @@ class SearchStudy:
             return self.again.pop(0)
         if not self.unseen:
             return None
+        if isinstance(self.sampler.inner, SurrogateSampler) and self._asked() >= SURROGATE_TRIALS:
+            self.sampler.inner = make_sampler("tpe", self.seed)
         trial = self.study.ask(self.distributions)
         config = self.unseen.pop(tuple(trial.params[axis] for axis in self.axes))
         self.trials[config] = trial
         return config
 
+    def give_back(self, config: TrialConfig) -> None:
+        """Take back a point that `ask` handed out and of which nothing was learnt: it is handed out again first."""
+        self.again.append(config)
+
     def tell(self, config: TrialConfig, result: TrialResult) -> None:
         """Report the outcome of a point that `ask` handed out."""
+        self._observe(result)
+        self._report(config, result)
+
+    def _report(self, config: TrialConfig, result: TrialResult) -> None:
+        """Tell the study of an outcome, once there are values to tell it with."""
+        if result.status == "pruned":
+            self.study.tell(self.trials[config], state=TrialState.PRUNED)
+            return
         if result.status != "ok" and not self.worst:
             self.deferred.append((config, result))  # there are no values yet to be worse than
             return
@@ -168,12 +219,24 @@ class SearchStudy:
     def _tell(self, config: TrialConfig, result: TrialResult) -> None:
         trial, ok = self.trials[config], result.status == "ok"
         # Samplers require the same constraints of every trial; above zero is violated.
-        trial.set_constraint("ran", -1.0 if ok or result.status == "oom" else 1.0)
-        trial.set_constraint("memory", 1.0 if result.status == "oom" else -1.0)
+        trial.set_constraint("ran", FITS if ok or result.status == "oom" else EXCEEDS)
+        trial.set_constraint("memory", self._excess_of_memory(config, result.status == "oom"))
         for limit in self.limits:
             trial.set_constraint("".join(map(str, limit)), excess(limit, result.metrics))
         values = self._values(result) if ok else self.worst
         self.study.tell(trial, [values[metric] for metric in self.objectives])
+
+    def _observe(self, result: TrialResult) -> None:
+        """Let the memory model learn from a trial that fitted, or did not."""
+        measured = result.metrics.get("peak_memory_gib") if result.status == "ok" else None
+        if self.memory is not None and (measured is not None or result.status == "oom"):
+            self.memory.observe(result.config, measured)
+
+    def _excess_of_memory(self, config: TrialConfig, exceeds: bool) -> float:
+        share = None if self.memory is None else self.memory.share(config)
+        if share is None:
+            return EXCEEDS if exceeds else FITS
+        return max(share - 1, LEAST) if exceeds else min(share - 1, -LEAST)
 
     def _values(self, result: TrialResult) -> dict[str, float]:
         """The objectives of a trial that ended well, which the worst so far take in."""
@@ -187,21 +250,58 @@ class SearchStudy:
             self.worst[metric] = worse(self.worst.get(metric, value), value)
         return values
 
-    def _coordinates(self, point: TrialConfig) -> tuple[int, ...]:
-        return tuple(choices.index(getattr(point, axis)) for axis, choices in self.axes.items())
+    def _asked(self) -> int:
+        return len(self.study.get_trials(deepcopy=False))
+
+    def _coordinates(self, point: TrialConfig) -> Coordinates:
+        return tuple(
+            place(axis, getattr(point, axis))
+            if isinstance(self.distributions[axis], FloatDistribution)
+            else values.index(getattr(point, axis))
+            for axis, values in self.axes.items()
+        )
+
+    def _candidates(self) -> dict[Coordinates, float | None]:
+        """What may be handed out, with the probability that it fits in memory, None where that is not known.
+
+        Points that are expected not to fit are left out while there are others.
+        """
+        if self.memory is None:
+            return dict.fromkeys(self.unseen)
+        shares = {where: self.memory.share(point) for where, point in self.unseen.items()}
+        fitting = {where: share for where, share in shares.items() if share is None or share <= 1} or shares
+        limit = NormalDist(1.0, MEMORY_DEVIATION)
+        return {where: None if share is None else 1 - limit.cdf(share) for where, share in fitting.items()}
+
+    def _first(self) -> dict[str, Any] | None:
+        """The next of the points to begin with."""
+        for point in self.first:
+            if (where := self._coordinates(point)) in self.unseen:
+                return dict(zip(self.axes, where, strict=True))
+        return None
 
     def _nearest(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """The unseen point fewest steps from `wanted`, each axis scaled to 1; another category is a whole axis away."""
+        """The candidate nearest to `wanted`, each axis scaled to 1; another category is a whole axis away."""
         goal = tuple(wanted[axis] for axis in self.axes)
+        spans = [
+            axis.high - axis.low if isinstance(axis, FloatDistribution) else None
+            for axis in self.distributions.values()
+        ]
+        candidates = self._candidates()
 
-        def distance(point: tuple[int, ...]) -> float:
+        def distance(point: Coordinates) -> float:
             return sum(
                 (here != there) if span is None else abs(here - there) / span
-                for span, here, there in zip(self.spans, point, goal, strict=True)
+                for span, here, there in zip(spans, point, goal, strict=True)
             )
 
-        chosen = goal if goal in self.unseen else min(self.unseen, key=distance)
+        chosen = goal if goal in candidates else min(candidates, key=distance)
         return dict(zip(self.axes, chosen, strict=True))
+
+
+def place(axis: str, value: int) -> float:
+    """Where a number lies on its axis: sizes by their logarithm to base 2, ZeRO's stages and switches as they are."""
+    return float(value) if axis == "zero_stage" or isinstance(value, bool) else math.log2(value)
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:

@@ -1,0 +1,207 @@
+"""A sampler for spaces that can be listed: a Gaussian process over the legal layouts, on top of what is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+from scipy.linalg import cho_factor, cho_solve
+from scipy.special import ndtr
+
+Coordinates = tuple[Any, ...]
+"""Where a layout lies, axis by axis."""
+
+CANDIDATES = 5000
+"""Layouts that are weighed for one suggestion, at most."""
+
+CELLS = 1024
+"""Points by which volumes are estimated."""
+
+BEYOND = 0.1
+"""How far the reference lies beyond the worst, in the range of an objective, so that both ends of a front count."""
+
+NOISE = 1e-4
+"""Variance of a measured logarithm: 1% of the figure."""
+
+OFFSET = 0.1
+"""Variance of what the logarithms of all layouts are off by alike."""
+
+SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Variances of what they are off by besides, of which the likeliest is taken; `UNMEASURED` before there is a figure."""
+
+UNMEASURED = 0.03
+
+SUM, REACH = 0.9, 0.5
+"""Share of the kernel that is a sum over the axes, and its length scale, in that of an axis from end to end."""
+
+FAILURES = ("ran", "memory")
+"""Constraints of which a trial without figures of its own violates one."""
+
+
+class SurrogateSampler(BaseSampler):
+    """Suggests the candidate that is expected to add the most hypervolume to the front.
+
+    A Gaussian process (Rasmussen and Williams 2006, algorithm 2.1) models by how much the logarithm of each objective
+    is off what was predicted, or off its mean where nothing was. Its kernel is mostly a sum over the axes, as a setting
+    costs about the same share beside any others (Duvenaud et al. 2011), the rest a product. Trials without figures of
+    their own are taken to come out as expected. Constraints are modelled likewise: what a candidate may add counts by
+    the probability that it keeps them (Gardner et al. 2014).
+    """
+
+    def __init__(
+        self,
+        space: Mapping[str, BaseDistribution],
+        candidates: Callable[[], Mapping[Coordinates, float | None]],
+        predicted: Mapping[Coordinates, Sequence[float | None]],
+        seed: int,
+    ) -> None:
+        """`candidates` has the probability of each that it fits in memory, None where that is not known.
+
+        `predicted` has the objectives of layouts, in the study's order, None where there is no prediction.
+        """
+        self.space, self.axes = dict(space), list(space)
+        self.ordered = np.array([isinstance(axis, FloatDistribution) for axis in space.values()])
+        self.spans = np.array([axis.high - axis.low for axis in space.values() if isinstance(axis, FloatDistribution)])
+        self.candidates, self.predicted = candidates, predicted
+        self.random = np.random.default_rng(seed)
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self.space
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        raise NotImplementedError("all axes are suggested at once")
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        candidates = self.candidates()
+        points = list(candidates)
+        if len(points) > CANDIDATES:
+            points = self._promising(study, points)
+        fits = np.array([candidates[point] for point in points], float)
+        best = int(self._gain(study, points, fits).argmax()) if len(points) > 1 else 0
+        return dict(zip(self.axes, points[best], strict=True))
+
+    def _promising(self, study: Study, points: list[Coordinates]) -> list[Coordinates]:
+        """`CANDIDATES` of `points`, at most: half of them drawn at random, the others the best predicted."""
+        chosen = set(self.random.choice(len(points), CANDIDATES // 2, replace=False).tolist())
+        if self.predicted:
+            unknown = [None] * len(study.directions)
+            ahead = np.array([self.predicted.get(point, unknown) for point in points], float)
+            for values, direction in zip(ahead.T, study.directions, strict=True):
+                order = (-values if direction == StudyDirection.MAXIMIZE else values).argsort()
+                chosen |= set(order[: CANDIDATES // 2 // len(study.directions)].tolist())
+        return [points[i] for i in sorted(chosen)]
+
+    def _gain(self, study: Study, points: list[Coordinates], fits: np.ndarray) -> np.ndarray:
+        """Hypervolume that each of `points` is expected to add, up to a common factor."""
+        trials = [trial for trial in study.get_trials(deepcopy=False) if len(trial.params) == len(self.axes)]
+        told = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+        measured = [trial for trial in told if _has_figures(trial)]
+        failed = [trial for trial in told if not _has_figures(trial)]
+        others = [trial for trial in trials if trial.state in (TrialState.RUNNING, TrialState.PRUNED)]
+        seen = [tuple(trial.params[axis] for axis in self.axes) for trial in measured + failed + others]
+        places = seen + points
+        process = _Process(self._likeness(seen, places))
+
+        figures, means, deviations = [], [], []
+        for number, direction in enumerate(study.directions):
+            sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+            values = np.array([trial.values[number] for trial in measured])
+            ahead = np.array([self.predicted[place][number] for place in places if place in self.predicted], float)
+            logarithm = bool((values > 0).all())
+            values = np.log(values) if logarithm else values
+            if logarithm and len(ahead) == len(places) and not np.isnan(ahead).any():
+                mean, deviation = process.expect(values, np.log(ahead))
+            elif len(set(values)) > 1:
+                mean, deviation = process.expect(values)
+            else:  # nothing is known of it, or it decides nothing
+                continue
+            figures.append(sign * values)
+            means.append(sign * mean)
+            deviations.append(deviation)
+        if not means:
+            return self.random.random(len(points))
+
+        chance = np.where(np.isnan(fits), 1.0, fits)
+        for name in told[0].constraints if told else ():
+            values = np.array([t.constraints[name] for t in (measured + failed if name in FAILURES else measured)])
+            if len(set(values)) > 1 and not (name == "memory" and np.isfinite(fits).all()):
+                mean, deviation = process.expect(values)
+                chance *= ndtr(-mean / deviation)[len(seen) :]
+        kept = [max(trial.constraints.values()) <= 0 for trial in measured]
+        front = np.array(figures).T[kept]
+        return chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
+
+    def _likeness(self, some: list[Coordinates], others: list[Coordinates]) -> np.ndarray:
+        """Correlation of what two layouts are off by, for each of `some` and each of `others`."""
+        axes = len(self.axes)
+        apart = np.array(some, float).reshape(-1, 1, axes) - np.array(others, float).reshape(1, -1, axes)
+        apart[..., ~self.ordered] = apart[..., ~self.ordered] != 0
+        apart[..., self.ordered] /= self.spans
+        squares = apart**2 / (2 * REACH**2)
+        return SUM * np.exp(-squares).mean(axis=2) + (1 - SUM) * np.exp(-squares.mean(axis=2))
+
+    def _added(self, front: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+        """Volume that each row of `mean` [places, objectives], to be minimised, is expected to add to `front`.
+
+        It is the integral, over all that the front does not dominate, of the probability that the row dominates it
+        (Emmerich et al. 2006); the objectives are independent. The reference lies beyond all places.
+        """
+        low, high = (mean - 2 * deviation).min(axis=0), np.vstack([mean, front]).max(axis=0)
+        high += BEYOND * (high - low)
+        cells = low + self.random.random((CELLS, len(low))) * (high - low)
+        cells = cells[~(front[:, None] <= cells).all(axis=2).any(axis=0)]
+        reached = np.ones((len(mean), len(cells)))
+        for bound, centre, width in zip(cells.T, mean.T, deviation.T, strict=True):
+            reached *= ndtr((bound - centre[:, None]) / width[:, None])
+        return reached.sum(axis=1)
+
+
+def _has_figures(trial: FrozenTrial) -> bool:
+    """Whether the values of a trial that was told are its own, not the worst that others had."""
+    return all(trial.constraints[name] <= 0 for name in FAILURES)
+
+
+class _Process:
+    """A Gaussian process over places of which the first have been seen."""
+
+    def __init__(self, likeness: np.ndarray) -> None:
+        """`likeness` [seen, places]."""
+        self.likeness = likeness
+
+    def expect(self, values: np.ndarray, ahead: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation of a figure at each place.
+
+        `values` are those of the first places; others that have been seen count as if they had come out as expected.
+        `ahead` is what was predicted of each place: without, the mean of `values`, and their spread is the unit.
+        """
+        known, unit = len(values), 1.0
+        if ahead is None:
+            ahead, unit = np.full(self.likeness.shape[1], values.mean()), values.std()
+        off = (values - ahead[:known]) / unit
+        scale = max(SCALES, key=lambda scale: self._likelihood(scale, off)) if known else UNMEASURED
+        if known < len(self.likeness):
+            off = np.append(off, self._posterior(scale, off)[0][known : len(self.likeness)])
+        mean, variance = self._posterior(scale, off)
+        return ahead + unit * mean, unit * np.sqrt(np.maximum(variance, 0.0) + NOISE)
+
+    def _posterior(self, scale: float, off: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        covariance = scale * self.likeness[: len(off)] + OFFSET
+        solved = cho_solve(self._factor(scale, len(off)), covariance) if len(off) else covariance
+        return off @ solved, scale + OFFSET - (covariance * solved).sum(axis=0)
+
+    def _likelihood(self, scale: float, off: np.ndarray) -> float:
+        """Logarithm of the density of `off`, up to a constant."""
+        factor = self._factor(scale, len(off))
+        return float(-off @ cho_solve(factor, off) / 2 - np.log(np.diag(factor[0])).sum())
+
+    def _factor(self, scale: float, known: int) -> tuple[np.ndarray, bool]:
+        return cho_factor(scale * self.likeness[:known, :known] + OFFSET + NOISE * np.eye(known), lower=True)

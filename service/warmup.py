@@ -1,0 +1,139 @@
+"""What a search knows before its first trial: predictions, what fits, and the layouts to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import cycle, islice
+
+from search_spaces.calibration import Calibration
+from search_spaces.config import TrialConfig
+from search_spaces.cost import predict
+from search_spaces.memory import MemoryModel
+from search_spaces.workload import Workload
+from service.ranking import pareto
+from service.results import SearchRecord
+from service.spec import SearchSpec
+from service.study import SearchStudy
+
+WINNERS, PREDICTED = 4, 4
+"""How many layouts of earlier fronts a search begins with, at most, and how many that are predicted to be good."""
+
+APART = 2
+"""Axes that layouts to begin with differ in, where there are enough of them."""
+
+
+def open_study(
+    spec: SearchSpec,
+    search_id: str,
+    storage: str,
+    calibration: Calibration | None,
+    searches: Iterable[SearchRecord] = (),
+) -> SearchStudy:
+    """The study of a search, new or as `storage`, an Optuna URL, has it; with all that is known ahead.
+
+    `searches` are earlier ones. The samplers `random` and `exhaustive` are left without predictions and winners; `auto`
+    weighs predictions itself, others begin with the best.
+    """
+    points, memory = spec.legal.points, MemoryModel(spec.workload)
+    predicted: dict[TrialConfig, dict[str, float]] = {}
+    first: list[TrialConfig] = []
+    if spec.sampler not in ("random", "exhaustive"):
+        predicted = predictions(points, spec.workload, calibration) if calibration else {}
+        leading = {} if spec.sampler == "auto" else predicted
+        first = first_points(winners(searches, spec), leading, spec.objectives, memory)
+    if spec.baseline_layout is not None:
+        first.insert(0, spec.baseline_layout)
+    return SearchStudy(
+        search_id,
+        points,
+        spec.objectives,
+        spec.limits,
+        spec.sampler,
+        spec.seed,
+        storage,
+        first=first,
+        memory=memory,
+        predicted=predicted,
+    )
+
+
+def predictions(
+    points: Iterable[TrialConfig], work: Workload, calibration: Calibration
+) -> dict[TrialConfig, dict[str, float]]:
+    """Metrics, by their name, that the cost model predicts of each point."""
+    tokens = work.global_batch_size * work.sequence_length
+    peak_flops, flops = work.accelerator.peak_flops, work.model.flops_per_token(work.sequence_length)
+    found = {}
+    for point in points:
+        prediction = predict(point, work, calibration)
+        per_gpu = prediction.tokens_per_s / point.num_gpus
+        found[point] = {
+            "tokens_per_s": prediction.tokens_per_s,
+            "tokens_per_s_per_gpu": per_gpu,
+            "step_time_s": prediction.step_time_s,
+            "joules_per_token": prediction.joules_per_token,
+            "energy_per_step_j": prediction.joules_per_token * tokens,
+            "mean_power_w": prediction.power_w * point.num_gpus,
+        }
+        if peak_flops is not None:
+            found[point]["mfu"] = flops * per_gpu / peak_flops
+    return found
+
+
+def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> list[TrialConfig]:
+    """Layouts on the fronts of finished searches of the same model and accelerator, with the batch of `spec`.
+
+    In the order of the searches; those that are not legal in `spec` are left out.
+    """
+    same = (spec.shape.parameters, spec.cluster.accelerator)
+    found: dict[TrialConfig, None] = {}
+    for search in searches:
+        if search.status == "finished" and (search.params.get("parameters"), search.params.get("accelerator")) == same:
+            for candidate in pareto(search):
+                layout = TrialConfig.from_dict(candidate.config)
+                found[replace(layout, global_batch_size=spec.global_batch_size)] = None
+    legal = set(spec.legal.points)
+    return [layout for layout in found if layout in legal]
+
+
+def first_points(
+    winners: Sequence[TrialConfig],
+    predicted: Mapping[TrialConfig, Mapping[str, float]],
+    objectives: Mapping[str, str],
+    memory: MemoryModel,
+) -> list[TrialConfig]:
+    """Layouts to begin with: winners, then those predicted to be the best on each objective in turn.
+
+    The latter differ from all before them in `APART` axes, as far as there are such. None is on the edge of memory.
+    """
+    chosen = [layout for layout in winners if _is_safe(layout, memory)][:WINNERS]
+    orders = []
+    for metric, direction in objectives.items():
+        if all(metric in metrics for metrics in predicted.values()):
+            sign = -1 if direction == "maximize" else 1
+            orders.append(sorted(predicted, key=lambda layout: sign * predicted[layout][metric]))
+    for order in islice(cycle(orders), PREDICTED if predicted else 0):
+        if (layout := _next(order, chosen, memory)) is not None:
+            chosen.append(layout)
+    return chosen
+
+
+def _next(order: Iterable[TrialConfig], chosen: Sequence[TrialConfig], memory: MemoryModel) -> TrialConfig | None:
+    """The first of `order` that is not just a neighbour of one that was chosen; else the first that was not chosen."""
+    neighbour = None
+    for layout in order:
+        if layout not in chosen and _is_safe(layout, memory):
+            if all(_differ(layout, other) for other in chosen):
+                return layout
+            neighbour = neighbour or layout
+    return neighbour
+
+
+def _is_safe(layout: TrialConfig, memory: MemoryModel) -> bool:
+    return memory.band(layout) in ("fits", None)
+
+
+def _differ(one: TrialConfig, other: TrialConfig) -> bool:
+    """Whether two layouts are not just neighbours."""
+    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(TrialConfig)) >= APART
