@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gang import Run, one_gang
 from search_spaces.config import TrialConfig
-from service.proxy import EXTRAPOLATED
+from service.proxy import OVER_DEPTH
 from service.spec import SearchSpec, dump_spec, load_spec, parse_spec
 from service.tables import heading, render
 from trainables.result import TrialResult
@@ -50,7 +50,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _metrics(result: TrialResult) -> dict[str, float]:
     if result.status != "ok":
         raise SystemExit(f"{result.trial_id}: {result.config.label}: {result.status}: {result.cause}")
-    return {name: value for name in EXTRAPOLATED if (value := result.metrics[name]) is not None}
+    return {name: value for name in OVER_DEPTH if (value := result.metrics[name]) is not None}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=3)
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()
-    whole = spec.model_copy(update={"depth_proxy": None})
+    in_full = spec.measurement.model_copy(update={"short_trials": False})
+    whole = spec.model_copy(update={"depth_proxy": None, "measurement": in_full})
     proxied = parse_spec(dump_spec(whole.model_copy(update={"depth_proxy": arguments.depths})), str(arguments.spec))
     points = list(proxied.legal.points[: arguments.trials])
     with one_gang(spec, proxied.gang_size) as run:

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
-import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
 import ray.tune
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from search_spaces.config import TrialConfig
-from service.proxy import extrapolate
+from service import early_stop, probe, short
+from service.figures import (
+    breakdown_metrics,
+    breakdown_problems,
+    methods,
+    metrics,
+    rank_records,
+    telemetry_problems,
+    trial_metrics,
+)
+from service.proxy import SPENT, over_batch, over_depth
 from service.spec import SearchSpec
 from telemetry.window import WindowSummary, combine
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Protocol
-from trainables.result import NodeWindow, Proxy, RankRecord, TrialResult
+from trainables.result import NodeWindow, Proxy, TrialResult
 from trainables.trial import TrialRequest
 
 LEASE_S = 3600.0
@@ -35,19 +47,25 @@ def evaluate(
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
 ) -> None:
-    """A Tune function trainable: report the `TrialResult` of the layout `config`, once."""
+    """A Tune function trainable: report the `TrialResult` of the layout `config`, once.
+
+    Beside the layout's fields, `config` has the trial's `purpose` and the `front` to hold it against.
+    """
     trial_id = ray.tune.get_context().get_trial_id()
     assert trial_id is not None
     layout = TrialConfig.from_dict(config)
+    purpose, front = config.get("purpose", "search"), config.get("front", ())
     mailbox: Any = ray.get(pool.lease.remote(trial_id, LEASE_S))
+    lost = partial(TrialResult, trial_id, layout, "crash", purpose=purpose, infrastructure=True)
     try:
         if mailbox is None:
-            cause = f"no gang's workers were up within {LEASE_S:.0f} s: are the cluster's nodes up, its GPUs taken?"
-            result = TrialResult(trial_id, layout, "crash", cause)
+            result = lost(
+                f"no gang's workers were up within {LEASE_S:.0f} s: are the cluster's nodes up, its GPUs taken?"
+            )
         else:
-            result = run(trial_id, layout, spec, mailbox, telemetry, environment)
+            result = run(trial_id, layout, spec, mailbox, telemetry, environment, purpose, front)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
-        result = TrialResult(trial_id, layout, "crash", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        result = lost(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
         ray.get(pool.release.remote(trial_id))
     ray.tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
@@ -60,28 +78,86 @@ def run(
     mailbox: ActorHandle,
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
+    purpose: str = "search",
+    front: Sequence[Mapping[str, float]] = (),
 ) -> TrialResult:
-    """Run the layout on the gang behind `mailbox`: at the model's depth, or at those of its proxies, deepest first."""
+    """Run the layout on the gang behind `mailbox`: at the model's depth, or at those of its proxies, deepest first.
+
+    `front`: the objectives of points that a trial which explores should not be far behind. Where the spec asks for it,
+    a trial that explores and may not fit in memory is probed before: `probe_time_s` is what that took.
+    """
+    if purpose == "search" and (depths := probe.depths(layout, spec)) is not None:
+        probed, seconds = run_probe(trial_id, layout, spec, depths, mailbox, telemetry, environment)
+        if probed is not None:
+            return probed
+        unprobed = spec.model_copy(update={"borderline": "risk"})
+        result = run(trial_id, layout, unprobed, mailbox, telemetry, environment, purpose, front)
+        return replace(result, metrics=result.metrics | {"probe_time_s": seconds})
     if spec.depth_proxy is None:
-        return run_on_gang(make_request(trial_id, layout, spec), spec, mailbox, telemetry, environment)
+        request = make_request(trial_id, layout, spec, purpose)
+        rivals = front if purpose == "search" else ()
+        return replace(run_on_gang(request, spec, mailbox, telemetry, environment, rivals), purpose=purpose)
     proxies: list[Proxy] = []
     for layers in reversed(spec.depth_proxy):
         smaller = spec.at_depth(layers)
-        request = make_request(f"{trial_id}-{layers}-layers", layout, smaller)
+        request = make_request(f"{trial_id}-{layers}-layers", layout, smaller, purpose)
         result = run_on_gang(request, smaller, mailbox, telemetry, environment)
         proxies.insert(0, Proxy(layers, result))
         if result.status != "ok":
             cause = f"at {layers} layers: {result.cause}"
-            return TrialResult(
-                trial_id, layout, result.status, cause, traceback=result.traceback, proxies=tuple(proxies)
+            return replace(
+                result, trial_id=trial_id, cause=cause, metrics={}, methods={}, proxies=tuple(proxies), purpose=purpose
             )
-    return extrapolate(trial_id, spec, *proxies)
+    return replace(over_depth(trial_id, spec, *proxies), purpose=purpose)
 
 
-def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec) -> TrialRequest:
-    """The trial as a gang gets it."""
+def run_probe(
+    trial_id: str,
+    layout: TrialConfig,
+    spec: SearchSpec,
+    depths: tuple[int, int],
+    mailbox: ActorHandle,
+    telemetry: Mapping[str, ActorHandle],
+    environment: Mapping[str, str],
+) -> tuple[TrialResult | None, float]:
+    """Run a few steps at two depths, deeper first. The trial's result if it does not fit, and the seconds they took.
+
+    Whatever else goes wrong with them is left to the trial itself to tell.
+    """
+    proxies: list[Proxy] = []
+    seconds = 0.0
+    for layers in reversed(depths):
+        smaller = spec.at_depth(layers)
+        request = probe.probing(make_request(f"{trial_id}-probe-{layers}-layers", layout, smaller))
+        result = run_on_gang(request, smaller, mailbox, telemetry, environment)
+        proxies.insert(0, Proxy(layers, result))
+        if result.status == "oom":
+            cause = f"probe: at {layers} layers: {result.cause}"
+            return replace(result, trial_id=trial_id, cause=cause, proxies=tuple(proxies)), seconds
+        if result.status != "ok":
+            return None, seconds
+        seconds += sum(result.metrics[name] or 0.0 for name in SPENT)
+    if (reason := probe.refusal(layout, spec, *proxies)) is None:
+        return None, seconds
+    spent: dict[str, float | None] = {"probe_time_s": seconds}
+    return TrialResult(trial_id, layout, "oom", reason, spent, proxies=tuple(proxies)), seconds
+
+
+def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec, purpose: str = "search") -> TrialRequest:
+    """The trial as a gang gets it: finalists in full and in windows of their own, others short where that saves time.
+
+    The two windows of a short trial last half as long each; a finalist that was explored by such a trial gets as many
+    times as long a deadline as its steps are longer.
+    """
     timing = spec.measurement.model_dump()
-    deadline_s = timing.pop("deadline_s")
+    deadline_s, short_trials = timing.pop("deadline_s"), timing.pop("short_trials")
+    sizes = (short.batches(config) if short_trials else None) or ()
+    if purpose == "finalist":
+        timing["window_s"] = spec.finalists.window_s
+        deadline_s *= config.global_batch_size / max(sizes, default=config.global_batch_size)
+        sizes = ()
+    elif sizes:
+        timing["window_s"] /= len(sizes)
     return TrialRequest(
         trial_id=trial_id,
         config=config,
@@ -91,6 +167,7 @@ def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec) -> TrialR
         protocol=Protocol(**timing),
         deadline_s=deadline_s,
         seed=spec.seed,
+        batches=sizes,
     )
 
 
@@ -100,60 +177,151 @@ def run_on_gang(
     mailbox: ActorHandle,
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
+    front: Sequence[Mapping[str, float]] = (),
 ) -> TrialResult:
     """Have the gang behind `mailbox` run the trial. Whatever goes wrong becomes the result's status and cause."""
+    until = time.monotonic() + request.deadline_s + GRACE_S
+    answer: Any = mailbox.evaluate.remote(request)
+    # A short trial knows its bounds when half of its last window is all that is left of it.
+    best = {} if request.batches or not front else judge(request, spec, mailbox, telemetry, front, answer, until)
     try:
-        answer: Any = ray.get(mailbox.evaluate.remote(request), timeout=request.deadline_s + GRACE_S)
+        found: Any = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
     except GetTimeoutError:
         cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
         ray.get(mailbox.give_up.remote(cause))
-        return TrialResult(request.trial_id, request.config, "hang", cause)
-    outcomes, members, gang_s = answer
+        return TrialResult(request.trial_id, request.config, "hang", cause, infrastructure=True)
+    outcomes, members, gang_s = found
     first = outcomes[0]
     if first.status != "ok":
-        return TrialResult(request.trial_id, request.config, first.status, first.cause, traceback=first.traceback)
-    windows = node_windows(outcomes, members, telemetry)
-    idle_windows = windows_of_idle(windows, members, telemetry)
-    summaries = ray.get(
-        [telemetry[w.node_id].window.remote(w.start_ns, w.end_ns, w.devices) for w in [*windows, *(idle_windows or ())]]
-    )
-    summary = combine(summaries[: len(windows)])
-    idle = None if idle_windows is None else combine(summaries[len(windows) :])
-    assert first.report is not None
-    ranks = rank_records(outcomes, members)
-    return TrialResult(
-        trial_id=request.trial_id,
+        pruned = first.status == "pruned"
+        return TrialResult(
+            request.trial_id,
+            request.config,
+            first.status,
+            first.cause,
+            metrics={early_stop.BOUND + name: bound for name, bound in best.items()} if pruned else {},
+            traceback=first.traceback,
+            infrastructure=first.infrastructure,
+        )
+    return measured(request, spec, outcomes, members, gang_s, telemetry, environment)
+
+
+def judge(
+    request: TrialRequest,
+    spec: SearchSpec,
+    mailbox: ActorHandle,
+    telemetry: Mapping[str, ActorHandle],
+    front: Sequence[Mapping[str, float]],
+    answer: ObjectRef,
+    until: float,
+) -> dict[str, float]:
+    """Once the trial is steady, end it if even the best it can come to is dominated. That best, by objective.
+
+    Returns at once when `answer`, the trial's end, comes first, at the latest at `until` of `time.monotonic`.
+    """
+    steady: Any = mailbox.steady.remote(request.trial_id)
+    ready, _ = ray.wait([steady, answer], timeout=max(0.0, until - time.monotonic()))
+    seen: Any = ray.get(steady) if steady in ready else None
+    if seen is None:
+        return {}
+    progress, members = seen
+    steps = progress[0].steady
+    if steps is None or early_stop.remaining_s(request.protocol, max(steps.steps_s)) < early_stop.WORTH_S:
+        return {}
+    spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
+    (summary,) = summaries([node_windows(spans, members, telemetry)], telemetry)
+    best = early_stop.bounds(spec, request.config.num_gpus, steps, summary.energy_j)
+    point = early_stop.dominating(spec.objectives, best, front)
+    if point is not None:
+        ray.get(mailbox.prune.remote(request.trial_id, early_stop.cause(best, point)))
+    return best
+
+
+def measured(
+    request: TrialRequest,
+    spec: SearchSpec,
+    outcomes: list[Outcome],
+    members: list[Member],
+    gang_s: float,
+    telemetry: Mapping[str, ActorHandle],
+    environment: Mapping[str, str],
+) -> TrialResult:
+    """The result of a trial whose ranks all ended well, from what they and telemetry saw in each of its windows."""
+    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+    timings, ranks = reports[0].timings, rank_records(outcomes, members)
+    spans = [[Span(r.device, r.timings[batch].start_ns, r.timings[batch].end_ns) for r in reports] for batch in timings]
+    windows = [node_windows(of_batch, members, telemetry) for of_batch in spans]
+    idle_windows = [windows_of_idle(of_batch, members, telemetry) for of_batch in windows]
+    found = summaries([*windows, *(of_batch or () for of_batch in idle_windows)], telemetry)
+    runs = []
+    for i, (batch, timing) in enumerate(timings.items()):
+        summary, idle = found[i], None if idle_windows[i] is None else found[len(windows) + i]
+        run = TrialResult(
+            trial_id=request.trial_id,
+            config=replace(request.config, global_batch_size=batch),
+            status="ok",
+            cause="; ".join(telemetry_problems(summary, idle)) or None,
+            metrics=metrics(batch * spec.sequence_length, reports, timing, summary, idle, spec),
+            methods=methods(summary, idle),
+            step_times_s=timing.window_steps_s,
+            windows=windows[i],
+        )
+        runs.append(run)
+    problems = [
+        run.cause if len(runs) == 1 else f"at {run.config.global_batch_size} sequences: {run.cause}"
+        for run in runs
+        if run.cause
+    ]
+    whole = replace(
+        runs[0],
         config=request.config,
-        status="ok",
-        metrics=metrics(outcomes, summary, idle, spec, gang_s) | breakdown_metrics(ranks),
-        methods=methods(summary, idle),
-        step_times_s=first.report.timing.window_steps_s,
-        losses=first.report.losses,
-        windows=windows,
-        environment=dict(environment) | first.report.environment,
-        cause="; ".join([*telemetry_problems(summary, idle), *breakdown_problems(outcomes)]) or None,
+        cause="; ".join([*problems, *breakdown_problems(outcomes)]) or None,
+        metrics=runs[0].metrics | trial_metrics(reports, gang_s) | breakdown_metrics(ranks),
+        losses=reports[0].losses,
+        environment=dict(environment) | reports[0].environment,
         ranks=ranks,
     )
+    if len(runs) == 1:
+        return whole
+    many, few = (Proxy(spec.shape.layers, run) for run in runs)
+    return over_batch(spec, whole, few, many)
+
+
+def summaries(windows: Sequence[Sequence[NodeWindow]], telemetry: Mapping[str, ActorHandle]) -> list[WindowSummary]:
+    """What telemetry saw in each of some windows, given by their nodes' parts."""
+    asked: list[list[Any]] = [
+        [telemetry[part.node_id].window.remote(part.start_ns, part.end_ns, part.devices) for part in window]
+        for window in windows
+    ]
+    return [combine(ray.get(parts)) for parts in asked]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps of a worker: its GPU, None on CPU, and the stamps in ns at their ends on its node's monotonic clock."""
+
+    device: str | None
+    start_ns: int
+    end_ns: int
 
 
 def node_windows(
-    outcomes: list[Outcome], members: list[Member], telemetry: Mapping[str, ActorHandle]
+    spans: Sequence[Span], members: Sequence[Member], telemetry: Mapping[str, ActorHandle]
 ) -> tuple[NodeWindow, ...]:
-    """The window on each node that took part, by the stamps of the node's first rank, with the GPUs that worked there.
+    """The window on each node that took part, by the stamps of the node's first worker, with the GPUs that worked.
 
-    On a node without GPUs the device is the node's own.
+    Both are by worker. On a node without GPUs the device is the node's own.
     """
-    by_node: dict[str, list[Outcome]] = {}
-    for outcome, member in zip(outcomes, members, strict=False):
-        by_node.setdefault(member.node_id, []).append(outcome)
+    by_node: dict[str, list[Span]] = {}
+    for span, member in zip(spans, members, strict=False):
+        by_node.setdefault(member.node_id, []).append(span)
     windows = []
-    for node_id, ranks in by_node.items():
-        reports = [rank.report for rank in ranks if rank.report is not None]
-        devices = tuple(report.device for report in reports if report.device is not None)
+    for node_id, here in by_node.items():
+        devices = tuple(span.device for span in here if span.device is not None)
         if not devices:
             description: Any = ray.get(telemetry[node_id].describe.remote())
             devices = tuple(device["uuid"] for device in description["devices"])
-        windows.append(NodeWindow(node_id, reports[0].timing.start_ns, reports[0].timing.end_ns, devices))
+        windows.append(NodeWindow(node_id, here[0].start_ns, here[0].end_ns, devices))
     return tuple(windows)
 
 
@@ -177,96 +345,3 @@ def windows_of_idle(
         if left := tuple(gpu for gpu in gpus if gpu not in window.devices):
             idle.append(replace(window, devices=left))
     return tuple(idle)
-
-
-def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRecord, ...]:
-    """What each rank of the trial was and did, by rank. `outcomes` and `members` are by worker."""
-    records = [
-        RankRecord(
-            rank=report.rank,
-            worker=member.rank,
-            node_id=member.node_id,
-            device=report.device,
-            coordinates=report.coordinates,
-            peak_memory_gib=report.peak_memory_gib,
-            breakdown=report.profile.breakdown if report.profile else None,
-        )
-        for outcome, member in zip(outcomes, members, strict=False)
-        if (report := outcome.report) is not None
-    ]
-    return tuple(sorted(records, key=lambda record: record.rank))
-
-
-def breakdown_metrics(ranks: tuple[RankRecord, ...]) -> dict[str, float | None]:
-    """Each time of the breakdown as the mean over the ranks, and the most idle and most held-up ranks' own."""
-    found = [asdict(rank.breakdown) for rank in ranks if rank.breakdown is not None]
-    if not found:
-        return {}
-    means = {f"breakdown_{name}": statistics.fmean(times[name] for times in found) for name in found[0]}
-    most = ("idle_s", "exposed_communication_s")
-    return means | {f"breakdown_max_{name}": max(times[name] for times in found) for name in most}
-
-
-def breakdown_problems(outcomes: list[Outcome]) -> list[str]:
-    """Why ranks that were to be profiled have no breakdown."""
-    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
-    return [f"no breakdown of rank {r.rank}: {r.profile.problem}" for r in reports if r.profile and r.profile.problem]
-
-
-def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> list[str]:
-    """Why figures are missing or want looking at, and which fabrics held the trial up."""
-    if idle is None:
-        return [*summary.problems, *summary.saturated, "no idle_energy_j: the node's GPUs are not all the gang's"]
-    return [*summary.problems, *summary.saturated, *(f"idle {problem}" for problem in idle.problems)]
-
-
-def metrics(
-    outcomes: list[Outcome], summary: WindowSummary, idle: WindowSummary | None, spec: SearchSpec, gang_s: float
-) -> dict[str, float | None]:
-    """The figures of one trial by the names of the record; None is missing.
-
-    `summary` is of the devices that worked, `idle` of the gang's others, None if it is not known which they are.
-    `gang_s` is all the time that the trial kept the gang from the next one; `trial_overhead_s` is what of it went
-    neither into compiling, nor into warm-up, nor into the window, nor into the breakdown.
-    """
-    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
-    timing = reports[0].timing
-    window_s = sum(timing.window_steps_s)
-    warmup_s = sum(timing.warmup_steps_s) - timing.compile_s
-    tokens = spec.tokens_per_step * len(timing.window_steps_s)
-    breakdown_s = max(report.profile.time_s if report.profile else 0.0 for report in reports)
-    steps = len(timing.window_steps_s)
-    energy_j = summary.energy_j
-    memory = [report.peak_memory_gib for report in reports if report.peak_memory_gib is not None]
-    return {
-        **spec.speed(tokens / window_s, len(reports)),
-        "step_time_s": statistics.median(timing.window_steps_s),
-        "joules_per_token": None if energy_j is None else energy_j / tokens,
-        "energy_per_step_j": None if energy_j is None else energy_j / steps,
-        "idle_energy_j": idle_energy_j(idle) if reports[0].device is not None else None,
-        **summary.metrics(),
-        "peak_memory_gib": max(memory, default=None),
-        "trial_overhead_s": gang_s - window_s - warmup_s - timing.compile_s - breakdown_s,
-        "compile_time_s": timing.compile_s,
-        "warmup_time_s": warmup_s,
-        "window_time_s": window_s,
-        "breakdown_time_s": breakdown_s,
-        "final_loss": reports[0].losses[-1],
-    }
-
-
-def idle_energy_j(idle: WindowSummary | None) -> float | None:
-    """What the gang's idle GPUs drew: nothing if there are none."""
-    if idle is None:
-        return None
-    return idle.energy_j if idle.devices else 0.0
-
-
-def methods(summary: WindowSummary, idle: WindowSummary | None) -> dict[str, str]:
-    """How the energy and throttle figures that are known were obtained, by metric."""
-    found = summary.methods()
-    if summary.energy_j is not None and summary.energy_method is not None:
-        found |= dict.fromkeys(("joules_per_token", "energy_per_step_j"), summary.energy_method)
-    if idle is not None and idle.energy_j is not None and idle.energy_method is not None:
-        found["idle_energy_j"] = idle.energy_method
-    return found

@@ -1,93 +1,138 @@
-"""Depth proxies: two runs of a layout with fewer layers, and what they say of the whole model.
+"""Two smaller runs of a layout, and what they say of the trial that they stand for.
 
-A step's time and energy, and a GPU's memory, are a constant (embedding, head, loss) and a share for every layer.
+Smaller by layers (depth proxies): a step's time and energy, and a GPU's memory, are a constant (embedding, head, loss)
+and a share for every layer. Or by microbatches of a step (short trials): time and energy are a constant (filling the
+pipeline, reducing gradients, the optimizer) and a share for every microbatch.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from service.spec import SearchSpec
 from trainables.result import Proxy, TrialResult
 
-EXTRAPOLATED = (
+STEP = (
     "tokens_per_s",
     "tokens_per_s_per_gpu",
     "mfu",
     "step_time_s",
     "joules_per_token",
     "energy_per_step_j",
-    "peak_memory_gib",
 )
+"""What follows from the time and the energy of a step."""
+
+OVER_DEPTH = (*STEP, "peak_memory_gib")
+OVER_BATCH = (*STEP, "mean_power_w")
+
 SPENT = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s", "breakdown_time_s")
 """What a trial took of its gang: the sum over its runs."""
 
 
-class NotDeeper(Exception):
-    """The deeper run took no more than the other, so that no line leads to the full depth."""
+class NoLine(Exception):
+    """The larger run took no more than the smaller, so that no line leads on."""
 
 
-def line(depths: tuple[int, int], values: tuple[float, float], depth: int) -> float:
-    """The value at `depth` of the straight line through `values` at `depths`."""
-    (shallow, deep), (low, high) = depths, values
-    return high + (high - low) * (depth - deep) / (deep - shallow)
+def line(places: tuple[int, int], values: tuple[float, float], place: int) -> float:
+    """The value at `place` of the straight line through `values` at `places`."""
+    (near, far), (low, high) = places, values
+    return high + (high - low) * (place - far) / (far - near)
 
 
-def extrapolate(trial_id: str, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> TrialResult:
+@dataclass(frozen=True)
+class Growth:
+    """The way from two runs, the smaller first, to what they stand for: `place`, where they are at `places`."""
+
+    places: tuple[int, int]
+    place: int
+    unit: str
+
+    def follow(self, amount: str, values: Sequence[float | None]) -> float | None:
+        """An amount of a step at `place`; None if a run lacks it. Raises `NoLine`."""
+        low, high = values
+        if low is None or high is None:
+            return None
+        if high <= low:
+            raise NoLine(
+                f"{amount} of a step is {high:.4g} with {self.places[1]} {self.unit}, {low:.4g} with {self.places[0]}: "
+                f"no line leads to {self.place}"
+            )
+        return line(self.places, (low, high), self.place)
+
+    def error(self, samples: Sequence[Sequence[float]]) -> float:
+        """Standard error of the mean at `place`, from that of each run's samples, of which it takes two."""
+        near, far = self.places
+        weight = (self.place - near) / (far - near)
+        errors = [statistics.stdev(of_run) / math.sqrt(len(of_run)) for of_run in samples]
+        return math.hypot((1 - weight) * errors[0], weight * errors[1])
+
+
+def over_depth(trial_id: str, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> TrialResult:
     """The result of the whole model of `spec` from two runs that ended well; `invalid` if no line leads there.
 
-    What is not in `EXTRAPOLATED` or `SPENT` is the deeper run's.
+    What is not in `OVER_DEPTH` or `SPENT` is the deeper run's.
     """
-    runs = (shallow, deep)
+    runs, layers = (shallow, deep), spec.shape.layers
+    growth = Growth((shallow.layers, deep.layers), layers, "layers")
     problems = [f"at {run.layers} layers: {run.result.cause}" for run in runs if run.result.cause]
     try:
-        found = full_metrics(spec, shallow, deep)
-    except NotDeeper as error:
+        found = of_step(spec, growth, runs)
+    except NoLine as error:
         return TrialResult(trial_id, deep.result.config, "invalid", str(error), proxies=runs)
-    methods = {metric: _method(metric, runs) for metric in EXTRAPOLATED if found[metric] is not None}
-    return TrialResult(
+    found["peak_memory_gib"] = peak_memory(layers, shallow, deep)
+    spent: dict[str, float | None] = {name: sum(run.result.metrics.get(name) or 0.0 for run in runs) for name in SPENT}
+    return replace(
+        deep.result,
         trial_id=trial_id,
-        config=deep.result.config,
-        status="ok",
         cause="; ".join(problems) or None,
-        metrics=deep.result.metrics | found,
-        methods=deep.result.methods | methods,
-        step_times_s=deep.result.step_times_s,
-        losses=deep.result.losses,
-        windows=deep.result.windows,
-        environment=deep.result.environment,
-        ranks=deep.result.ranks,
+        metrics=deep.result.metrics | found | spent,
+        methods=deep.result.methods | _methods("extrapolated", found, runs),
         proxies=runs,
     )
 
 
-def full_metrics(spec: SearchSpec, shallow: Proxy, deep: Proxy) -> dict[str, float | None]:
-    """`EXTRAPOLATED` and `SPENT` of the whole model of `spec`; None where a run lacks it. Raises `NotDeeper`."""
-    depths, layers = (shallow.layers, deep.layers), spec.shape.layers
-    low, high = shallow.result.metrics, deep.result.metrics
+def over_batch(spec: SearchSpec, result: TrialResult, few: Proxy, many: Proxy) -> TrialResult:
+    """The result of steps of the whole global batch from steps of two smaller ones; `invalid` if no line leads there.
 
-    def grown(metric: str, values: Sequence[float | None]) -> float | None:
-        first, second = values
-        if first is None or second is None:
-            return None
-        if second <= first:
-            raise NotDeeper(
-                f"{metric} of a step is {second:.4g} with {depths[1]} layers, {first:.4g} with {depths[0]}: "
-                "no line leads to the full depth"
-            )
-        return line(depths, (first, second), layers)
+    `result` is all that is known of the trial beside that; what of its figures is not in `OVER_BATCH` is of steps of
+    `many` microbatches.
+    """
+    runs = (few, many)
+    batches = few.result.config.global_batch_size, many.result.config.global_batch_size
+    growth = Growth(batches, result.config.global_batch_size, "sequences")
+    try:
+        found = of_step(spec, growth, runs)
+    except NoLine as error:
+        return TrialResult(result.trial_id, result.config, "invalid", str(error), proxies=runs)
+    rate, energy = found["tokens_per_s"], found["joules_per_token"]
+    assert rate is not None, "a line that leads on has a speed"
+    found["mean_power_w"] = energy and energy * rate
+    uncertain = growth.error([run.result.step_times_s for run in runs]) * rate / spec.tokens_per_step
+    return replace(
+        result,
+        metrics=result.metrics | found | {"extrapolation_error": uncertain},
+        methods=result.methods | _methods("short", found, runs),
+        proxies=runs,
+    )
 
-    rates = (low["tokens_per_s"], high["tokens_per_s"])
-    mean_s = grown("mean time", [rate and spec.tokens_per_step / rate for rate in rates])
-    assert mean_s is not None, "every run that ended well has a speed"
-    joules_per_token = grown("energy", (low.get("joules_per_token"), high.get("joules_per_token")))
+
+def of_step(spec: SearchSpec, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
+    """The metrics of `STEP` of `spec`'s own model and batch; None where a run lacks what it takes. Raises `NoLine`."""
+    metrics = [run.result.metrics for run in runs]
+    tokens = [run.result.config.global_batch_size * spec.sequence_length for run in runs]
+    rates = [of_run["tokens_per_s"] for of_run in metrics]
+    seconds = growth.follow("mean time", [rate and count / rate for count, rate in zip(tokens, rates, strict=True)])
+    assert seconds is not None, "every run that ended well has a speed"
+    joules = growth.follow("energy", [of_run.get("energy_per_step_j") for of_run in metrics])
     return {
-        **spec.speed(spec.tokens_per_step / mean_s, deep.result.config.num_gpus),
-        "step_time_s": grown("median time", (low["step_time_s"], high["step_time_s"])),
-        "joules_per_token": joules_per_token,
-        "energy_per_step_j": joules_per_token and joules_per_token * spec.tokens_per_step,
-        "peak_memory_gib": peak_memory(layers, shallow, deep),
-    } | {metric: sum(run.get(metric) or 0.0 for run in (low, high)) for metric in SPENT}
+        **spec.speed(spec.tokens_per_step / seconds, runs[0].result.config.num_gpus),
+        "step_time_s": growth.follow("median time", [of_run["step_time_s"] for of_run in metrics]),
+        "joules_per_token": joules and joules / spec.tokens_per_step,
+        "energy_per_step_j": joules,
+    }
 
 
 def peak_memory(layers: int, shallow: Proxy, deep: Proxy) -> float | None:
@@ -100,7 +145,7 @@ def peak_memory(layers: int, shallow: Proxy, deep: Proxy) -> float | None:
     return max(lines, default=None)
 
 
-def _method(metric: str, runs: Sequence[Proxy]) -> str:
-    """`extrapolated`, but `estimated` stays so: it says more against a figure."""
-    estimated = any(run.result.methods.get(metric) == "estimated" for run in runs)
-    return "estimated" if estimated else "extrapolated"
+def _methods(method: str, found: dict[str, float | None], runs: Sequence[Proxy]) -> dict[str, str]:
+    """`method` for what was found, but `estimated` stays so: it says more against a figure."""
+    guessed = {name for run in runs for name, how in run.result.methods.items() if how == "estimated"}
+    return {name: "estimated" if name in guessed else method for name, value in found.items() if value is not None}

@@ -41,7 +41,8 @@ class Outcome:
     """How one rank's trial ended: `ok` with a report, or another status with its cause.
 
     `aborted` is a rank that was stopped because another rank failed. `phase` is the last phase it reached, `traceback`
-    what Python said of the error, or where a rank that hangs was.
+    what Python said of the error, or where a rank that hangs was. `infrastructure`: it ended for what befell the gang,
+    not for what the rank did. `pruned` is a trial that was given up as it could not become one of the best.
     """
 
     status: str
@@ -49,6 +50,7 @@ class Outcome:
     phase: str = "start"
     report: RankReport | None = None
     traceback: str | None = None
+    infrastructure: bool = False
 
 
 class Nursery:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from trainables.child import Outcome
-from trainables.trial import TrialRequest
+from trainables.trial import Progress, TrialRequest
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class _Round:
     """The trial under way."""
 
     order: Order
+    steady: dict[int, Progress] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     failure: Outcome | None = None
 
@@ -59,6 +60,7 @@ class Mailbox:
         self.members: dict[int, Member] = {}
         self.round: _Round | None = None
         self.number = 0
+        self.latest = ""
         self.closed = False
         self.free_since = time.monotonic()
         self.changed = asyncio.Condition()
@@ -67,7 +69,7 @@ class Mailbox:
         async with self.changed:
             if incarnation != self.incarnation:
                 self.incarnation, self.members = incarnation, {}
-                self._fail("a worker process of the gang died; the gang was started anew")
+                self._end(_lost("a worker process of the gang died; the gang was started anew"))
             self.members[member.rank] = member
             self.free_since = time.monotonic()
             self.changed.notify_all()
@@ -102,6 +104,29 @@ class Mailbox:
                 self.round.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
             self.changed.notify_all()
 
+    async def note(self, worker: int, number: int, progress: Progress) -> None:
+        """A rank's window begins."""
+        async with self.changed:
+            if self.round is not None and self.round.order.number == number:
+                self.round.steady[worker] = progress
+                self.changed.notify_all()
+
+    async def steady(self, trial_id: str) -> tuple[list[Progress], list[Member]] | None:
+        """Wait until the first window of all ranks of a trial begins: their progress by worker, and the gang's members.
+
+        None if the trial ended before. To be called once `evaluate` was.
+        """
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.latest == trial_id)
+            current = self.round
+            if current is None:
+                return None
+            workers = current.order.request.config.num_gpus
+            await self.changed.wait_for(lambda: len(current.steady) == workers or self.round is not current)
+            if self.round is not current:
+                return None
+            return [current.steady[worker] for worker in range(workers)], await self._all_members()
+
     async def ready(self) -> list[Member]:
         """Wait until every worker has joined."""
         async with self.changed:
@@ -119,6 +144,7 @@ class Mailbox:
             port = members[0].store_port
             assert port is not None, "rank 0 keeps the store"
             self.round = current = _Round(Order(self.number, request, (members[0].host, port)))
+            self.latest = request.trial_id
             self.changed.notify_all()
             workers = request.config.num_gpus
             await self.changed.wait_for(lambda: len(current.outcomes) == workers or self.round is not current)
@@ -133,21 +159,32 @@ class Mailbox:
     async def give_up(self, cause: str) -> None:
         """End the trial under way, if any, as crashed: its gang is gone."""
         async with self.changed:
-            self._fail(cause)
+            self._end(_lost(cause))
             self.changed.notify_all()
+
+    async def prune(self, trial_id: str, cause: str) -> None:
+        """End this trial, if it is under way: it is not worth going on with. The gang is well."""
+        async with self.changed:
+            if self.latest == trial_id and self.round is not None and self.round.failure is None:
+                self._end(Outcome("pruned", cause, "window"))
+                self.changed.notify_all()
 
     async def close(self) -> None:
         """Send the workers home, from the trial under way as well."""
         async with self.changed:
             self.closed = True
-            self._fail("the gang was closed")
+            self._end(_lost("the gang was closed"))
             self.changed.notify_all()
 
     async def _all_members(self) -> list[Member]:
         await self.changed.wait_for(lambda: len(self.members) == self.world_size)
         return [self.members[rank] for rank in range(self.world_size)]
 
-    def _fail(self, cause: str) -> None:
+    def _end(self, outcome: Outcome) -> None:
         if self.round is not None:
-            self.round.failure = Outcome("crash", cause)
+            self.round.failure = outcome
             self.round = None
+
+
+def _lost(cause: str) -> Outcome:
+    return Outcome("crash", cause, infrastructure=True)

@@ -39,6 +39,15 @@ class Timing:
     compile_s: float
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Whole steps in a row: the seconds of each, and the stamps in ns at their ends on this node's monotonic clock."""
+
+    steps_s: tuple[float, ...]
+    start_ns: int
+    end_ns: int
+
+
 def is_steady(steps: list[float], protocol: Protocol) -> bool:
     """Whether the last `steady_steps` steps, the very first never counted, agree within the tolerance."""
     recent = steps[1:][-protocol.steady_steps :]
@@ -50,27 +59,34 @@ def time_steps(
     protocol: Protocol,
     compiled: bool,
     on_phase: Callable[[str], None] = lambda phase: None,
+    on_steady: Callable[[Stretch], None] = lambda steps: None,
 ) -> Timing:
-    """Run `step` through warm-up and window.
+    """Run `step` through warm-up and window. `on_steady` is given the steps that agreed, if any did, before the window.
 
     `step` trains one optimizer step and returns its seconds, the same number on every rank so that all ranks take the
     same decisions, and this node's `time.monotonic_ns()` after it.
     """
     on_phase("warmup")
     warmup: list[float] = []
-    now = 0
-    while not is_steady(warmup, protocol):
+    stamps: list[int] = []
+    steady = False
+    while not steady:
         seconds, now = step()
         warmup.append(seconds)
+        stamps.append(now)
+        steady = is_steady(warmup, protocol)
         # The first step carries compilation and the creation of communicators: it has no say in the limit.
         if len(warmup) > protocol.steady_steps and sum(warmup[1:]) >= protocol.warmup_max_s:
             break
+    if steady:
+        agreed = protocol.steady_steps
+        on_steady(Stretch(tuple(warmup[-agreed:]), stamps[-agreed - 1], stamps[-1]))
     on_phase("window")
     start = now
     window: list[float] = []
     while len(window) < protocol.window_min_steps or sum(window) < protocol.window_s:
         seconds, now = step()
         window.append(seconds)
-    steady = statistics.median(window)
-    compile_s = sum(max(0.0, seconds - steady) for seconds in warmup[:-1]) if compiled else 0.0
+    usual = statistics.median(window)
+    compile_s = sum(max(0.0, seconds - usual) for seconds in warmup[:-1]) if compiled else 0.0
     return Timing(tuple(warmup), tuple(window), start, now, compile_s)

@@ -49,7 +49,8 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Proxy:
-    """The result of running a trial's layout with a model of `layers` layers in place of the search's own."""
+    """The result of running a trial's layout with a model of `layers` layers, or with another global batch, or both, in
+    place of the search's own. The batch is that of the result's `config`."""
 
     layers: int
     result: TrialResult
@@ -60,8 +61,10 @@ class TrialResult:
     """Outcome of one trial.
 
     `metrics` holds the names of the record (`tokens_per_s`, `joules_per_token`, ...); None is missing.
+    A trial that was pruned has no figures but the bounds for which it was, prefixed `bound_`.
     `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated; and which
-    metrics are extrapolated from the runs in `proxies`, shallower first, of whose deeper one is all that is not.
+    metrics follow from the runs in `proxies`, smaller first, of whose larger one is all that does not: `extrapolated`
+    over layers, or `short`, over microbatches.
     `cause` is one line on what failed, `traceback` what Python said of it.
     `purpose` is one of `PURPOSES`. `infrastructure`: whether it was the machines that failed, not the layout.
     `ranks` are those of the trial in their order; records made before there were any have none.

@@ -20,13 +20,17 @@ from trainables.batches import microbatches
 from trainables.data import open_tokens
 from trainables.engines import Job, build_engine
 from trainables.engines.base import StepOutput
-from trainables.measure import Protocol, Timing, time_steps
+from trainables.measure import Protocol, Stretch, Timing, time_steps
 from trainables.profiling import Profile, profile_step
 
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """All that a gang needs to know to run one trial. `data` is a source of `trainables.data.open_tokens`."""
+    """All that a gang needs to know to run one trial. `data` is a source of `trainables.data.open_tokens`.
+
+    `batches`: the global batch sizes to time, one after the other, each a divisor of the one before; the layout's own
+    if there are none.
+    """
 
     trial_id: str
     config: TrialConfig
@@ -36,6 +40,7 @@ class TrialRequest:
     protocol: Protocol
     deadline_s: float
     seed: int
+    batches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,15 @@ class Place:
 class RankReport:
     """What one rank measured.
 
-    `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. Losses are those of
-    the global batch, `profile` that of one step after the window, None if none was asked for.
+    `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. `timings` are by global
+    batch size in the order of time. Losses are those of the global batch; `profile` is that of one step after the first
+    window, None if none was asked for.
     """
 
     rank: int
     coordinates: dict[str, int]
     device: str | None
-    timing: Timing
+    timings: dict[int, Timing]
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     peak_memory_gib: float | None
@@ -70,11 +76,15 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: its phase, its GPU's UUID (None on CPU and before it has one), its latest step's seconds."""
+    """How far a rank is: its phase, its GPU's UUID (None on CPU and before it has one) and the trial's latest speed.
+
+    `steady` are the latest steps that ended a warm-up by agreeing.
+    """
 
     phase: str = "start"
     device: str | None = None
-    step_s: float | None = None
+    tokens_per_s: float | None = None
+    steady: Stretch | None = None
 
 
 class WrongTraining(Exception):
@@ -87,13 +97,18 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
     Raises `WrongTraining`, `torch.OutOfMemoryError` and whatever torch or DeepSpeed raise.
     """
     _quieten()
-    config = request.config
+    batches = request.batches or (request.config.global_batch_size,)
+    config = replace(request.config, global_batch_size=batches[0])
     progress = Progress()
 
     def on_phase(name: str) -> None:
         nonlocal progress
         progress = replace(progress, phase=name)
         tell(progress)
+
+    def on_steady(steps: Stretch) -> None:
+        nonlocal progress
+        progress = replace(progress, steady=steps)
 
     on_phase("start")
     device, store = _join(request, place)
@@ -124,32 +139,37 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
         # The slowest rank's time is the step's. The exchange keeps the ranks in step, too.
         seconds = slowest((time.monotonic_ns() - began) / 1e9)
         began = time.monotonic_ns()
-        progress = replace(progress, step_s=seconds)
+        progress = replace(progress, tokens_per_s=config.global_batch_size * request.sequence_length / seconds)
         tell(progress)
         return seconds, began
 
-    timing = time_steps(step, request.protocol, config.compile, on_phase)
-    on_phase("report")
-    total = torch.stack(losses)
-    dist.all_reduce(total)
-    history = tuple(total.tolist())
-    check_learning(history)
-    peak_memory_gib = torch.cuda.max_memory_reserved(device) / 2**30 if place.use_gpu else None
+    def meet() -> None:
+        keys = [f"profiling/{rank}" for rank in range(config.num_gpus)]
+        store.set(keys[place.rank], "")
+        store.wait(keys)
+
+    timings: dict[int, Timing] = {}
     profile = None
-    if request.protocol.breakdown:
-        on_phase("breakdown")
-
-        def meet() -> None:
-            keys = [f"profiling/{rank}" for rank in range(config.num_gpus)]
-            store.set(keys[place.rank], "")
-            store.wait(keys)
-
-        profile = profile_step(train, config, place.use_gpu, meet, slowest)
+    for batch in batches:
+        if timings:
+            config = replace(config, global_batch_size=batch)
+            engine.set_global_batch_size(batch)
+            began = time.monotonic_ns()
+        timings[batch] = time_steps(step, request.protocol, config.compile, on_phase, on_steady)
+        on_phase("report")
+        total = torch.stack(losses)
+        dist.all_reduce(total)
+        history = tuple(total.tolist())
+        check_learning(history)
+        if request.protocol.breakdown and profile is None:
+            on_phase("breakdown")
+            profile = profile_step(train, config, place.use_gpu, meet, slowest)
+    peak_memory_gib = torch.cuda.max_memory_reserved(device) / 2**30 if place.use_gpu else None
     report = RankReport(
         rank=place.rank,
         coordinates=config.coordinates(place.rank),
         device=progress.device,
-        timing=timing,
+        timings=timings,
         losses=history,
         grad_norms=tuple(float(norm) for norm in norms),
         peak_memory_gib=peak_memory_gib,

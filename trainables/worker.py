@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -32,29 +33,34 @@ class GangTorchConfig(TorchConfig):
 
 
 class Follower:
-    """Tells the node's telemetry of one rank's progress; the one that `marks`, of the window's edges, too."""
+    """Tells the node's telemetry of one rank's progress; the one that `marks`, of the windows' edges, too.
 
-    def __init__(self, request: TrialRequest, telemetry: ActorHandle, marks: bool) -> None:
-        self.request, self.telemetry, self.marks = request, telemetry, marks
+    The gang's mailbox is told once a window begins, through `tell`.
+    """
+
+    def __init__(
+        self, request: TrialRequest, telemetry: ActorHandle, marks: bool, tell: Callable[[Progress], object]
+    ) -> None:
+        self.request, self.telemetry, self.marks, self.tell = request, telemetry, marks, tell
         self.phase, self.told_at = "", 0.0
 
     def follow(self, progress: Progress) -> None:
         if self.marks and progress.phase != self.phase and "window" in (progress.phase, self.phase):
             self.telemetry.mark.remote()
+        if progress.phase == "window" != self.phase:
+            self.tell(progress)
         if progress.phase != self.phase or time.monotonic() - self.told_at >= TELL_S:
             self.telemetry.working.remote(self._work(progress))
             self.told_at = time.monotonic()
         self.phase = progress.phase
 
     def _work(self, progress: Progress) -> Work:
-        request = self.request
-        tokens = request.config.global_batch_size * request.sequence_length
         return Work(
             device=progress.device or cpu_uuid(),
-            trial_id=request.trial_id,
-            layout=request.config.label,
+            trial_id=self.request.trial_id,
+            layout=self.request.config.label,
             phase=progress.phase,
-            tokens_per_s=tokens / progress.step_s if progress.step_s else None,
+            tokens_per_s=progress.tokens_per_s,
         )
 
 
@@ -85,12 +91,18 @@ def worker_loop(config: dict[str, Any]) -> None:
         store_host, store_port = order.store
         rank = order.request.config.worker_rank(worker)
         place = Place(rank, member.local_rank, store_host, store_port, config["use_gpu"])
+        follower = Follower(
+            order.request,
+            config["telemetry"][member.node_id],
+            marks=member.local_rank == 0,
+            tell=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
+        )
         trial = nursery.trial(
             order.request,
             place,
             elapsed_s=lambda: time.monotonic() - began,  # noqa: B023
             aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
-            follow=Follower(order.request, config["telemetry"][member.node_id], marks=member.local_rank == 0).follow,
+            follow=follower.follow,
         )
         with trial as outcome:
             ray.get(mailbox.hand_in.remote(worker, number, outcome))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import ray
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
+from service.evaluate import run
 from service.gang import Gang, Pool, close_gangs, resources_per_worker
-from service.spec import ClusterSpec
+from service.spec import ClusterSpec, SearchSpec
 from telemetry.actor import Work, start_telemetry, stop_telemetry
 from telemetry.devices import cpu_uuid
 from trainables.child import Outcome
@@ -116,8 +117,53 @@ def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None
         assert second is not None
         assert (first.rank, second.rank) == (0, 1)
         assert first.losses == second.losses
-        assert first.timing.window_steps_s == second.timing.window_steps_s
+        assert [timing.window_steps_s for timing in first.timings.values()] == [
+            timing.window_steps_s for timing in second.timings.values()
+        ]
     assert {worker.pid for worker in workers()} == before
+
+
+SPEC = SearchSpec.model_validate(
+    {
+        "name": "tiny",
+        "model": asdict(MODEL),
+        "data": SYNTHETIC,
+        "sequence_length": 32,
+        "global_batch_size": 96,
+        "cluster": CLUSTER.model_dump(),
+        "space": {"precision": "fp32"},
+        "measurement": {"window_s": 0.4, "warmup_max_s": 0.2, "steady_steps": 2, "warmup_tolerance": 0.9},
+    }
+)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", [{"engine": "megatron", "pipeline_parallel_size": 2}, {"engine": "deepspeed"}])
+def test_a_short_trial_times_two_batches_in_one_go(layout: dict[str, Any], gang: Gang, telemetry: Any) -> None:
+    config = TrialConfig(num_gpus=2, global_batch_size=96, zero_stage=1, precision="fp32", **layout)
+    result = run(f"short-{config.engine}", config, SPEC, gang.mailbox, telemetry, {})
+    assert (result.status, result.cause) == ("ok", None)
+    assert result.methods["tokens_per_s"] == "short"
+    few, many = (proxy.result for proxy in result.proxies)
+    rounds = [run.config.gradient_accumulation_steps for run in (few, many, result)]
+    assert rounds == [4, 12, 96] if config.pipeline_parallel_size == 2 else [2, 6, 48]
+    times = [run.metrics["step_time_s"] or 0 for run in (few, many, result)]
+    assert times[0] < times[1] < times[2]
+    assert few.windows[0].start_ns > many.windows[0].end_ns
+    assert result.metrics["breakdown_span_s"]
+
+
+@pytest.mark.timeout(240)
+def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang: Gang, telemetry: Any) -> None:
+    unbeatable = [{"tokens_per_s": 1e12, "joules_per_token": 1e-12}]
+    endless = SPEC.measurement.model_copy(update={"window_s": 1e9, "short_trials": False})
+    spec = SPEC.model_copy(update={"measurement": endless})
+    result = run("hopeless", replace(CONFIG, global_batch_size=96), spec, gang.mailbox, telemetry, {}, front=unbeatable)
+    assert result.status == "pruned"
+    assert result.cause is not None
+    assert result.cause.startswith("dominated: tokens_per_s ")
+    assert 0 < (result.metrics["bound_tokens_per_s"] or 0) < 1e12
+    assert run("next", replace(CONFIG, global_batch_size=96), SPEC, gang.mailbox, telemetry, {}).status == "ok"
 
 
 @pytest.mark.timeout(240)

@@ -125,7 +125,7 @@ def main(count: int) -> None:
         outcomes = run(replace(REQUEST, trial_id=name))
         assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("ok", None)] * 2, outcomes
         assert outcomes[0].report is not None
-        return statistics.median(outcomes[0].report.timing.window_steps_s)
+        return statistics.median(outcomes[0].report.timings[REQUEST.config.global_batch_size].window_steps_s)
 
     at_first, seen = good("good at first"), []
     before = left_behind()

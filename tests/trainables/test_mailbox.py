@@ -11,8 +11,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import PRESETS
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member, Order
-from trainables.measure import Protocol
-from trainables.trial import TrialRequest
+from trainables.measure import Protocol, Stretch
+from trainables.trial import Progress, TrialRequest
 
 T = TypeVar("T")
 Evaluated = tuple[list[Outcome], list[Member], float]
@@ -33,6 +33,11 @@ async def gang(size: int = 2, incarnation: str = "first") -> Mailbox:
     for rank in range(size):
         await mailbox.join(incarnation, member(rank))
     return mailbox
+
+
+def lost(cause: str) -> Outcome:
+    """What befalls a trial whose gang is gone; what its ranks say themselves is never put down to the machines."""
+    return Outcome("crash", cause, infrastructure=True)
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
@@ -163,7 +168,7 @@ async def test_workers_that_start_anew_crash_the_trial_under_way() -> None:
     number = (await take(mailbox, 1, 0)).number
     await mailbox.join("second", member(1))
     outcomes, *_ = await soon(trial)
-    assert outcomes == [Outcome("crash", "a worker process of the gang died; the gang was started anew")]
+    assert outcomes == [lost("a worker process of the gang died; the gang was started anew")]
 
     following = asyncio.create_task(mailbox.evaluate(REQUEST))
     assert await waits(following)  # rank 0 is not back yet
@@ -187,7 +192,7 @@ async def test_a_trial_given_up_crashes_and_leaves_the_gang_usable() -> None:
     watch = asyncio.create_task(mailbox.aborted(number))
     following = asyncio.create_task(_after(mailbox.give_up("its time was up"), mailbox.evaluate(REQUEST)))
     outcomes, *_ = await soon(trial)
-    assert outcomes == [Outcome("crash", "its time was up")]
+    assert outcomes == [lost("its time was up")]
     await soon(watch)
     for rank in range(2):
         await mailbox.hand_in(rank, number, Outcome("aborted"))  # too late to matter
@@ -199,6 +204,70 @@ async def test_a_trial_given_up_crashes_and_leaves_the_gang_usable() -> None:
 async def _after(first: Awaitable[None], then: Awaitable[Evaluated]) -> Evaluated:
     await first
     return await then
+
+
+def steady(device: str) -> Progress:
+    return Progress("window", device, 1000.0, Stretch((1.0, 1.0), 0, 2_000_000_000))
+
+
+@in_a_loop
+async def test_a_trial_is_told_of_once_all_its_ranks_are_steady() -> None:
+    mailbox = await gang(3)
+    asked = asyncio.create_task(mailbox.steady("t0"))
+    assert await waits(asked)
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    await mailbox.note(1, number, steady("GPU-1"))
+    await mailbox.note(0, number + 1, steady("GPU-9"))  # of another trial
+    assert await waits(asked)
+    await mailbox.note(0, number, steady("GPU-0"))
+    assert await soon(asked) == ([steady("GPU-0"), steady("GPU-1")], [member(0), member(1), member(2)])
+    for rank in range(2):
+        await mailbox.hand_in(rank, number, OK)
+    assert (await soon(trial))[0] == [OK, OK]
+    assert await soon(mailbox.steady("t0")) is None  # too late
+
+
+@in_a_loop
+async def test_a_trial_that_ends_unsteady_is_told_of_as_ended() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    asked = asyncio.create_task(mailbox.steady("t0"))
+    await mailbox.note(0, number, steady("GPU-0"))
+    for rank in range(2):
+        await mailbox.hand_in(rank, number, OK)
+    await soon(trial)
+    assert await soon(asked) is None
+
+
+@in_a_loop
+async def test_a_trial_that_is_pruned_ends_its_ranks_and_no_other_trial() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    watch = asyncio.create_task(mailbox.aborted(number))
+    await mailbox.prune("another", "dominated")
+    assert await waits(watch)
+    await mailbox.prune("t0", "dominated")
+    assert (await soon(trial))[0] == [Outcome("pruned", "dominated", "window")]
+    await soon(watch)
+    await mailbox.prune("t0", "dominated")  # it is over
+    following = asyncio.create_task(mailbox.evaluate(REQUEST))
+    for rank in range(2):
+        await mailbox.hand_in(rank, (await take(mailbox, rank, number)).number, OK)
+    assert (await soon(following))[0] == [OK, OK]
+
+
+@in_a_loop
+async def test_a_failure_comes_before_pruning() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    await mailbox.hand_in(1, number, Outcome("oom", "memory", "window"))
+    await mailbox.prune("t0", "dominated")
+    await mailbox.hand_in(0, number, Outcome("aborted", None, "window"))
+    assert (await soon(trial))[0] == [Outcome("oom", "rank 1: memory", "window")]
 
 
 @in_a_loop
@@ -244,7 +313,7 @@ async def test_closing_ends_the_trial_under_way() -> None:
     await mailbox.close()
     await soon(watch)
     outcomes, *_ = await soon(trial)
-    assert outcomes == [Outcome("crash", "the gang was closed")]
+    assert outcomes == [lost("the gang was closed")]
     assert await soon(mailbox.next(0, 1)) is None
 
 

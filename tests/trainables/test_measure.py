@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from trainables.measure import Protocol, Timing, is_steady, time_steps
+from trainables.measure import Protocol, Stretch, Timing, is_steady, time_steps
 
 PROTOCOL = Protocol(steady_steps=3, warmup_tolerance=0.02, warmup_max_s=30.0, window_s=10.0, window_min_steps=5)
 
@@ -75,6 +75,16 @@ def test_compile_time_is_what_early_steps_took_beyond_a_steady_one() -> None:
 def test_a_slow_step_in_the_window_leaves_the_compile_time_alone() -> None:
     times = [20.0, 2.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0]
     assert timed(times, compiled=True).compile_s == pytest.approx(18.0)
+
+
+def test_the_steps_that_agreed_are_told_before_the_window() -> None:
+    events: list[str | Stretch] = []
+    time_steps(scripted([9.0, 3.0, *[2.0] * 20]), PROTOCOL, False, events.append, events.append)
+    agreed = Stretch((2.0, 2.0, 2.0), 1_000_000_000_000 + 12 * 10**9, 1_000_000_000_000 + 18 * 10**9)
+    assert events == ["warmup", agreed, "window"]
+    events.clear()
+    time_steps(scripted(itertools.cycle([1.0, 2.0])), PROTOCOL, False, events.append, events.append)
+    assert events == ["warmup", "window"]
 
 
 def test_phases_are_told_as_they_begin() -> None:

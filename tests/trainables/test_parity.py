@@ -99,8 +99,8 @@ def changed(rows: Iterable[Any], **fields: Any) -> list[Any]:
 
 
 @cache
-def reference(model: ModelShape) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms before clipping of `STEPS` optimizer steps on whole batches."""
+def reference(model: ModelShape, batches: tuple[int, ...] = (GLOBAL_BATCH_SIZE,)) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms before clipping of `STEPS` optimizer steps on whole batches of each of these sizes."""
     parts = Parts(model, torch.arange(SEQUENCE_LENGTH), seed=0)
     stage = Stage(parts.embedding(), [parts.block(layer) for layer in range(model.layers)], parts.head())
     if model.tie_embeddings:
@@ -109,8 +109,8 @@ def reference(model: ModelShape) -> tuple[list[float], list[float]]:
     optimizer = torch.optim.AdamW(stage.parameters(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
     stream = open_tokens(SYNTHETIC, model.vocab)
     losses, norms = [], []
-    for step in range(STEPS):
-        samples = range(step * GLOBAL_BATCH_SIZE, (step + 1) * GLOBAL_BATCH_SIZE)
+    for step, size in enumerate(size for size in batches for _ in range(STEPS)):
+        samples = range(step * size, (step + 1) * size)
         tokens = torch.from_numpy(np.stack([stream.sequence(i, SEQUENCE_LENGTH) for i in samples]))
         optimizer.zero_grad()
         loss = language_model_loss(stage(tokens[:, :-1]), tokens[:, 1:])
@@ -458,7 +458,36 @@ def test_layout_trains_as_one_process(model: ModelShape, config: TrialConfig, ru
     for report in reports(run_ranks(request(config, model))):
         assert report.losses == pytest.approx(losses, rel=of_losses)
         assert report.grad_norms == pytest.approx(norms, rel=of_norms)
-        assert (report.timing.compile_s > 0) == config.compile
+        assert (report.timings[GLOBAL_BATCH_SIZE].compile_s > 0) == config.compile
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        *cases(LLAMA, megatron(2, zero=1, mbs=1), megatron(2, zero=3, mbs=1)),
+        *cases(deep(LLAMA), megatron(4, **INTERLEAVED, zero=1, mbs=1)),
+        *cases(MIXTURE, megatron(2, ep=2, mbs=1), deepspeed(2, ep=2, zero=1, mbs=1)),
+        *cases(
+            LLAMA,
+            deepspeed(2, zero=3, mbs=1),
+            deepspeed(2, zero=2, offload_optimizer=True, mbs=1),
+            deepspeed(2, pp=2, mbs=1),
+            deepspeed(4, cp=2, zero=2, mbs=1),
+            *(deepspeed(2, zero=zero, mbs=1, precision="bf16") for zero in (0, 1)),
+        ),
+    ],
+)
+def test_a_layout_goes_on_as_one_process_with_smaller_batches(
+    model: ModelShape, config: TrialConfig, run_ranks: RunRanks
+) -> None:
+    batches = (GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE // 2)
+    losses, norms = reference(model, batches)
+    of_losses, of_norms = TOLERANCES[config.precision]
+    short = request(config, model)
+    for report in reports(run_ranks(replace(short, trial_id=f"short {short.trial_id}", batches=batches))):
+        assert report.losses == pytest.approx(losses, rel=of_losses)
+        assert report.grad_norms == pytest.approx(norms, rel=of_norms)
+        assert list(report.timings) == list(batches)
 
 
 SIZES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "data_parallel_size")

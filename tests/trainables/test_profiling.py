@@ -55,7 +55,8 @@ def check(report: RankReport) -> None:
     )
     assert found.span_s < report.profile.time_s < 20
     # The step that was profiled is none of the trial's.
-    assert len(report.losses) == len(report.timing.warmup_steps_s) + len(report.timing.window_steps_s)
+    (timing,) = report.timings.values()
+    assert len(report.losses) == len(timing.warmup_steps_s) + len(timing.window_steps_s)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_rank_reports_what_it_measured(engine: str, run_ranks: RunRanks) -> No
     assert (outcome.status, outcome.cause, outcome.phase) == ("ok", None, "report")
     report = outcome.report
     assert report is not None
-    timing = report.timing
+    timing = report.timings[CONFIG.global_batch_size]
     assert len(timing.window_steps_s) >= PROTOCOL.window_min_steps
     assert sum(timing.window_steps_s) >= PROTOCOL.window_s
     # The steps fill the window: nothing is left out between them.

@@ -61,3 +61,10 @@ class Engine(Protocol):
         Each is an int64 tensor (micro_batch_size, sequence_length) on the engine's device.
         """
         ...
+
+    def set_global_batch_size(self, size: int) -> None:
+        """Train steps of `size` sequences from now on: fewer microbatches, as large as before.
+
+        `size` divides the present one: DeepSpeed counts microbatches from the engine's first to know where steps end.
+        """
+        ...

@@ -183,6 +183,15 @@ class DeepSpeedEngine:
         norm = self.engine.get_global_grad_norm() if self.norm is None else self.norm
         return StepOutput(loss / self.config.num_gpus, torch.as_tensor(norm))
 
+    def set_global_batch_size(self, size: int) -> None:
+        before = self.config.gradient_accumulation_steps
+        self.config = replace(self.config, global_batch_size=size)
+        steps = self.config.gradient_accumulation_steps
+        # DeepSpeed takes the ranks of a sequence for data-parallel ones, and so its batch for that many times as large.
+        self.engine.set_train_batch_size(steps * self.config.micro_batch_size * self.engine.dp_world_size)
+        for experts in (m for m in self.engine.module.modules() if isinstance(m, DispatchedExperts)):
+            experts.scale *= before / steps
+
     def _piece(self, tokens: Tensor) -> Tensor:
         """This rank's piece of sequences (batch, sequence)."""
         return tokens.chunk(self.config.context_parallel_size, dim=1)[self.context_rank]

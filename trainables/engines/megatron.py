@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from trainables.engines.mesh import Mesh
 from trainables.engines.parallelize import Layout
 from trainables.engines.pipeline import Pipeline, TiedTable
 from trainables.model import Embedding, Head, Parts, Stage, compiled_loss, language_model_loss
-from trainables.moe import ExpertLayout, Experts
+from trainables.moe import ExpertLayout, Experts, MoE
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,10 @@ class MegatronEngine:
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = language_model_loss
         if config.compile and config.tensor_parallel_size == 1:
             self.loss_function = compiled_loss()
-        self.pipeline = None
+        self.pipeline = self._schedule()
         self.tied = None
-        if config.pipeline_parallel_size > 1:
-            group = mesh.pipeline_group
-            self.pipeline = Pipeline(config, dict(self.stages), group, self.loss_function, job.device)
-            if job.model.tie_embeddings:
-                self.tied = TiedTable(self._tables(), group)
+        if self.pipeline is not None and job.model.tie_embeddings:
+            self.tied = TiedTable(self._tables(), mesh.pipeline_group)
         self.groups = self._parameter_groups()
         self.optimizer = torch.optim.AdamW(
             [{"params": group.parameters} for group in self.groups],
@@ -91,6 +88,21 @@ class MegatronEngine:
         grad_norm = self._clip()
         self.optimizer.step()
         return StepOutput(self._contribution(losses), grad_norm)
+
+    def set_global_batch_size(self, size: int) -> None:
+        before = self.config.gradient_accumulation_steps
+        self.config = replace(self.config, global_batch_size=size)
+        self.pipeline = self._schedule()
+        if self.pipeline is None:
+            for mixture in (m for stage in self.stages.values() for m in stage.modules() if isinstance(m, MoE)):
+                mixture.balance_scale *= before / self.config.gradient_accumulation_steps
+
+    def _schedule(self) -> Pipeline | None:
+        """The order of one step's microbatches through the stages; None without a pipeline."""
+        if self.config.pipeline_parallel_size == 1:
+            return None
+        mesh = self.mesh
+        return Pipeline(self.config, dict(self.stages), mesh.pipeline_group, self.loss_function, mesh.device)
 
     def _build(self, index: int, parts: Parts, layout: Layout) -> Stage:
         """Make and shard one part after the other, so that never more than one lies whole on the device."""

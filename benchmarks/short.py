@@ -1,0 +1,97 @@
+"""How far short trials are from full ones, and how much less time they take.
+
+    python -m benchmarks.short SPEC --trials N
+
+Runs N legal layouts of a spec, spread over its space, in one gang, each in full and short: full steps of the whole
+global batch, short ones of two smaller batches. Prints what the short ones say against what the full ones came to: a
+table of errors in percent, with the share of a full trial's time that the short one took and the standard error that it
+gave itself, then the figures as lines of JSON, one a layout. Layouts of too few microbatches to be short are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gang import Run, one_gang
+from search_spaces.config import TrialConfig
+from service import short
+from service.proxy import SPENT
+from service.spec import SearchSpec, load_spec
+from service.tables import heading, render
+from trainables.result import TrialResult
+
+COMPARED = ("tokens_per_s", "step_time_s", "joules_per_token", "mean_power_w", "peak_memory_gib")
+
+
+def compare(run: Run, spec: SearchSpec, points: list[TrialConfig]) -> list[dict[str, Any]]:
+    """For each layout its figures in full and short, the error of these relative to those, and the seconds of both."""
+    full = spec.model_copy(update={"measurement": spec.measurement.model_copy(update={"short_trials": False})})
+    rows = []
+    for number, point in enumerate(points):
+        print(f"{number + 1} of {len(points)}: {point.label}", flush=True)
+        measured = _require_ok(run(f"full-{number}", point, full))
+        extrapolated = _require_ok(run(f"short-{number}", point, spec))
+        names = [name for name in COMPARED if measured.get(name)]
+        rows.append(
+            {
+                "layout": point.label,
+                "batches": short.batches(point),
+                "error": {name: extrapolated[name] / measured[name] - 1 for name in names},
+                "time": _seconds(extrapolated) / _seconds(measured),
+                "own_error": extrapolated["extrapolation_error"],
+                "full": measured,
+                "short": extrapolated,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One row a layout, and the largest and the median of the errors' sizes."""
+    metrics = list(rows[0]["error"])
+    figures = [[*(row["error"][name] for name in metrics), row["time"], row["own_error"]] for row in rows]
+    lines = [
+        [row["layout"], *(f"{error:+.2%}" for error in line[:-2]), f"{line[-2]:.0%}", f"{line[-1]:.2%}"]
+        for row, line in zip(rows, figures, strict=True)
+    ]
+    columns = [[abs(figure) for figure in column] for column in zip(*figures, strict=True)]
+    for name, of in (("largest", max), ("median", statistics.median)):
+        worst = [of(column) for column in columns]
+        lines.append([name, *(f"{error:.2%}" for error in worst[:-2]), f"{worst[-2]:.0%}", f"{worst[-1]:.2%}"])
+    return render(["error of", *map(heading, metrics), "time", "own error"], lines)
+
+
+def _seconds(metrics: dict[str, float]) -> float:
+    return sum(metrics[name] for name in SPENT)
+
+
+def _require_ok(result: TrialResult) -> dict[str, float]:
+    if result.status != "ok":
+        raise SystemExit(f"{result.trial_id}: {result.config.label}: {result.status}: {result.cause}")
+    return {name: value for name, value in result.metrics.items() if value is not None}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--trials", type=int, default=8)
+    arguments = parser.parse_args(argv)
+    spec = load_spec(arguments.spec).located()
+    able = [point for point in spec.legal.points if short.batches(point) is not None]
+    if not able:
+        raise SystemExit(f"{arguments.spec}: no legal layout has microbatches enough to be short")
+    count = min(arguments.trials, len(able))
+    points = [able[i * len(able) // count] for i in range(count)]
+    with one_gang(spec, spec.gang_size) as run:
+        rows = compare(run, spec, points)
+    print(f"\n{table(rows)}\n")
+    for row in rows:
+        print(json.dumps({"spec": str(arguments.spec), **row}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Trials that cannot become one of the best: what a trial could still come to, and who beats even that.
+
+A trial is judged by the steps that ended its warm-up, which are steady already. What it is ended for is no measurement:
+it is recorded as `pruned`, a censored outcome, with the bounds that were held against the front.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from service.spec import SearchSpec
+from trainables.measure import Protocol, Stretch
+
+TIME_NOISE, ENERGY_NOISE = 3 * 0.0025, 3 * 0.009
+"""Shares by which time and energy may still turn out better: three times the largest difference between neighbouring
+trials of a layout on an H200 (benchmarks/results/README.md)."""
+
+SPREADS = 3
+"""The same in standard errors of the mean of the steps so far, where these vary more: on a CPU."""
+
+EDGES_S = 0.2
+"""Seconds of whose power is not known in which step they fall: an energy counter's refresh at either end."""
+
+WORTH_S = 5.0
+"""Seconds that a trial must have before it for its end to save more than the judgement takes."""
+
+BOUND = "bound_"
+"""What the name of a metric begins with that is the best which a pruned trial could have come to."""
+
+NEVER_BELOW_ZERO = ("throttle_ratio", "throttle_time_s", "power_cap_ratio", "idle_energy_j")
+BOUNDED = {
+    "tokens_per_s": "maximize",
+    "tokens_per_s_per_gpu": "maximize",
+    "mfu": "maximize",
+    "step_time_s": "minimize",
+    "joules_per_token": "minimize",
+    "energy_per_step_j": "minimize",
+} | dict.fromkeys(NEVER_BELOW_ZERO, "minimize")
+"""The objectives that have a bound, and its direction."""
+
+
+def remaining_s(protocol: Protocol, step_s: float) -> float:
+    """Seconds of the window that a trial has before it, and of the step that is profiled."""
+    return max(protocol.window_s, protocol.window_min_steps * step_s) + protocol.breakdown * step_s
+
+
+def bounds(spec: SearchSpec, gpus: int, steps: Stretch, energy_j: float | None) -> dict[str, float]:
+    """The best that a trial on so many GPUs could still come to, by objective; none where nothing can be said.
+
+    `energy_j` is what the GPUs took for these steps, None if it is not known.
+    """
+    count, mean = len(steps.steps_s), statistics.fmean(steps.steps_s)
+    spread = SPREADS * statistics.stdev(steps.steps_s) / mean / count**0.5
+    step_s = min(steps.steps_s) * (1 - max(TIME_NOISE, spread))
+    best: dict[str, float | None] = spec.speed(spec.tokens_per_step / step_s, gpus) | {"step_time_s": step_s}
+    if energy_j is not None:
+        joules = energy_j / count * (1 - max(ENERGY_NOISE, spread) - EDGES_S / sum(steps.steps_s))
+        best |= {"energy_per_step_j": joules, "joules_per_token": joules / spec.tokens_per_step}
+    best |= dict.fromkeys(NEVER_BELOW_ZERO, 0.0)
+    return {
+        name: value
+        for name, way in spec.objectives.items()
+        if BOUNDED.get(name) == way and (value := best.get(name)) is not None
+    }
+
+
+def dominating(
+    objectives: Mapping[str, str], best: Mapping[str, float], front: Sequence[Mapping[str, float]]
+) -> Mapping[str, float] | None:
+    """A point of `front` that is nowhere worse than the bounds `best` and somewhere better, or None.
+
+    Objectives that no point of the front has are left out; one without a bound might still come to anything.
+    """
+    ranked = [name for name in objectives if any(name in point for point in front)]
+    if any(name not in best for name in ranked):
+        return None
+    for point in front:
+        if all(name in point for name in ranked):
+            signs = [1 if objectives[name] == "maximize" else -1 for name in ranked]
+            gains = [sign * (point[name] - best[name]) for name, sign in zip(ranked, signs, strict=True)]
+            if min(gains) >= 0 < max(gains):
+                return point
+    return None
+
+
+def cause(best: Mapping[str, float], point: Mapping[str, float]) -> str:
+    """One line on why a trial was ended: the best it could have come to, and the point of the front that beats it."""
+    at_best = ", ".join(f"{name} {value:.4g}" for name, value in best.items())
+    beaten = ", ".join(f"{name} {point[name]:.4g}" for name in best if name in point)
+    return f"dominated: {at_best} at best, where another has {beaten}"

@@ -1,0 +1,117 @@
+"""The figures of a trial, by the names of the record, from what its ranks report and what telemetry saw."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from service.spec import SearchSpec
+from telemetry.window import WindowSummary
+from trainables.child import Outcome
+from trainables.mailbox import Member
+from trainables.measure import Timing
+from trainables.result import RankRecord
+from trainables.trial import RankReport
+
+
+def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRecord, ...]:
+    """What each rank of the trial was and did, by rank. `outcomes` and `members` are by worker."""
+    records = [
+        RankRecord(
+            rank=report.rank,
+            worker=member.rank,
+            node_id=member.node_id,
+            device=report.device,
+            coordinates=report.coordinates,
+            peak_memory_gib=report.peak_memory_gib,
+            breakdown=report.profile.breakdown if report.profile else None,
+        )
+        for outcome, member in zip(outcomes, members, strict=False)
+        if (report := outcome.report) is not None
+    ]
+    return tuple(sorted(records, key=lambda record: record.rank))
+
+
+def breakdown_metrics(ranks: tuple[RankRecord, ...]) -> dict[str, float | None]:
+    """Each time of the breakdown as the mean over the ranks, and the most idle and most held-up ranks' own."""
+    found = [asdict(rank.breakdown) for rank in ranks if rank.breakdown is not None]
+    if not found:
+        return {}
+    means = {f"breakdown_{name}": statistics.fmean(times[name] for times in found) for name in found[0]}
+    most = ("idle_s", "exposed_communication_s")
+    return means | {f"breakdown_max_{name}": max(times[name] for times in found) for name in most}
+
+
+def breakdown_problems(outcomes: list[Outcome]) -> list[str]:
+    """Why ranks that were to be profiled have no breakdown."""
+    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+    return [f"no breakdown of rank {r.rank}: {r.profile.problem}" for r in reports if r.profile and r.profile.problem]
+
+
+def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> list[str]:
+    """Why figures are missing or want looking at, and which fabrics held the trial up."""
+    if idle is None:
+        return [*summary.problems, *summary.saturated, "no idle_energy_j: the node's GPUs are not all the gang's"]
+    return [*summary.problems, *summary.saturated, *(f"idle {problem}" for problem in idle.problems)]
+
+
+def metrics(
+    tokens: int,
+    reports: Sequence[RankReport],
+    timing: Timing,
+    summary: WindowSummary,
+    idle: WindowSummary | None,
+    spec: SearchSpec,
+) -> dict[str, float | None]:
+    """The figures of one window, of steps of so many `tokens`, by the names of the record; None is missing.
+
+    `summary` is of the devices that worked, `idle` of the gang's others, None if it is not known which they are.
+    """
+    steps, energy_j = len(timing.window_steps_s), summary.energy_j
+    return {
+        **spec.speed(steps * tokens / sum(timing.window_steps_s), len(reports)),
+        "step_time_s": statistics.median(timing.window_steps_s),
+        "joules_per_token": None if energy_j is None else energy_j / (steps * tokens),
+        "energy_per_step_j": None if energy_j is None else energy_j / steps,
+        "idle_energy_j": idle_energy_j(idle) if reports[0].device is not None else None,
+        **summary.metrics(),
+    }
+
+
+def trial_metrics(reports: Sequence[RankReport], gang_s: float) -> dict[str, float | None]:
+    """The figures of a whole trial, of all its windows.
+
+    `gang_s` is all the time that the trial kept the gang from the next one; `trial_overhead_s` is what of it went
+    neither into compiling, nor into warm-up, nor into windows, nor into the breakdown.
+    """
+    memory = [report.peak_memory_gib for report in reports if report.peak_memory_gib is not None]
+    timings = reports[0].timings.values()
+    spent = {
+        "compile_time_s": sum(timing.compile_s for timing in timings),
+        "warmup_time_s": sum(sum(timing.warmup_steps_s) - timing.compile_s for timing in timings),
+        "window_time_s": sum(sum(timing.window_steps_s) for timing in timings),
+        "breakdown_time_s": max(report.profile.time_s if report.profile else 0.0 for report in reports),
+    }
+    return spent | {
+        "trial_overhead_s": gang_s - sum(spent.values()),
+        "peak_memory_gib": max(memory, default=None),
+        "final_loss": reports[0].losses[-1],
+    }
+
+
+def idle_energy_j(idle: WindowSummary | None) -> float | None:
+    """What the gang's idle GPUs drew: nothing if there are none."""
+    if idle is None:
+        return None
+    return idle.energy_j if idle.devices else 0.0
+
+
+def methods(summary: WindowSummary, idle: WindowSummary | None) -> dict[str, str]:
+    """How the energy and throttle figures that are known were obtained, by metric."""
+    found = summary.methods()
+    if summary.energy_j is not None and summary.energy_method is not None:
+        found |= dict.fromkeys(("joules_per_token", "energy_per_step_j"), summary.energy_method)
+    if idle is not None and idle.energy_j is not None and idle.energy_method is not None:
+        found["idle_energy_j"] = idle.energy_method
+    return found
