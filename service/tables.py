@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from service.results import SearchInfo, SearchRecord, TrialRecord
+from service.ranking import Candidate, SearchInfo
+from service.results import SearchRecord
 
 # Metric -> heading and number format.
 FIGURES = {
@@ -56,24 +58,30 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def trials_table(search: SearchRecord, trials: Sequence[TrialRecord]) -> str:
-    """One row a trial: its layout and figures. A dash is a missing figure.
+def candidates_table(search: SearchRecord, candidates: Sequence[Candidate]) -> str:
+    """One row a layout: its figures, with the confidence intervals of objectives. A dash is a missing figure.
 
-    Estimated figures carry an asterisk, figures extrapolated from depth proxies a tilde.
+    Estimated figures carry an asterisk, figures extrapolated from depth proxies a tilde. Where some layouts were
+    measured again, a column tells how many trials a row is the mean of.
     """
     metrics = list(dict.fromkeys([*search.objectives, *ALWAYS]))
-    metrics = [m for m in metrics if m in search.objectives or any(m in trial.metrics for trial in trials)]
+    metrics = [m for m in metrics if m in search.objectives or any(m in one.metrics for one in candidates)]
     headings = ["layout", *map(heading, metrics)]
-    return render(headings, [[trial.label, *(_cell(trial, metric) for metric in metrics)] for trial in trials])
+    rows = [[one.label, *(_cell(one, metric, search) for metric in metrics)] for one in candidates]
+    if any(one.confirmed for one in candidates):
+        headings.insert(1, "measured")
+        for row, one in zip(rows, candidates, strict=True):
+            row.insert(1, f"again, {len(one.trials)}x" if one.confirmed else "once")
+    return render(headings, rows)
 
 
-def breakdown_table(trials: Sequence[TrialRecord]) -> str | None:
-    """One row a trial: the shares of a step, on the mean over the ranks; None if no trial has a breakdown."""
+def breakdown_table(candidates: Sequence[Candidate]) -> str | None:
+    """One row a layout: the shares of a step, on the mean over the ranks; None if no layout has a breakdown."""
     rows = []
-    for trial in trials:
-        span_s = trial.metrics.get("breakdown_span_s")
+    for one in candidates:
+        span_s = one.metrics.get("breakdown_span_s")
         if span_s:
-            rows.append([trial.label, *(f"{trial.metrics[metric] / span_s:.1%}" for metric in SHARES)])
+            rows.append([one.label, *(f"{one.metrics[metric] / span_s:.1%}" for metric in SHARES)])
     return render(["share of a step", *SHARES.values()], rows) if rows else None
 
 
@@ -86,7 +94,7 @@ def searches_table(searches: Sequence[SearchInfo]) -> str:
             f"{info.started:%Y-%m-%d %H:%M} UTC",
             info.model,
             info.accelerator,
-            " ".join(f"{count} {status}" for status, count in info.trials.items()) or "none",
+            " ".join(f"{count} {kind}" for kind, count in (info.trials | info.repeats).items()) or "none",
             ", ".join(with_unit(metric, value, info.method(metric)) for metric, value in info.best.items()) or "-",
         ]
         for info in searches
@@ -98,16 +106,27 @@ def heading(metric: str) -> str:
     return FIGURES.get(metric, (metric, ""))[0]
 
 
-def with_unit(metric: str, value: float, method: str | None) -> str:
-    """``41,804 tokens/s``, with a mark at the number if by its method it is not measured."""
-    return f"{_number(metric, value, method)} {heading(metric)}"
+def with_unit(metric: str, value: float, method: str | None, half_width: float | None = None) -> str:
+    """``41,804 ± 21 tokens/s``, with a mark at the number if by its method it is not measured.
+
+    `half_width` is that of the confidence interval of a mean.
+    """
+    return f"{number(metric, value, method, half_width)} {heading(metric)}"
 
 
-def _number(metric: str, value: float, method: str | None) -> str:
-    return format(value, FIGURES.get(metric, ("", ".4g"))[1]) + MARKS.get(method or "", "")
+def number(metric: str, value: float, method: str | None = None, half_width: float | None = None) -> str:
+    """The same without the unit. An interval has two digits that count, and the value no more than are sure."""
+    style, mark = FIGURES.get(metric, ("", ".4g"))[1], MARKS.get(method or "", "")
+    if half_width is None or half_width <= 1e-6 * abs(value):
+        return format(value, style) + mark
+    if style.endswith("%"):
+        return f"{value:{style}} ± {half_width:{style}}{mark}"
+    digits = max(0, 1 - math.floor(math.log10(half_width)))
+    return f"{value:,.{digits}f} ± {half_width:,.{digits}f}{mark}"
 
 
-def _cell(trial: TrialRecord, metric: str) -> str:
-    if metric not in trial.metrics:
+def _cell(candidate: Candidate, metric: str, search: SearchRecord) -> str:
+    if metric not in candidate.metrics:
         return "-"
-    return _number(metric, trial.metrics[metric], trial.methods.get(metric))
+    half_width = candidate.intervals.get(metric) if metric in search.objectives else None
+    return number(metric, candidate.metrics[metric], candidate.methods.get(metric), half_width)

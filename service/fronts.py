@@ -1,0 +1,62 @@
+"""Fronts of several objectives: which rows are on them, what volume they dominate, where they bend.
+
+Everywhere `costs` is [n, objectives], all to be minimised, and row a dominates row b if it is nowhere larger and
+somewhere smaller.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def pareto_front(costs: np.ndarray) -> list[int]:
+    """Rows of `costs` that no other row dominates, in lexicographic order.
+
+    In lexicographic order whatever dominates a row comes before it, so each row need only be held against the front so
+    far.
+    """
+    if not len(costs):
+        return []
+    order = np.lexsort(costs.T[::-1])
+    front = np.empty_like(costs)
+    members: list[int] = []
+    for i in order:
+        others, row = front[: len(members)], costs[i]
+        if not ((others <= row).all(axis=1) & (others < row).any(axis=1)).any():
+            front[len(members)] = row
+            members.append(int(i))
+    return members
+
+
+def hypervolume(costs: np.ndarray, reference: np.ndarray) -> float:
+    """Volume of what the rows dominate up to `reference` [objectives] (Zitzler and Thiele 1998).
+
+    Cut along the last objective into slabs, within each of which the rows so far dominate the same area.
+    """
+    inside = costs[(costs < reference).all(axis=1)]
+    if not len(inside):
+        return 0.0
+    if inside.shape[1] == 1:
+        return float(reference[0] - inside.min())
+    inside = inside[pareto_front(inside)]
+    inside = inside[np.argsort(inside[:, -1])]
+    ends = np.append(inside[1:, -1], reference[-1])
+    return sum(
+        (end - row[-1]) * hypervolume(inside[: i + 1, :-1], reference[:-1])
+        for i, (row, end) in enumerate(zip(inside, ends, strict=True))
+    )
+
+
+def scaled(costs: np.ndarray) -> np.ndarray:
+    """`costs` with the best of each objective at 0 and its worst at 1; one that is the same for all rows is 0."""
+    best, worst = costs.min(axis=0), costs.max(axis=0)
+    return (costs - best) / np.where(worst > best, worst - best, 1.0)
+
+
+def knee(costs: np.ndarray) -> int:
+    """The row of a front farthest below the plane through its extremes, objectives scaled by its own range.
+
+    With two objectives this is the knee of Das (1999), "On characterizing the 'knee' of the Pareto curve": the point
+    farthest from the line between both ends. With more, the plane meets every axis at 1. Ties go to the first row.
+    """
+    return int(scaled(costs).sum(axis=1).argmin())
