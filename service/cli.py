@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from service.client import Wattune
 from service.errors import InputError
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.results import Results, SearchInfo, SearchRecord, TrialRecord, best, export, notices, pareto
-from service.spec import SearchSpec, load_spec
-from service.tables import breakdown_table, render, searches_table, trials_table, with_unit
+from service.ranking import Candidate, SearchInfo, answer, best, export, notices, pareto
+from service.results import Results, SearchRecord
+from service.spec import load_spec
+from service.tables import breakdown_table, candidates_table, searches_table, with_unit
 
 TRACKING = click.option(
     "--tracking-uri", metavar="URI", help="MLflow store; default: MLFLOW_TRACKING_URI, else the one in WATTUNE_HOME."
@@ -59,11 +61,17 @@ def main() -> None:
 
 @main.command()
 @click.argument("spec", type=click.Path(path_type=Path))
+@click.option("--all", "every", is_flag=True, help="Show every legal layout.")
 @JSON
 @refusing_bad_input
-def plan(spec: Path, as_json: bool) -> None:
-    """Print the legal layouts of SPEC and what each rule refuses. Starts nothing."""
-    _print_plan(load_spec(spec), as_json)
+def plan(spec: Path, every: bool, as_json: bool) -> None:
+    """Print the legal layouts of SPEC, what each rule refuses, and what is predicted of them. Starts nothing."""
+    from service.calibration import load as load_calibration
+    from service.plan import make_plan, text
+
+    loaded = load_spec(spec)
+    found = make_plan(loaded, load_calibration(Home.locate(), loaded.cluster.accelerator))
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else text(found, every))
 
 
 @main.command()
@@ -81,13 +89,34 @@ def run(spec: Path, tracking_uri: str | None, search_id: str | None) -> None:
 
 
 @main.command()
-@click.argument("search")
+@click.argument("spec", type=click.Path(path_type=Path))
 @TRACKING
 @refusing_bad_input
-def resume(search: str, tracking_uri: str | None) -> None:
+def calibrate(spec: Path, tracking_uri: str | None) -> None:
+    """Fit the cost model to the machines here, by short trials of some of SPEC's layouts."""
+    done = Wattune(tracking_uri).calibrate(spec)
+    for name, before, after in (
+        ("step time", done.before.step_time, done.after.step_time),
+        ("power", done.before.power, done.after.power),
+    ):
+        if before is not None and after is not None:
+            click.echo(f"{name}: mean error {before:.1%} by the data sheet, {after:.1%} calibrated, on these trials")
+    click.echo(f"{done.trials} trials of search {done.search_id}; calibration in {done.path}")
+
+
+@main.command()
+@click.argument("search")
+@click.option("--address", metavar="URL", help="Ray's job server, for a search that was submitted to it.")
+@TRACKING
+@refusing_bad_input
+def resume(search: str, address: str | None, tracking_uri: str | None) -> None:
     """Go on with a search that was interrupted, from the WATTUNE_HOME and on the Ray cluster that it had."""
     uri = store_uri(tracking_uri)
-    _print_outcome(Wattune(uri).resume(search), uri)
+    found = Wattune(uri, address).resume(search)
+    if address:
+        click.echo(found)
+    else:
+        _print_outcome(found, uri)
 
 
 @main.command()
@@ -112,9 +141,10 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
     """How a search stands: its trials, the failed ones with their causes, and the best so far."""
     client = Wattune(tracking_uri, address)
     info = client.status(search)
-    failures = [t for t in client.trials(info.id) if t.status not in ("ok", "running")]
+    failures = [t for t in client.trials(info.id) if t.status not in ("ok", "running", "pruned")]
     if as_json:
-        click.echo(json.dumps(_info(info) | {"failures": [asdict(trial) for trial in failures]}, indent=2))
+        told = _info(info) | {"failures": [asdict(trial) for trial in failures]}
+        click.echo(json.dumps(told, indent=2, default=datetime.isoformat))
         return
     click.echo(searches_table([info]))
     for trial in failures:
@@ -181,7 +211,7 @@ def pareto_command(search: str, tracking_uri: str | None, as_json: bool) -> None
     """The configurations that no other beats on all objectives at once."""
     record = Results(store_uri(tracking_uri)).search(search)
     if as_json:
-        front = [export(record, trial) for trial in pareto(record)]
+        front = [export(record, candidate) for candidate in pareto(record)]
         click.echo(json.dumps({"search_id": record.id, "pareto": front, "notices": notices(record)}, indent=2))
     else:
         _print_front(record)
@@ -192,6 +222,10 @@ def pareto_command(search: str, tracking_uri: str | None, as_json: bool) -> None
 @click.option("--maximize", metavar="METRIC", help="Metric to rank by; default: the first objective of the search.")
 @click.option("--minimize", metavar="METRIC", help="As --maximize, the other way.")
 @click.option("--where", multiple=True, metavar="'METRIC<=X'", help="Condition; may be given several times.")
+@click.option(
+    "--within", multiple=True, metavar="'METRIC X%'", help="No more than X% off the best; may be given several times."
+)
+@click.option("--knee", is_flag=True, help="The point at which the Pareto front bends most.")
 @click.option("--format", "style", type=click.Choice(["json", "yaml", "table"]), default="yaml", show_default=True)
 @TRACKING
 @refusing_bad_input
@@ -200,20 +234,56 @@ def best_command(
     maximize: str | None,
     minimize: str | None,
     where: tuple[str, ...],
+    within: tuple[str, ...],
+    knee: bool,
     style: str,
     tracking_uri: str | None,
 ) -> None:
-    """The best configuration, for the program that launches the real run."""
+    """The best configuration, for the program that launches the real run.
+
+    Least energy within 2% of the best speed: --minimize joules_per_token --within 'tokens_per_s 2%'
+    """
     record = Results(store_uri(tracking_uri)).search(search)
-    trial = best(record, maximize, minimize, where)
+    chosen, told = answer(record, maximize, minimize, where, within, knee)
     if style == "table":
-        _print_trials(record, [trial])
+        _print_candidates(record, [chosen])
     elif style == "json":
-        click.echo(json.dumps(export(record, trial), indent=2))
+        click.echo(json.dumps(export(record, chosen), indent=2))
     else:
-        click.echo(yaml.safe_dump(export(record, trial), sort_keys=False), nl=False)
-    for notice in notices(record, maximize or minimize):
+        click.echo(yaml.safe_dump(export(record, chosen), sort_keys=False), nl=False)
+    for notice in dict.fromkeys([*notices(record, maximize or minimize), *told]):
         click.echo(f"note: {notice}", err=True)
+
+
+@main.command()
+@click.argument("search")
+@TRACKING
+@JSON
+@refusing_bad_input
+def report(search: str, tracking_uri: str | None, as_json: bool) -> None:
+    """How a search got there: hypervolume by GPU hours, what mattered, drift, what failed or was refused."""
+    from service.report import text
+
+    told = Wattune(tracking_uri).report(search)
+    click.echo(json.dumps(told.to_dict(), indent=2) if as_json else text(told))
+
+
+@main.command()
+@click.argument("target", metavar="SEARCH|SPEC")
+@click.argument("choices", nargs=-1, metavar="[AXIS=VALUE]...")
+@TRACKING
+@click.option("--all", "every", is_flag=True, help="Name every layout that was not tried.")
+@JSON
+@refusing_bad_input
+def why(target: str, choices: tuple[str, ...], tracking_uri: str | None, every: bool, as_json: bool) -> None:
+    """What became of the layouts with these values, and why: beaten, failed, refused, not tried.
+
+    For example: wattune why SEARCH tensor_parallel_size=4 zero_stage=3
+    """
+    from service.why import parse_choices, text
+
+    told = Wattune(tracking_uri).why(target, parse_choices(choices))
+    click.echo(json.dumps(asdict(told), indent=2) if as_json else text(told, every))
 
 
 @main.command()
@@ -270,57 +340,30 @@ def _print_outcome(found: str, uri: str) -> None:
     _print_front(record)
     click.echo(f"\nThe record: search {found} at {uri}")
     click.echo(f"  wattune best {found}     the best configuration, to launch with")
+    click.echo(f"  wattune report {found}   how it got there, and what to make of it")
     click.echo("  wattune ui    every trial, in the browser")
 
 
 def _print_front(record: SearchRecord) -> None:
     front = pareto(record)
-    click.echo(f"\nPareto front of {', '.join(record.objectives)}, of {len(record.trials)} trials:\n")
-    _print_trials(record, front)
+    trials = sum(trial.purpose == "search" for trial in record.trials)
+    click.echo(f"\nPareto front of {', '.join(record.objectives)}, of {trials} trials:\n")
+    _print_candidates(record, front)
     if front:
         click.echo("\nBest on each objective:")
         for metric, direction in record.objectives.items():
-            if any(metric in trial.metrics for trial in front):
-                trial = best(record, **{direction: metric})
-                figure = with_unit(metric, trial.metrics[metric], trial.methods.get(metric))
-                click.echo(f"  {figure}: {trial.label}")
+            if any(metric in one.metrics for one in front):
+                one = best(record, maximize=metric) if direction == "maximize" else best(record, minimize=metric)
+                figure = with_unit(metric, one.metrics[metric], one.methods.get(metric), one.intervals.get(metric))
+                click.echo(f"  {figure}: {one.label}")
     for notice in notices(record):
         click.echo(f"note: {notice}")
 
 
-def _print_trials(record: SearchRecord, trials: list[TrialRecord]) -> None:
-    click.echo(trials_table(record, trials))
-    if shares := breakdown_table(trials):
+def _print_candidates(record: SearchRecord, candidates: list[Candidate]) -> None:
+    click.echo(candidates_table(record, candidates))
+    if shares := breakdown_table(candidates):
         click.echo("\n" + shares)
-
-
-def _print_plan(spec: SearchSpec, as_json: bool) -> None:
-    space = spec.legal
-    if as_json:
-        counts: dict[str, Any] = {"combinations": space.combinations, "distinct": space.distinct}
-        counts |= {"refused": space.refused, "depth_proxy": spec.depth_proxy}
-        points = [point.to_dict() for point in space.points]
-        click.echo(json.dumps(counts | {"reasons": space.reasons, "points": points}, indent=2))
-        return
-    click.echo(
-        f"{spec.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
-        f"{len(space.points)} legal"
-    )
-    if spec.depth_proxy:
-        shallow, deep = spec.depth_proxy
-        click.echo(
-            f"depth proxies: each trial is run with {deep} and with {shallow} layers, "
-            f"and its figures are extrapolated to {spec.shape.layers}"
-        )
-    if space.refused:
-        rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
-        click.echo("\n" + render(["refused by", "layouts", "for example"], rows))
-    columns = {
-        "layout": lambda p: p.label,
-        "microbatches": lambda p: str(p.gradient_accumulation_steps),
-        "precision": lambda p: p.precision,
-    }
-    click.echo("\n" + render(list(columns), [[show(point) for show in columns.values()] for point in space.points]))
 
 
 if __name__ == "__main__":

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from service import home, results
+from service import home, ranking
 from service.errors import InputError
-from service.results import Results, SearchInfo, TrialRecord
+from service.ranking import Candidate, SearchInfo
+from service.results import Results, TrialRecord
 
 if TYPE_CHECKING:
+    from service.calibrate import Calibrated
+    from service.report import Report
     from service.spec import SearchSpec
+    from service.why import Explanation
 
 
 class Wattune:
@@ -40,7 +44,7 @@ class Wattune:
 
     def searches(self) -> list[SearchInfo]:
         """All searches, the latest first. Their status is that of `status`."""
-        return [_noticed(info) for info in self._results.searches()]
+        return [_noticed(ranking.describe(record)) for record in self._results.searches()]
 
     def status(self, search: str) -> SearchInfo:
         """Where a search stands.
@@ -48,7 +52,7 @@ class Wattune:
         Of a search that never got to say that it ended: `interrupted` if it ran from this state directory; with an
         `address`, what became of its job.
         """
-        info = _noticed(results.describe(self._results.search(search)))
+        info = _noticed(ranking.describe(self._results.search(search)))
         if self.address and info.status == "running":
             from service import jobs
 
@@ -62,9 +66,9 @@ class Wattune:
         """Every trial of a search, in the order of their start, failed ones included."""
         return list(self._results.search(search).trials)
 
-    def pareto(self, search: str) -> list[TrialRecord]:
-        """The trials that no other beats on all objectives at once; see `service.results.pareto`."""
-        return results.pareto(self._results.search(search))
+    def pareto(self, search: str) -> list[Candidate]:
+        """The layouts that no other beats on all objectives at once; see `service.ranking.pareto`."""
+        return ranking.pareto(self._results.search(search))
 
     def best(
         self,
@@ -72,9 +76,48 @@ class Wattune:
         maximize: str | None = None,
         minimize: str | None = None,
         where: Sequence[str] = (),
-    ) -> TrialRecord:
-        """The best trial on one metric under conditions such as ``peak_gpu_temp_c<=80``; see `service.results.best`."""
-        return results.best(self._results.search(search), maximize, minimize, where)
+        within: Sequence[str] = (),
+        knee: bool = False,
+    ) -> Candidate:
+        """The best layout on one metric under conditions, ``peak_gpu_temp_c<=80`` or ``tokens_per_s 2%`` off its best.
+
+        See `service.ranking.best`.
+        """
+        return ranking.best(self._results.search(search), maximize, minimize, where, within, knee)
+
+    def report(self, search: str) -> Report:
+        """How a search got to its answers, what mattered, what failed and whether its machine drifted."""
+        from service.report import report
+        from service.spec import parse_spec
+
+        record = self._results.search(search)
+        try:
+            return report(record, parse_spec(self._results.spec_of(record)).legal)
+        except InputError as error:
+            told = report(record)
+            return replace(told, notices=(*told.notices, f"what the rules refused is not known: {error}"))
+
+    def why(self, target: SearchSpec | str | Path, choices: Mapping[str, Any]) -> Explanation:
+        """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
+
+        `target` is a search or, to ask what is legal alone, a spec or its file. See `service.why.why`.
+        """
+        from service.spec import SearchSpec, load_spec, parse_spec
+        from service.why import why
+
+        if isinstance(target, SearchSpec):
+            return why(target, choices)
+        if Path(target).is_file():
+            return why(load_spec(target), choices)
+        record = self._results.search(str(target))
+        return why(parse_spec(self._results.spec_of(record)), choices, record)
+
+    def calibrate(self, spec: SearchSpec | str | Path) -> Calibrated:
+        """Fit the cost model to the machines here, by trials of some of the spec's layouts; see `service.calibrate`."""
+        loaded = _loaded(spec)
+        from service.calibrate import calibrate
+
+        return calibrate(loaded, self.tracking_uri)
 
     def run(self, spec: SearchSpec | str | Path) -> str:
         """Run a search here, to its end. Returns its id."""
@@ -84,7 +127,14 @@ class Wattune:
         return run(loaded, tracking_uri=self.tracking_uri)
 
     def resume(self, search: str) -> str:
-        """Go on, here, with a search that was interrupted; see `service.search.resume`. Returns its id."""
+        """Go on with a search that was interrupted. Returns its id.
+
+        Here, to its end, see `service.search.resume`; with an `address`, as a job of the cluster that it ran on.
+        """
+        if self.address:
+            from service import jobs
+
+            return jobs.resume(search, self.address, self.tracking_uri)
         from service.search import resume
 
         return resume(search, self.tracking_uri)

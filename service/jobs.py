@@ -7,15 +7,17 @@ A cluster with token authentication, which `ray start` turns on where it finds a
 everybody. It is taken from RAY_AUTH_TOKEN, else from the file that RAY_AUTH_TOKEN_PATH names, else from
 ~/.ray/auth_token; RAY_AUTH_MODE need not be set.
 
-A search's id is also its job's. The job runs `wattune run` on the head node, with the `wattune` that is on the PATH of
-`ray start`, else with the submitter's own where the head has it at the same path. Its state directory is the
-WATTUNE_HOME that `ray start` had, by default ~/.wattune on the head: Ray throws a job's working directory away.
+A search's id is also its job's; each time it is resumed it gets one more job, of which the latest is meant. A job runs
+`wattune` on the head node, the one on the PATH of `ray start`, else the submitter's own where the head has it at the
+same path. Its state directory is the WATTUNE_HOME that `ray start` had, by default ~/.wattune on the head: Ray throws a
+job's working directory away.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shlex
 import sys
 import tempfile
@@ -23,21 +25,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from service import store
 from service.errors import InputError
+from service.results import Results
 from service.spec import SearchSpec, dump_spec, new_search_id
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobStatus, JobSubmissionClient
+    from ray.job_submission import JobDetails, JobSubmissionClient
 
 PROBE_S = 5.0
 POLL_S = 1.0
 START_S = 60.0
 STOP_S = 60  # what a driver gets to close its record and its gangs; Ray's own 3 s are too short
 _OVERRIDING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-_MARK = "wattune.search"  # the metadata by which a search is told from other jobs of the cluster
+_MARK = "wattune.search"  # the metadata that says of which search a job is; other jobs of the cluster have none
 
 
 def submit(spec: SearchSpec, address: str, tracking_uri: str) -> str:
@@ -51,40 +54,70 @@ def submit(spec: SearchSpec, address: str, tracking_uri: str) -> str:
     Raises `InputError`, with nothing submitted, for a store that is no server or an address that cannot be used; and
     with the reason of the search itself, should it find its data, its cluster or its store unusable over there.
     """
-    if not tracking_uri.startswith(("http://", "https://")):
+    _check_store(tracking_uri)
+    search_id = new_search_id(spec)
+    with _cluster(address) as client, tempfile.TemporaryDirectory() as directory:
+        Path(directory, "spec.yaml").write_text(dump_spec(spec.located()), encoding="utf-8")
+        command = f"run spec.yaml --search-id {search_id}"
+        _submit(client, search_id, search_id, command, tracking_uri, {"working_dir": directory})
+    return search_id
+
+
+def resume(search: str, address: str, tracking_uri: str) -> str:
+    """Have the cluster at `address` go on with a search that was submitted to it, and return the search's id.
+
+    On the same terms as `submit`; `search` is an id, or the beginning of one, of the record at `tracking_uri`. Raises
+    `InputError` with the reason of `service.search.resume` over there as well.
+    """
+    _check_store(tracking_uri)
+    search_id = Results(tracking_uri).search(search).id
+    with _cluster(address) as client:
+        job = f"{search_id}-resumed-{secrets.token_hex(2)}"
+        _submit(client, job, search_id, f"resume {shlex.quote(search_id)}", tracking_uri, {})
+    return search_id
+
+
+def _check_store(tracking_uri: str) -> None:
+    if not store.is_server(tracking_uri):
         raise InputError(
             f"tracking URI {store.shown(tracking_uri)!r}: a cluster needs an MLflow server to record in; "
             "start one with `mlflow server` and give its URL by --tracking-uri or MLFLOW_TRACKING_URI"
         )
     if not store.reachable(tracking_uri):
         raise InputError(f"tracking URI {store.shown(tracking_uri)!r}: no server answers there")
-    search_id = new_search_id(spec)
+
+
+def _submit(
+    client: JobSubmissionClient,
+    job: str,
+    search_id: str,
+    command: str,
+    tracking_uri: str,
+    runtime_env: dict[str, Any],
+) -> None:
+    """Start `wattune COMMAND` as a job, and return once its search has begun."""
     bin_directory = shlex.quote(str(Path(sys.executable).parent))
     variables = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_TRACKING_")}
-    with _cluster(address) as client, tempfile.TemporaryDirectory() as directory:
-        Path(directory, "spec.yaml").write_text(dump_spec(spec.located()), encoding="utf-8")
-        client.submit_job(
-            submission_id=search_id,
-            entrypoint=f'export PATH="$PATH":{bin_directory} WATTUNE_HOME="${{WATTUNE_HOME:-$HOME/.wattune}}"; '
-            f"exec wattune run spec.yaml --search-id {search_id}",
-            runtime_env={
-                "working_dir": directory,
-                "env_vars": variables | {"MLFLOW_TRACKING_URI": tracking_uri, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)},
-            },
-            metadata={_MARK: spec.name},
-        )
-        _await_start(client, search_id)
-    return search_id
+    variables |= {"MLFLOW_TRACKING_URI": tracking_uri, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)}
+    client.submit_job(
+        submission_id=job,
+        entrypoint=f'export PATH="$PATH":{bin_directory} WATTUNE_HOME="${{WATTUNE_HOME:-$HOME/.wattune}}"; '
+        f"exec wattune {command}",
+        runtime_env=runtime_env | {"env_vars": variables},
+        metadata={_MARK: search_id},
+    )
+    _await_start(client, job, search_id)
 
 
 def logs(search: str, address: str) -> Iterator[str]:
     """The lines, each with its line end, that a search has printed and goes on to print until its job has ended."""
     with _cluster(address) as client:
-        search_id, _ = _find(client, search, address)
+        job = _find(client, search, address)
+        assert job.submission_id is not None
         told = 0
         while True:
-            ended = client.get_job_status(search_id).is_terminal()
-            text = client.get_job_logs(search_id)[told:]
+            ended = client.get_job_status(job.submission_id).is_terminal()
+            text = client.get_job_logs(job.submission_id)[told:]
             whole = len(text) if ended else text.rfind("\n") + 1
             yield from text[:whole].splitlines(keepends=True)
             if ended:
@@ -96,16 +129,18 @@ def logs(search: str, address: str) -> Iterator[str]:
 def stop(search: str, address: str) -> None:
     """Ask a search to end at once. Its record is closed as `stopped`, and what was recorded stays."""
     with _cluster(address) as client:
-        search_id, status = _find(client, search, address)
-        if status.is_terminal():
-            raise InputError(f"search {search_id} is not running: its job has {status.lower()}")
-        client.stop_job(search_id)
+        job = _find(client, search, address)
+        assert job.submission_id is not None
+        if job.status.is_terminal():
+            search_id = (job.metadata or {})[_MARK]
+            raise InputError(f"search {search_id} is not running: its job has {job.status.lower()}")
+        client.stop_job(job.submission_id)
 
 
 def job_status(search: str, address: str) -> str:
     """Ray's word for the state of the search's job: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
     with _cluster(address) as client:
-        return _find(client, search, address)[1].value
+        return _find(client, search, address).status.value
 
 
 @contextmanager
@@ -129,12 +164,12 @@ def _cluster(address: str) -> Iterator[JobSubmissionClient]:
         raise InputError(f"address {address}: {store.first_line(error)}") from error
 
 
-def _await_start(client: JobSubmissionClient, search_id: str) -> None:
+def _await_start(client: JobSubmissionClient, job_id: str, search_id: str) -> None:
     """Return once the search says that it has begun. Raises `InputError` with its last words if it ends before that."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        job = client.get_job_info(search_id)
-        if f"\nsearch {search_id}:" in client.get_job_logs(search_id):
+        job = client.get_job_info(job_id)
+        if f"\nsearch {search_id}:" in client.get_job_logs(job_id):
             return
         if job.status.is_terminal():
             words = (job.message or "").strip().splitlines() or [f"its job has {job.status.lower()}"]
@@ -176,16 +211,15 @@ def cluster_token() -> str | None:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
-def _find(client: JobSubmissionClient, search: str, address: str) -> tuple[str, JobStatus]:
-    """Id and state of the search with this id, or with the only id that starts so."""
-    jobs = {
-        job.submission_id: job.status
-        for job in client.list_jobs()
-        if job.submission_id and _MARK in (job.metadata or {})
-    }
+def _find(client: JobSubmissionClient, search: str, address: str) -> JobDetails:
+    """The latest job of the search with this id, or with the only id that starts so."""
+    jobs = {}
+    for job in sorted(client.list_jobs(), key=lambda job: job.start_time or 0):
+        if job.submission_id and (search_id := (job.metadata or {}).get(_MARK)):
+            jobs[search_id] = job
     matches = store.matching(search, jobs)
     if len(matches) > 1:
         raise InputError(f"search {search!r} is ambiguous: {', '.join(sorted(matches)[-5:])}")
     if not matches:
         raise InputError(f"search {search!r} is unknown at {address}: no such search was submitted there")
-    return matches[0], jobs[matches[0]]
+    return jobs[matches[0]]

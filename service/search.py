@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from ray.actor import ActorHandle
 from ray.tune.experiment import Trial
 
 from search_spaces.config import TrialConfig
+from service import drift, store, thermal
+from service.calibration import load as load_calibration
 from service.cluster import check_cluster, ray_session
+from service.course import Course, SearchCourse, Spent, settled
 from service.errors import InputError
 from service.evaluate import evaluate
 from service.gang import Gang, close_gangs, start_pool
@@ -27,10 +30,11 @@ from service.home import tracking_uri as store_uri
 from service.progress import Progress
 from service.provenance import hardware, software
 from service.results import Results, SearchRecord
-from service.searcher import Spent, StudySearcher, outcome_of
+from service.searcher import CourseSearcher, outcome_of
 from service.spec import SearchSpec, dump_spec, new_search_id, parse_spec
 from service.study import SearchStudy, study_exists
 from service.tracking import Tracker
+from service.warmup import open_study
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
 from trainables.result import STATUSES, TrialResult
@@ -60,7 +64,10 @@ def run(spec: SearchSpec, tracking_uri: str | None = None, search_id: str | None
     tracker = Tracker(store_uri(tracking_uri), home)
     with home.driving(search_id), ray_session(spec):
         check_cluster(spec)
-        return _Driver(spec, search_id, home, tracker).run()
+        study = _study(spec, search_id, home, Results(store_uri(tracking_uri)))
+        course = SearchCourse(study, spec, _gangs(spec))
+        Driver(spec, search_id, home, tracker, course).run()
+    return search_id
 
 
 def resume(search: str, tracking_uri: str | None = None) -> str:
@@ -71,30 +78,57 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
     run from this state directory, and for whatever `run` does.
     """
     home = Home.locate()
-    record = Results(store_uri(tracking_uri)).search(search)
+    recorded = Results(store_uri(tracking_uri))
+    record = recorded.search(search)
+    if any(trial.purpose == "calibration" for trial in record.trials):
+        raise InputError(f"search {record.id} is a calibration: calibrate anew")
     if not study_exists(record.id, home.optuna_storage):
         raise InputError(f"search {record.id} was not run from {home.path}: resume it with the WATTUNE_HOME it had")
     tracker = Tracker(store_uri(tracking_uri), home)
     with home.driving(record.id):
-        record = Results(store_uri(tracking_uri)).search(record.id)
+        record = recorded.search(record.id)
         if record.status == "finished":
             raise InputError(f"search {record.id} is finished: there is nothing to resume")
-        spec = parse_spec(tracker.spec_of(record))
+        spec = parse_spec(recorded.spec_of(record))
         check_data(spec)
         with ray_session(spec):
             check_cluster(spec)
             summary = tracker.resume_search(record)
-            results = _results(Results(store_uri(tracking_uri)).search(record.id))
-            spent = Spent(len(results), summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
-            return _Driver(spec, record.id, home, tracker).run((results, spent))
+            results = results_of(recorded.search(record.id))
+            study = _study(spec, record.id, home, recorded)
+            study.recall([result for result in settled(results) if result.purpose == "search"])
+            spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
+            course = SearchCourse(study, spec, _gangs(spec), results, spent)
+            Driver(spec, record.id, home, tracker, course).run(begun=True)
+    return record.id
 
 
-def _results(record: SearchRecord) -> list[TrialResult]:
+def _study(spec: SearchSpec, search_id: str, home: Home, recorded: Results) -> SearchStudy:
+    """The search's study, with what is known of its machines and from the searches before it."""
+    calibration = load_calibration(home, spec.cluster.accelerator)
+    return open_study(spec, search_id, home.optuna_storage, calibration, recorded.searches())
+
+
+def _gangs(spec: SearchSpec) -> int:
+    """How many gangs fit the cluster, of those that the search has trials for."""
+    return max(1, min(spec.cluster.size // spec.gang_size, spec.budget.trials, len(spec.legal.points)))
+
+
+def results_of(record: SearchRecord) -> list[TrialResult]:
     """The recorded trials that came to an end, without what the record keeps in files."""
     return [
-        TrialResult(t.trial_id, TrialConfig.from_dict(t.config), t.status, t.cause, dict(t.metrics), t.methods)
-        for t in record.trials
-        if t.status in STATUSES
+        TrialResult(
+            trial_id=trial.trial_id,
+            config=TrialConfig.from_dict(trial.config),
+            status=trial.status,
+            cause=trial.cause,
+            metrics=dict(trial.metrics),
+            methods=trial.methods,
+            purpose=trial.purpose,
+            infrastructure=trial.infrastructure,
+        )
+        for trial in record.trials
+        if trial.status in STATUSES
     ]
 
 
@@ -105,17 +139,17 @@ class _Recorder(ray.tune.Callback):
         self,
         tracker: Tracker,
         progress: Progress,
-        searcher: StudySearcher,
+        course: Course,
         pool: ActorHandle,
         telemetry: Mapping[str, Any],
     ) -> None:
-        self.tracker, self.progress, self.searcher = tracker, progress, searcher
+        self.tracker, self.progress, self.course = tracker, progress, course
         self.pool, self.telemetry = pool, telemetry
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        config = TrialConfig.from_dict(trial.config)
-        self.progress.started(config.label)
-        self.tracker.start_trial(trial.trial_id, config, {})
+        config, purpose = TrialConfig.from_dict(trial.config), trial.config["purpose"]
+        self.progress.started(config.label, purpose)
+        self.tracker.start_trial(trial.trial_id, config, {store.PURPOSE: purpose})
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._finish(trial, trial.last_result)
@@ -125,10 +159,16 @@ class _Recorder(ray.tune.Callback):
         self._finish(trial, None)
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
-        result = outcome_of(trial.trial_id, TrialConfig.from_dict(trial.config), reported)
-        self.tracker.finish_trial(result, self._samples(result))
-        self.progress.finished(result)
-        self.tracker.update_search(_summary(self.progress, self.searcher))
+        result = outcome_of(trial.trial_id, trial.config, reported)
+        samples = self._samples(result)
+        if result.purpose == "finalist" and samples is not None:
+            result = thermal.judged(result, samples)
+        self.tracker.finish_trial(result, samples)  # first of all: what is on disk is not run again
+        if self.course.take(result):
+            self.progress.finished(result, self.course.to_come)
+        else:
+            self.progress.retried(result)
+        self.tracker.update_search(_summary(self.progress, self.course))
 
     def _samples(self, result: TrialResult) -> pa.Table | None:
         """The raw telemetry of the trial's windows, from all nodes."""
@@ -140,27 +180,22 @@ class _Recorder(ray.tune.Callback):
         return pa.concat_tables(tables) if tables else None
 
 
-class _Driver:
+class Driver:
     """One search, from its first actor to its last record."""
 
-    def __init__(self, spec: SearchSpec, search_id: str, home: Home, tracker: Tracker) -> None:
-        self.spec, self.search_id, self.home, self.tracker = spec, search_id, home, tracker
+    def __init__(self, spec: SearchSpec, search_id: str, home: Home, tracker: Tracker, course: Course) -> None:
+        self.spec, self.search_id, self.home, self.tracker, self.course = spec, search_id, home, tracker, course
         self.gangs: list[Gang] = []
 
-    def run(self, earlier: tuple[Sequence[TrialResult], Spent] | None = None) -> str:
-        """`earlier`: what became of the trials so far, and what they took, when the search has a record already."""
-        spec, points = self.spec, self.spec.legal.points
-        trials = min(spec.budget.trials, len(points))
-        results, spent = earlier or ((), Spent())
-        study = self._study()
-        study.recall(results)
-        searcher = StudySearcher(study, spec.budget, spent)
-        progress = Progress(spec.objectives, spec.budget, trials, spec.limits, searcher.began)
-        for result in results:
+    def run(self, begun: bool = False) -> None:
+        """Take the course to its end. `begun`: whether the search has a record already."""
+        spec, course = self.spec, self.course
+        progress = Progress(spec.objectives, spec.budget, course.sought, spec.limits, course.began)
+        for result in course.results:
             progress.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry)
         environment = software() | hardware(telemetry)
-        if earlier is None:
+        if not begun:
             self.tracker.start_search(
                 self.search_id,
                 dump_spec(spec),
@@ -171,44 +206,47 @@ class _Driver:
                 objectives=spec.objectives,
                 constraints=spec.constraints,
             )
-        so_far = f", {progress.done} of them done" if earlier else ""
-        progress.say(f"search {self.search_id}: {len(points)} legal layouts, at most {trials} trials{so_far}")
+        so_far = f", {progress.done} of them done" if begun else ""
+        layouts = len(spec.legal.points)
+        progress.say(f"search {self.search_id}: {layouts} legal layouts, at most {course.sought} trials{so_far}")
         status, spool = "failed", self.home.spool(self.search_id)
         self._clear(spool)  # Ray would go on with the files of a driver that was killed
         try:
-            count = max(1, min(spec.cluster.size // spec.gang_size, trials))
             self.gangs = [
                 Gang(f"{self.search_id}-gang{i}", spec.gang_size, spec.cluster, spool / "train", telemetry)
-                for i in range(count)
+                for i in range(_gangs(spec))
             ]
             pool = start_pool(self.gangs)
-            recorder = _Recorder(self.tracker, progress, searcher, pool, telemetry)
-            self._tune(searcher, recorder, pool, telemetry, environment, spool)
-            status = "stopped" if searcher.stopped else "finished"
+            recorder = _Recorder(self.tracker, progress, course, pool, telemetry)
+            self._tune(recorder, pool, telemetry, environment, spool)
+            status = "stopped" if course.stopped else "finished"
         finally:
-            self.tracker.finish_search(status, _summary(progress, searcher))
+            moved = self._drift(progress)
+            self.tracker.finish_search(status, _summary(progress, course), moved)
             close_gangs(self.gangs)
             stop_telemetry(telemetry)
             self._clear(spool)
             for notice in self.tracker.notices:
                 progress.say(f"notice: {notice}")
-        return self.search_id
 
-    def _study(self) -> SearchStudy:
-        spec = self.spec
-        return SearchStudy(
-            self.search_id,
-            spec.legal.points,
-            spec.objectives,
-            spec.limits,
-            spec.sampler,
-            spec.seed,
-            self.home.optuna_storage,
+    def _drift(self, progress: Progress) -> list[str]:
+        """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""
+        moves = self.course.drifts()
+        told = {
+            metric: f"{move.share:+.2%}, from {progress.figure(metric, move.first)} to "
+            f"{progress.figure(metric, move.farthest)}"
+            for metric, move in moves.items()
+        }
+        if told:
+            progress.say(f"sentinel: moved by at most {'; '.join(told.values())}")
+        noisy = [told[metric] for metric in drift.beyond_noise(moves, self.spec.cluster.accelerator)]
+        drifted = (
+            f"the machine drifted, trials before and after are not alike: the sentinel moved by {'; '.join(noisy)}"
         )
+        return [drifted] if noisy else []
 
     def _tune(
         self,
-        searcher: StudySearcher,
         recorder: _Recorder,
         pool: ActorHandle,
         telemetry: Mapping[str, Any],
@@ -221,7 +259,7 @@ class _Driver:
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=searcher,
+                search_alg=CourseSearcher(self.course),
                 num_samples=-1,
                 max_concurrent_trials=len(self.gangs),
                 reuse_actors=True,
@@ -230,7 +268,7 @@ class _Driver:
             ),
             run_config=ray.tune.RunConfig(name="tune", storage_path=str(spool), callbacks=[recorder], verbose=0),
         )
-        with _stop_on_signal(searcher, recorder.progress):
+        with _stop_on_signal(self.course, recorder.progress):
             tuner.fit()
 
     @staticmethod
@@ -243,14 +281,14 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _stop_on_signal(searcher: StudySearcher, progress: Progress) -> Iterator[None]:
+def _stop_on_signal(course: Course, progress: Progress) -> Iterator[None]:
     """Interrupt ends the search after the trials under way; a second one, or terminate, ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return
 
     def stop(number: int, frame: Any) -> None:
-        at_once, searcher.stopped = searcher.stopped or number == signal.SIGTERM, True
+        at_once, course.stopped = course.stopped or number == signal.SIGTERM, True
         if at_once:
             raise KeyboardInterrupt
         progress.say("stopping after the trials under way; once more to stop at once")
@@ -265,13 +303,14 @@ def _stop_on_signal(searcher: StudySearcher, progress: Progress) -> Iterator[Non
             signal.signal(number, handler)
 
 
-def _summary(progress: Progress, searcher: StudySearcher) -> dict[str, float | None]:
+def _summary(progress: Progress, course: Course) -> dict[str, float | None]:
     """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
     return {
         "trials": progress.done,
         "search_time_s": time.monotonic() - progress.began,
-        "gpu_hours": searcher.gpu_seconds / 3600,
+        "gpu_hours": course.gpu_seconds / 3600,
         **{f"best_{metric}": value for metric, value in progress.best.items()},
+        **{f"sentinel_drift_{metric}": move.share for metric, move in course.drifts().items()},
     }
 
 

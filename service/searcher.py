@@ -1,72 +1,50 @@
-"""Ray Tune's view of the study: suggests the next layout while the budget lasts, and passes on the outcomes."""
+"""Ray Tune's view of a course: its trials, one by one, as Tune asks for them."""
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray.tune.search import Searcher
 
 from search_spaces.config import TrialConfig
-from service.spec import BudgetSpec
-from service.study import SearchStudy
+from service.course import Course
 from trainables.result import TrialResult
 
 
-@dataclass(frozen=True)
-class Spent:
-    """What a search has used of its budget."""
+class CourseSearcher(Searcher):
+    """Hands out the trials of a `Course`. What became of them, the driver tells the course, once it is on disk."""
 
-    trials: int = 0
-    wall_time_s: float = 0.0
-    gpu_seconds: float = 0.0
-
-
-class StudySearcher(Searcher):
-    """Hands out points of a `SearchStudy` until the budget, `spent` of it before, or the space is used up."""
-
-    def __init__(self, study: SearchStudy, budget: BudgetSpec, spent: Spent = Spent()) -> None:
+    def __init__(self, course: Course) -> None:
         super().__init__()
-        self.study, self.budget = study, budget
-        self.earlier_trials = spent.trials
-        self.began = time.monotonic() - spent.wall_time_s
-        self.suggested: dict[str, TrialConfig] = {}
-        self.started: dict[str, float] = {}
-        self.gpu_seconds = spent.gpu_seconds
-        self.stopped = False
+        self.course = course
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str:  # type: ignore[override]  # Ray leaves FINISHED out
-        """The fields of the next layout, or `Searcher.FINISHED`."""
-        if self.stopped or self._spent() or (config := self.study.ask()) is None:
-            return Searcher.FINISHED
-        self.suggested[trial_id] = config
-        self.started[trial_id] = time.monotonic()
-        return config.to_dict()
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # Ray leaves FINISHED out
+        """The next trial's `Step` as a dict, `Searcher.FINISHED`, or None while it depends on trials under way."""
+        if (step := self.course.next(trial_id)) is not None:
+            return step.to_dict()
+        return None if self.course.under_way else Searcher.FINISHED
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        config = self.suggested[trial_id]
-        self.gpu_seconds += (time.monotonic() - self.started[trial_id]) * config.num_gpus
-        self.study.tell(config, outcome_of(trial_id, config, result))
-
-    def _spent(self) -> bool:
-        budget = self.budget
-        return (
-            self.earlier_trials + len(self.suggested) >= budget.trials
-            or (budget.wall_time_s is not None and time.monotonic() - self.began >= budget.wall_time_s)
-            or (budget.gpu_hours is not None and self.gpu_seconds / 3600 >= budget.gpu_hours)
-        )
+        """Nothing: Tune calls this before the driver's callback, which writes the record."""
 
     def save(self, checkpoint_path: str) -> None:
-        """The study's own storage keeps what has to last."""
+        """The record and the study's own storage keep what has to last."""
 
     def restore(self, checkpoint_path: str) -> None:
         """See `save`."""
 
 
-def outcome_of(trial_id: str, config: TrialConfig, result: dict[str, Any] | None) -> TrialResult:
-    """The `TrialResult` inside what a Tune trial reported; a trial that reported none has crashed."""
-    if result and "result" in result:
-        return TrialResult.from_dict(json.loads(result["result"]))
-    return TrialResult(trial_id, config, "crash", "the trial's own process died before it reported")
+def outcome_of(trial_id: str, config: Mapping[str, Any], reported: Mapping[str, Any] | None) -> TrialResult:
+    """The `TrialResult` inside what the Tune trial of `config` reported.
+
+    A trial is an actor that waits for a gang: one that died without a word was lost with its node or its memory.
+    """
+    if reported and "result" in reported:
+        result = TrialResult.from_dict(json.loads(reported["result"]))
+    else:
+        cause = "the trial's own process died before it reported"
+        result = TrialResult(trial_id, TrialConfig.from_dict(config), "crash", cause, infrastructure=True)
+    return replace(result, purpose=config["purpose"])

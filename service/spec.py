@@ -192,7 +192,8 @@ class MeasurementSpec(Strict):
 
     Warm-up ends when the last `steady_steps` optimizer steps agree within `warmup_tolerance` (relative), at the latest
     after `warmup_max_s`, compile time not counted. The window lasts `window_s` and `window_min_steps` at least. With
-    `breakdown`, one more step is profiled after it.
+    `breakdown`, one more step is profiled after it. With `short_trials`, trials of many microbatches a step time two
+    smaller numbers of them in its place, but for finalists.
     """
 
     steady_steps: Annotated[int, Field(strict=True, ge=2)] = 3
@@ -201,15 +202,30 @@ class MeasurementSpec(Strict):
     window_s: Amount = 10.0
     window_min_steps: Positive = 5
     breakdown: Switch = True
+    short_trials: Switch = True
     deadline_s: Amount = 600.0
 
 
 class BudgetSpec(Strict):
-    """The search ends at the first of these that is reached; trials under way are finished."""
+    """No trial starts once one of these is reached; trials under way are finished.
+
+    `trials` are those that explore; finalists and sentinels come on top of them, within the other two.
+    """
 
     trials: Positive = 30
     wall_time_s: Amount | None = None
     gpu_hours: Amount | None = None
+
+
+class FinalistSpec(Strict):
+    """The layouts of the front that are measured again in the end, `count` at most, `repeats` times each.
+
+    In full, in windows of `window_s`, in an order drawn by the seed. With a `count` of 0 there are none.
+    """
+
+    count: Annotated[int, Field(strict=True, ge=0)] = 4
+    repeats: Annotated[int, Field(strict=True, ge=2)] = 3  # a single figure has no interval
+    window_s: Amount = 20.0
 
 
 class SearchSpec(Strict):
@@ -229,9 +245,13 @@ class SearchSpec(Strict):
     space: SpaceSpec = SpaceSpec()
     measurement: MeasurementSpec = MeasurementSpec()
     budget: BudgetSpec = BudgetSpec()
-    sampler: Literal["tpe", "gp", "nsga2", "random"] = "tpe"
+    finalists: FinalistSpec = FinalistSpec()
+    sentinel_every: Annotated[int, Field(strict=True, ge=0)] = 10
+    baseline: dict[str, Any] | None = None
+    sampler: Literal["auto", "gp", "tpe", "nsga2", "random", "exhaustive"] = "auto"
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     depth_proxy: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
+    borderline: Literal["risk", "probe", "refuse"] = "risk"
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -243,8 +263,15 @@ class SearchSpec(Strict):
 
     @property
     def workload(self) -> Workload:
-        depths = tuple(self.depth_proxy or ())
-        return Workload(self.shape, self.sequence_length, self.global_batch_size, self.cluster.device, depths)
+        return Workload(
+            self.shape,
+            self.sequence_length,
+            self.global_batch_size,
+            self.cluster.device,
+            depths=tuple(self.depth_proxy or ()),
+            gpus_per_node=self.cluster.gpus_per_node,
+            refuse_borderline=self.borderline == "refuse",
+        )
 
     def at_depth(self, layers: int) -> SearchSpec:
         """The same search of a model of `layers` layers, everything else kept. It is not checked again."""
@@ -262,6 +289,23 @@ class SearchSpec(Strict):
     @cached_property
     def legal(self) -> Space:
         return enumerate_space(self.axes, self.workload)
+
+    @property
+    def baseline_layout(self) -> TrialConfig | None:
+        """The legal layout that `baseline` names, None without one. Raises `ValueError` unless there is just one."""
+        if self.baseline is None:
+            return None
+        wanted = {axis: tuple(value) if isinstance(value, list) else value for axis, value in self.baseline.items()}
+        for axis in wanted:
+            if axis not in self.axes:
+                raise ValueError(f"baseline.{axis}: unknown axis; must be {_choice(self.axes)}")
+        named = [point for point in self.legal.points if all(getattr(point, a) == v for a, v in wanted.items())]
+        if not named:
+            raise ValueError(f"baseline: none of the {len(self.legal.points)} legal layouts is like that")
+        if len(named) > 1:
+            open_axes = [axis for axis in self.axes if len({getattr(point, axis) for point in named}) > 1]
+            raise ValueError(f"baseline: {len(named)} legal layouts are like that; name {', '.join(open_axes)} too")
+        return named[0]
 
     @property
     def tokens_per_step(self) -> int:
@@ -301,6 +345,7 @@ class SearchSpec(Strict):
         if not self.legal.points:
             field = "global_batch_size" if self._batch_is_to_blame() else "space"
             raise ValueError(f"{field}: no legal layout among {self.legal.distinct}; {self._refusals()}")
+        _ = self.baseline_layout
         return self
 
     def _axes_fit(self) -> None:
@@ -408,6 +453,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "space": SpaceSpec,
     "measurement": MeasurementSpec,
     "budget": BudgetSpec,
+    "finalists": FinalistSpec,
 }
 
 

@@ -36,8 +36,11 @@ CONSTRAINTS = "wattune.constraints"
 NOTICES = "wattune.notices"
 METHOD = "wattune.method."
 PURPOSE = "wattune.purpose"
+INFRASTRUCTURE = "wattune.infrastructure"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
+
+SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https")

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -35,7 +34,6 @@ _PAIRS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
 _TAG_LENGTH = 5000
 
-_SPEC = "spec.yaml"
 _SEARCH = "the state of the search"
 _RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _ESTIMATED = "Energy is **estimated**: this machine has no energy counter. Not comparable with measured figures."
@@ -96,15 +94,7 @@ class Tracker:
             run = self._client.create_run(self._experiment_id, run_name=name, tags=_clip(tags))
             self._parent = run.info.run_id
             self._log(self._parent, params={**params, **_prefixed(environment)})
-            self._client.log_text(self._parent, spec_yaml, _SPEC)
-
-    def spec_of(self, search: SearchRecord) -> str:
-        """The YAML that `start_search` was given. Raises `InputError` if the search has none."""
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with store.readable(self._uri), tempfile.TemporaryDirectory() as folder:
-            if not any(file.path == _SPEC for file in self._client.list_artifacts(search.run_id)):
-                raise InputError(f"search {search.id} was interrupted before it began: run it anew")
-            return Path(self._client.download_artifacts(search.run_id, _SPEC, folder)).read_text()
+            self._client.log_text(self._parent, spec_yaml, store.SPEC)
 
     def resume_search(self, search: SearchRecord) -> dict[str, float]:
         """Go on with a search whose driver died, and return the summary that it had.
@@ -283,7 +273,9 @@ class Tracker:
 
 def _outcome(result: TrialResult) -> dict[str, str]:
     """The tags of a finished trial."""
-    tags = {store.STATUS: result.status}
+    tags = {store.STATUS: result.status, store.PURPOSE: result.purpose}
+    if result.infrastructure:
+        tags[store.INFRASTRUCTURE] = "true"
     tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}
     notes = []
     if result.cause:
@@ -296,6 +288,10 @@ def _outcome(result: TrialResult) -> dict[str, str]:
     if "extrapolated" in result.methods.values():
         layers = " and ".join(str(proxy.layers) for proxy in result.proxies)
         notes.append(f"Figures are **extrapolated** from models of {layers} layers; both results are in result.json.")
+    elif "short" in result.methods.values():
+        few, many = (proxy.result.config.global_batch_size for proxy in result.proxies)
+        whole = result.config.global_batch_size
+        notes.append(f"Of a **short** trial: steps of {few} and {many} sequences stand for steps of {whole}.")
     return tags | ({"mlflow.note.content": "\n\n".join(notes)} if notes else {})
 
 

@@ -12,6 +12,10 @@ from click.testing import CliRunner, Result
 
 from search_spaces.config import TrialConfig
 from service.cli import main
+from service.home import Home
+from service.spec import parse_spec
+from service.tracking import Tracker
+from trainables.result import TrialResult
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -118,10 +122,69 @@ def test_ray_address_that_does_not_answer_is_refused(
     assert_refused(call("run", spec_file(empty)), "RAY_ADDRESS")
 
 
-@pytest.mark.parametrize("command", ["status", "pareto", "best"])
+@pytest.mark.parametrize("command", ["status", "pareto", "best", "report", "why"])
 def test_unknown_search_is_refused(command: str, empty: Path) -> None:
     assert_refused(call(command, "no-such-search"), "no-such-search")
     assert list(empty.iterdir()) == []
+
+
+@pytest.fixture
+def searched(home: Home) -> str:
+    """The id of a search of `TINY` in which one layout ran and one ran out of memory."""
+    tracker = Tracker(home.tracking_uri, home)
+    objectives = {"tokens_per_s": "maximize"}
+    tracker.start_search("tiny-1", yaml.safe_dump(TINY), {}, {}, {}, name="tiny", objectives=objectives)
+    fast, big = parse_spec(yaml.safe_dump(TINY)).legal.points
+    for result in (
+        TrialResult("t0", fast, "ok", None, {"tokens_per_s": 20.0}),
+        TrialResult("t1", big, "oom", "rank 0: out of memory"),
+    ):
+        tracker.start_trial(result.trial_id, result.config, {})
+        tracker.finish_trial(result)
+    tracker.finish_search("finished", {})
+    return "tiny-1"
+
+
+def test_report_and_why_explain_a_search(searched: str) -> None:
+    shown = call("report", searched).stdout
+    assert "search: 1 ok, 1 oom" in shown
+    assert "rank 0: out of memory" in shown
+    told = json.loads(call("report", searched, "--json").stdout)
+    assert told["trials"] == {"search": {"ok": 1, "oom": 1}}
+    assert [step["hypervolume"] for step in told["advances"]] == [1.0]
+    fates = json.loads(call("why", searched, "--json").stdout)["fates"]
+    assert [fate["outcome"] for fate in fates] == ["on the front", "oom"]
+    assert call("why", searched, "tensor_parallel_size=2").stdout.splitlines()[1].strip() == "rank 0: out of memory"
+
+
+def test_status_lists_what_failed(searched: str) -> None:
+    told = json.loads(call("status", searched, "--json").stdout)
+    assert told["trials"] == {"ok": 1, "oom": 1}
+    assert [(failure["trial_id"], failure["cause"]) for failure in told["failures"]] == [
+        ("t1", "rank 0: out of memory")
+    ]
+    assert "oom: megatron 2gpu dp1 tp2" in call("status", searched).stdout
+
+
+def test_best_takes_conditions_and_prints_notes_apart(searched: str) -> None:
+    answered = call("best", searched, "--within", "tokens_per_s 2%", "--format", "json")
+    assert json.loads(answered.stdout)["trial_id"] == "t0"
+    bent = call("best", searched, "--knee")
+    assert yaml.safe_load(bent.stdout)["purpose"] == "search"
+    assert bent.stderr == "note: the front has no bend: it holds 1 of the layouts\n"
+    assert_refused(call("best", searched, "--within", "tokens_per_s"), "'METRIC NUMBER%'")
+    assert_refused(call("best", searched, "--knee", "--maximize", "mfu"), "knee")
+
+
+def test_why_of_a_spec_says_what_is_legal(empty: Path) -> None:
+    spec = spec_file(empty)
+    assert call("why", spec, "tensor_parallel_size=2").stdout.startswith("legal  megatron 2gpu dp1 tp2")
+    assert call("why", spec, "micro_batch_size=3").stdout.startswith(
+        "note: micro_batch_size 3 is not in the spec\nrefused"
+    )
+    assert_refused(call("why", spec, "colour=1"), "colour", "tensor_parallel_size")
+    assert_refused(call("why", "no-such-search"), "no-such-search")
+    assert sorted(path.name for path in empty.iterdir()) == ["spec.yaml"]
 
 
 def test_plan_tells_of_depth_proxies(empty: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import service
 from search_spaces.config import TrialConfig
-from service import InputError, Wattune
+from service import InputError, Wattune, load_spec
 from service.home import Home
 from service.tracking import Tracker
 from trainables.result import TrialResult
@@ -16,12 +16,25 @@ from trainables.result import TrialResult
 FAST = TrialConfig("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")
 FRUGAL = TrialConfig("megatron", 2, 16, micro_batch_size=4, zero_stage=3, precision="fp32")
 
+UNTRIED = TrialConfig("megatron", 2, 16, micro_batch_size=4, precision="fp32")
+SPEC = """
+name: tiny
+model: tiny-llama
+data: synthetic
+sequence_length: 64
+global_batch_size: 16
+cluster: {nodes: 1, gpus_per_node: 2, accelerator: cpu}
+space:
+  {engine: megatron, tensor_parallel_size: [1, 2], zero_stage: [0, 3], micro_batch_size: [4, 5], precision: fp32,
+   sequence_parallel: false}
+"""
+
 
 @pytest.fixture
 def wattune(home: Home) -> Wattune:
     tracker = Tracker(home.tracking_uri, home)
     objectives = {"tokens_per_s": "maximize", "joules_per_token": "minimize"}
-    tracker.start_search("tiny-1", "", {"model": "tiny-llama"}, {}, {}, name="tiny", objectives=objectives)
+    tracker.start_search("tiny-1", SPEC, {"model": "tiny-llama"}, {}, {}, name="tiny", objectives=objectives)
     for trial_id, config, speed, energy in (("t0", FAST, 20.0, 3.0), ("t1", FRUGAL, 10.0, 1.0)):
         tracker.start_trial(trial_id, config, {})
         metrics: dict[str, float | None] = {"tokens_per_s": speed, "joules_per_token": energy}
@@ -38,6 +51,22 @@ def test_the_client_answers_from_the_store_that_the_environment_names(wattune: W
     assert TrialConfig.from_dict(wattune.best("tiny").config) == FAST
     assert wattune.best("tiny", minimize="joules_per_token").trial_id == "t1"
     assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).trial_id == "t1"
+    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 50%"]).trial_id == "t1"
+    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 49%"]).trial_id == "t0"
+    assert wattune.best("tiny", knee=True).trial_id == "t0"
+
+
+def test_the_client_explains_a_search_and_a_spec(wattune: Wattune, tmp_path: Path) -> None:
+    told = wattune.report("tiny")
+    assert [step.trials for step in told.advances] == [1, 2]
+    assert told.refusals
+    assert told.refusals[0].rule == "batch_divides"
+    fates = {fate.label: fate.outcome for fate in wattune.why("tiny", {"micro_batch_size": 4}).fates}
+    assert fates == {FAST.label: "on the front", FRUGAL.label: "on the front", UNTRIED.label: "not tried"}
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    legal = wattune.why(tmp_path / "spec.yaml", {"micro_batch_size": 4})
+    assert [fate.outcome for fate in legal.fates] == ["legal"] * 3
+    assert wattune.why(load_spec(tmp_path / "spec.yaml"), {"micro_batch_size": 4}) == legal
 
 
 def test_what_needs_a_cluster_says_so(wattune: Wattune) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ cluster: {{nodes: 1, gpus_per_node: 2, accelerator: cpu, cpus_per_worker: 0.5}}
 space: {{tensor_parallel_size: [1, 2], zero_stage: [0, 1, 2], micro_batch_size: [1, 2], precision: fp32}}
 measurement: {{window_s: {window_s}, warmup_max_s: 1, deadline_s: 120}}
 budget: {{trials: 3}}
+finalists: {{count: 0}}
+sentinel_every: 0
 """
 
 
@@ -68,7 +71,7 @@ class Cluster:
             pid: title
             for pid, title in self.processes().items()
             if (title.startswith("ray::") and not title.startswith(own))
-            or any(mark in title for mark in ("trainables.", "wattune run", "JobSupervisor"))
+            or any(mark in title for mark in ("trainables.", "wattune run", "wattune resume", "JobSupervisor"))
         }
 
     def workers(self) -> list[int]:
@@ -156,10 +159,11 @@ def spec(data: object = "synthetic", window_s: float = 1.0) -> SearchSpec:
 
 
 def test_a_store_that_the_cluster_cannot_reach_is_refused_before_the_cluster_is_asked() -> None:
-    with pytest.raises(InputError, match=r"needs an MLflow server .* --tracking-uri or MLFLOW_TRACKING_URI"):
-        jobs.submit(spec(), "http://127.0.0.1:9", "sqlite:////somewhere/mlflow.db")
-    with pytest.raises(InputError, match="no server answers there"):
-        jobs.submit(spec(), "http://127.0.0.1:9", "http://127.0.0.1:9")
+    for hand_in in (partial(jobs.submit, spec()), partial(jobs.resume, "a-search")):
+        with pytest.raises(InputError, match=r"needs an MLflow server .* --tracking-uri or MLFLOW_TRACKING_URI"):
+            hand_in("http://127.0.0.1:9", "sqlite:////somewhere/mlflow.db")
+        with pytest.raises(InputError, match="no server answers there"):
+            hand_in("http://127.0.0.1:9", "http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://[::", "127.0.0.1:8265", "ray://127.0.0.1:10001"])
@@ -251,7 +255,7 @@ def test_a_submitted_search_survives_its_submitter_and_the_death_of_a_worker(
     assert printed[-1].endswith("\n")
     assert [line for line in printed if line.startswith(f"search {search}:")]
     assert client.status(search).status == "finished"
-    assert client.status(search).trials == {"ok": 2, "crash": 1}
+    assert client.status(search).trials == {"ok": 3, "crash": 1}, "the layout that lost its worker was run again"
     assert client.best(search).metrics["tokens_per_s"] > 0
     assert jobs.job_status(search, cluster.address) == "SUCCEEDED"
     wait_until(lambda: not cluster.of_searches(), 30)
@@ -276,7 +280,9 @@ def test_a_stopped_search_keeps_its_record_and_leaves_no_process(cluster: Cluste
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_search_whose_driver_died_is_told_from_a_running_one(cluster: Cluster, server: str, tokens: Path) -> None:
+def test_a_search_whose_driver_died_is_told_from_a_running_one_and_resumed(
+    cluster: Cluster, server: str, tokens: Path
+) -> None:
     client = Wattune(server, cluster.address)
     search = jobs.submit(spec(tokens, window_s=5), cluster.address, server)
     wait_until(cluster.workers, 120)
@@ -284,4 +290,14 @@ def test_a_search_whose_driver_died_is_told_from_a_running_one(cluster: Cluster,
     os.kill(driver, signal.SIGKILL)
     wait_until(lambda: jobs.job_status(search, cluster.address) == "FAILED", 30)
     assert client.status(search).status == "failed"
+    wait_until(lambda: not cluster.of_searches(), 60)
+
+    assert client.resume(search[:-1]) == search
+    printed = list(client.logs(search))
+    assert [line for line in printed if "0 of them done" in line], "of its latest job"
+    assert client.status(search).status == "finished"
+    assert client.status(search).trials == {"stopped": 1, "ok": 3}
+    assert jobs.job_status(search, cluster.address) == "SUCCEEDED"
+    with pytest.raises(InputError, match=f"search {search} did not start: search {search} is finished"):
+        client.resume(search)
     wait_until(lambda: not cluster.of_searches(), 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
-    make().finished(ok(1234.5, 0.0665))
+    make().finished(ok(1234.5, 0.0665), 9)
     trial, search = lines_of(capsys)
     assert re.fullmatch(r"\[  0:00\] ok     megatron 4gpu dp2 tp2 zero1 mbs2 sp: 1,234 tokens/s, 0.0665 J/token", trial)
     assert "trial 1 of at most 10; best so far: 1,234 tokens/s, 0.0665 J/token; about" in search
@@ -45,7 +46,7 @@ def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("status", ["oom", "hang", "crash", "invalid"])
 def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: str) -> None:
-    make().finished(TrialResult("t", CONFIG, status, "rank 1 ran out of memory"))
+    make().finished(TrialResult("t", CONFIG, status, "rank 1 ran out of memory"), 9)
     trial, search = lines_of(capsys)
     assert re.search(rf"\] {status} +megatron 4gpu .*: rank 1 ran out of memory$", trial)
     assert "trial 1 of at most 10; best so far: none yet" in search
@@ -54,30 +55,30 @@ def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: str) -> None:
 def test_best_so_far_is_by_each_objective(capsys: pytest.CaptureFixture[str]) -> None:
     progress = make()
     for rate, joules in ((100.0, 0.3), (200.0, 0.5), (150.0, 0.2)):
-        progress.finished(ok(rate, joules))
-    progress.finished(TrialResult("t", CONFIG, "crash", "gone"))
+        progress.finished(ok(rate, joules), 7)
+    progress.finished(TrialResult("t", CONFIG, "crash", "gone"), 6)
     assert "best so far: 200 tokens/s, 0.2 J/token;" in lines_of(capsys)[-1]
     assert progress.best == {"tokens_per_s": 200.0, "joules_per_token": 0.2}
 
 
 def test_estimated_figures_carry_a_star(capsys: pytest.CaptureFixture[str]) -> None:
-    make().finished(ok(100.0, 0.3, "estimated"))
+    make().finished(ok(100.0, 0.3, "estimated"), 9)
     trial, search = lines_of(capsys)
     assert trial.endswith(": 100 tokens/s, 0.3* J/token")
     assert "best so far: 100 tokens/s, 0.3* J/token;" in search
-    make().finished(ok(100.0, 0.3, "counter"))
+    make().finished(ok(100.0, 0.3, "counter"), 9)
     assert "*" not in "".join(lines_of(capsys))
 
 
 def test_extrapolated_figures_carry_a_tilde(capsys: pytest.CaptureFixture[str]) -> None:
-    make().finished(ok(100.0, 0.3, "extrapolated"))
+    make().finished(ok(100.0, 0.3, "extrapolated"), 9)
     trial, search = lines_of(capsys)
     assert trial.endswith(": 100 tokens/s, 0.3~ J/token")
     assert "best so far: 100 tokens/s, 0.3~ J/token;" in search
 
 
 def test_a_missing_figure_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    make().finished(ok(100.0, None))
+    make().finished(ok(100.0, None), 9)
     trial, search = lines_of(capsys)
     assert trial.endswith(": 100 tokens/s")
     assert "best so far: 100 tokens/s;" in search
@@ -93,5 +94,28 @@ def test_a_missing_figure_is_left_out(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_time_left(capsys: pytest.CaptureFixture[str], elapsed_s: float, budget: dict[str, float], left: str) -> None:
-    make(5, elapsed_s, **budget).finished(ok(100.0, 0.3))
+    make(5, elapsed_s, **budget).finished(ok(100.0, 0.3), 4)
     assert lines_of(capsys)[-1].endswith(left)
+
+
+@pytest.mark.parametrize("purpose", ["sentinel", "finalist", "calibration"])
+def test_trials_that_do_not_explore_say_so_and_count_for_the_time_only(
+    capsys: pytest.CaptureFixture[str], purpose: str
+) -> None:
+    progress = make(5, 30.0)
+    progress.finished(ok(100.0, 0.3), 4)
+    progress.started(CONFIG.label, purpose)
+    progress.finished(replace(ok(999.0, 0.1), purpose=purpose), 2)
+    start, trial, stand = lines_of(capsys)[-3:]
+    assert start.endswith(f"{CONFIG.label} ({purpose})")
+    assert trial.endswith(f"{CONFIG.label} ({purpose}): 999 tokens/s, 0.1 J/token")
+    assert stand.strip() == "trials to come: at most 2; about 30 s left"
+    assert (progress.done, progress.best["tokens_per_s"]) == (1, 100.0)
+
+
+def test_a_failure_of_the_machines_is_told_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = make()
+    progress.retried(TrialResult("t", CONFIG, "crash", "a node was lost", infrastructure=True))
+    (line,) = lines_of(capsys)
+    assert line.endswith(f"crash  {CONFIG.label}: a node was lost; it is run again")
+    assert progress.done == 0

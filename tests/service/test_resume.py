@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from mlflow import MlflowClient
-from ray.tune.search import Searcher
 
 from service.cli import main
 from service.client import Wattune
+from service.course import SearchCourse, Step, settled
 from service.errors import InputError
 from service.home import Home
-from service.results import Results, pareto
-from service.search import resume
-from service.searcher import Spent, StudySearcher
-from service.spec import BudgetSpec, dump_spec, load_spec
+from service.ranking import pareto
+from service.results import Results
+from service.search import results_of, resume
+from service.spec import dump_spec, load_spec, parse_spec
 from service.study import SearchStudy
 from service.tracking import Tracker
 from trainables.result import TrialResult
@@ -37,6 +38,8 @@ SPEC: dict[str, Any] = {
     "space": {"engine": ["megatron"], "zero_stage": [0, 1, 2], "micro_batch_size": [1, 2, 4], "precision": "fp32"},
     "measurement": {"window_s": 0.5, "window_min_steps": 3, "warmup_max_s": 0.5, "deadline_s": 120},
     "budget": {"trials": 5},
+    "finalists": {"count": 0},
+    "sentinel_every": 0,
 }
 WATTUNE = [sys.executable, "-m", "service.cli"]
 RESULT = " of at most 5;"  # the line after each trial with a result
@@ -93,6 +96,40 @@ def test_the_record_is_taken_up_where_it_was(home: Home, broken_off: tuple[str, 
     assert Wattune().status(search).status == "finished"
 
 
+def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
+    home: Home, broken_off: tuple[str, list[TrialResult]]
+) -> None:
+    """Finalists that were measured are not measured again, and a layout that the machines failed is."""
+    search, results = broken_off
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.resume_search(Results(home.tracking_uri).search(search))
+    later = [
+        replace(results[2], trial_id="t3", status="crash", metrics={}, infrastructure=True),
+        replace(results[0], trial_id="t4", purpose="sentinel"),
+        replace(results[0], trial_id="t5", purpose="finalist"),
+    ]
+    for result in later:
+        tracker.start_trial(result.trial_id, result.config, {"wattune.purpose": result.purpose})
+        tracker.finish_trial(result)
+    found = results_of(Results(home.tracking_uri).search(search))
+    assert [(r.trial_id, r.purpose, r.infrastructure) for r in found] == [
+        ("t0", "search", False),
+        ("t1", "search", False),
+        ("t3", "search", True),
+        ("t4", "sentinel", False),
+        ("t5", "finalist", False),
+    ]
+
+    spec = parse_spec(yaml.safe_dump(SPEC | {"finalists": {"count": 4, "repeats": 3}, "sentinel_every": 5}))
+    study = SearchStudy(search, spec.legal.points, spec.objectives, [], "tpe", 0, home.optuna_storage)
+    study.recall([result for result in settled(found) if result.purpose == "search"])
+    assert study.ask() == results[2].config, "handed out, with no result that counts"
+    course = SearchCourse(study, spec, results=found)
+    steps = [course.next("t6"), course.next("t7")]
+    assert steps == [Step(results[0].config, "finalist")] * 2, "of one layout, measured once of three times"
+    assert course.next("t8") is None
+
+
 def test_what_cannot_be_resumed_is_refused(
     home: Home, broken_off: tuple[str, list[TrialResult]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,26 +162,6 @@ def test_a_result_that_the_store_does_not_take_is_not_run_again(
     with pytest.raises(InputError, match="t1 is not recorded"):
         Tracker(home.tracking_uri, home).resume_search(Results(home.tracking_uri).search(search))
     assert kept.exists()
-
-
-def test_the_budget_is_what_is_left_of_it(spec_file: Path) -> None:
-    spec = load_spec(spec_file)
-
-    def goes_on(spent: Spent, budget: dict[str, Any]) -> bool:
-        study = SearchStudy("s1", spec.legal.points, spec.objectives, [], "random", 0)
-        return StudySearcher(study, BudgetSpec(**budget), spent).suggest("t") != Searcher.FINISHED
-
-    spent = Spent(trials=4, wall_time_s=100.0, gpu_seconds=3600.0)
-    cases: list[tuple[dict[str, Any], bool]] = [
-        ({"trials": 4}, False),
-        ({"trials": 5}, True),
-        ({"wall_time_s": 99}, False),
-        ({"wall_time_s": 200}, True),
-        ({"gpu_hours": 1}, False),
-        ({"gpu_hours": 1.1}, True),
-    ]
-    for budget, more in cases:
-        assert goes_on(spent, budget) == more, budget
 
 
 def run_and_kill(home: Home, *arguments: str, word: str, times: int) -> None:

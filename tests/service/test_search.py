@@ -11,10 +11,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from service.calibrate import calibrate
+from service.calibration import load
 from service.cli import main
+from service.errors import InputError
 from service.home import Home
-from service.results import Results, best, pareto
-from service.search import run
+from service.ranking import best, pareto
+from service.results import Results
+from service.search import resume, run
 from service.spec import SearchSpec, parse_spec
 from service.store import open_client
 from telemetry.store import read_samples
@@ -30,6 +34,8 @@ SPEC: dict[str, Any] = {
     "space": {"engine": ["megatron", "deepspeed"], "zero_stage": [0, 1], "precision": "fp32"},
     "measurement": {"window_s": 0.5, "window_min_steps": 3, "warmup_max_s": 0.5, "deadline_s": 120},
     "budget": {"trials": 3},
+    "finalists": {"count": 0},
+    "sentinel_every": 0,
     "sampler": "random",
 }
 
@@ -66,15 +72,19 @@ def test_depth_proxies_are_run_and_extrapolated(ray_session: Any, home: Home, to
 def test_search_trains_measures_records_and_answers(
     ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    search = run(spec_of(tokens))
+    search = run(spec_of(tokens, finalists={"count": 1, "repeats": 2, "window_s": 0.7}, sentinel_every=2))
     shown = capsys.readouterr().out
     assert "trial 3 of at most 3" in shown
     assert "best so far" in shown
+    assert shown.count("(finalist): ") == 2
+    assert "sentinel: moved by at most" in shown
 
     record = Results(home.tracking_uri).search(search)
     assert record.status == "finished"
-    assert [trial.status for trial in record.trials] == ["ok"] * 3
+    assert [trial.status for trial in record.trials] == ["ok"] * 6
+    assert [trial.purpose for trial in record.trials] == ["search"] * 3 + ["finalist", "sentinel", "finalist"]
     assert len({trial.label for trial in record.trials}) == 3
+    assert record.trials[4].label == record.trials[0].label
     assert record.environment["devices"]
     for trial in record.trials:
         assert trial.metrics["tokens_per_s"] > 0
@@ -82,10 +92,12 @@ def test_search_trains_measures_records_and_answers(
         assert trial.methods["joules_per_token"] == "estimated"
         assert "mfu" not in trial.metrics
     front = pareto(record)
-    assert best(record) == max(record.trials, key=lambda trial: trial.metrics["tokens_per_s"])
+    assert best(record).trials == (record.trials[3], record.trials[5])
+    assert all(trial.metrics["window_time_s"] >= 0.7 for trial in best(record).trials)
     assert best(record) in front
 
     client = open_client(home.tracking_uri)
+    assert "sentinel_drift_tokens_per_s" in client.get_run(record.run_id).data.metrics
     run_id = record.trials[0].run_id
     result = json.loads(Path(client.download_artifacts(run_id, "result.json", str(tmp_path))).read_text())
     assert result["losses"][-1] < result["losses"][0]
@@ -120,3 +132,23 @@ def test_small_gangs_run_side_by_side_and_failures_do_not_end_the_search(
         best(record)
     starts = [open_client(home.tracking_uri).get_run(trial.run_id).info for trial in record.trials]
     assert max(info.start_time for info in starts) < min(info.end_time for info in starts), "side by side"
+
+
+def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, tokens: str) -> None:
+    cluster = {"gpus_per_node": 1, "accelerator": "cpu"}
+    space = {"micro_batch_size": [1, 2, 4], "precision": "fp32"}
+    done = calibrate(spec_of(tokens, name="machines", cluster=cluster, space=space, budget={"trials": 2}))
+    record = Results(home.tracking_uri).search(done.search_id)
+    assert record.name == "machines-calibration"
+    assert [(trial.purpose, trial.status) for trial in record.trials] == [("calibration", "ok")] * 2
+    assert len({trial.label for trial in record.trials}) == 2
+    assert (done.trials, done.path) == (2, home.calibration("cpu"))
+    fitted = load(home, "cpu")
+    assert fitted is not None
+    assert "2 trials" in fitted.source
+    assert done.before.step_time is not None
+    assert done.after.step_time is not None
+    assert done.after.step_time < done.before.step_time
+    assert done.after.power is None, "power of a CPU machine is estimated"
+    with pytest.raises(InputError, match="is a calibration: calibrate anew"):
+        resume(done.search_id)

@@ -125,7 +125,7 @@ def test_proxies_let_models_be_tried_that_do_not_fit() -> None:
     cluster = {"gpus_per_node": 4, "accelerator": "h100"}
     assert spec(model="llama3-70b", cluster=cluster, depth_proxy=[1, 2], space={"zero_stage": 3}).legal.points
     line = refusal(yaml.safe_dump(fields(model="llama3-70b", cluster=cluster, depth_proxy=[1, 6])))
-    assert re.match(r"space: no legal layout among 1; states_fit refused 1 \(model states alone need 108 GiB", line)
+    assert re.match(r"space: no legal layout among 1; memory_fits refused 1 \(needs 136 GiB", line)
 
 
 def test_virtual_stages_that_do_not_divide_a_proxy_are_refused_one_by_one() -> None:
@@ -165,7 +165,10 @@ CLUSTER = {"gpus_per_node": 4, "accelerator": "cpu"}
 # Changes to a good spec, and what the line must say.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # Unknown and missing fields
-    ({"budjet": {}}, r"budjet: unknown field; allowed: name, model, data, .* budget, sampler, seed, depth_proxy$"),
+    (
+        {"budjet": {}},
+        r"budjet: unknown field; allowed: name, model, data, .* budget, .*sampler, seed, depth_proxy, borderline$",
+    ),
     (
         {"sequence_lenght": 1, "sequence_length": LEFT_OUT},
         r"sequence_lenght: unknown field; allowed: .*sequence_length",
@@ -198,7 +201,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": True}, r"seed: must be a valid integer \(given: true\)$"),
     ({"seed": -1}, r"seed: must be greater than or equal to 0"),
     ({"seed": 2**32}, r"seed: must be less than 4294967296"),
-    ({"sampler": "grid"}, r"sampler: must be 'tpe', 'gp', 'nsga2' or 'random' \(given: \"grid\"\)$"),
+    (
+        {"sampler": "grid"},
+        r"sampler: must be 'auto', 'gp', 'tpe', 'nsga2', 'random' or 'exhaustive' \(given: \"grid\"\)$",
+    ),
+    ({"baseline": {"layers": 2}}, r"baseline\.layers: unknown axis; must be one of engine, num_gpus, .*rank_order$"),
+    ({"baseline": {"micro_batch_size": 3}}, r"baseline: none of the \d+ legal layouts is like that$"),
+    (
+        {"baseline": {"engine": "megatron"}, "space": {"micro_batch_size": [1, 2], "recompute": ["none", "full"]}},
+        r"baseline: 4 legal layouts are like that; name micro_batch_size, recompute too$",
+    ),
     # Amounts
     ({"measurement": {"window_s": True}}, r"measurement\.window_s: must be a number \(given: true\)$"),
     ({"measurement": {"window_s": float("inf")}}, r"measurement\.window_s: must be a finite number"),
@@ -347,7 +359,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": "llama3-70b", "cluster": {"gpus_per_node": 4, "accelerator": "h100"}},
-        r"space: no legal layout among 1; states_fit refused 1 \(model states alone need 1051 GiB of 80 GiB\)$",
+        r"space: no legal layout among 1; memory_fits refused 1 \(needs 1\d\d\d GiB of 78 GiB: .*\)$",
     ),
 ]
 
@@ -464,7 +476,7 @@ valid = st.fixed_dictionaries(
             {}, optional={"window_s": st.floats(0.01, 1e6), "steady_steps": st.integers(2)}
         ),
         "budget": st.fixed_dictionaries({}, optional={"trials": st.integers(1), "gpu_hours": st.floats(1e-9, 1e9)}),
-        "sampler": st.sampled_from(["tpe", "gp", "nsga2", "random"]),
+        "sampler": st.sampled_from(["auto", "gp", "tpe", "nsga2", "random", "exhaustive"]),
         "seed": st.integers(0, 2**32 - 1),
     },
 )
@@ -547,5 +559,6 @@ def test_the_worked_example_counts_as_it_says() -> None:
     space = parse_spec(example[1]).legal
     told = " ".join(example[2].split())
     assert f"= {space.combinations} combinations, of which {space.distinct} are different layouts" in told
-    assert f"refuses {sum(space.refused.values())}, pipelines with ZeRO-2; {len(space.points)} are legal" in told
-    assert set(space.refused) == {"zero_with_pipeline"}
+    assert f"refuse {sum(space.refused.values())}, namely {space.refused['zero_with_pipeline']} pipelines" in told
+    assert f"{space.refused['memory_fits']} that do not fit in memory; {len(space.points)} are legal" in told
+    assert set(space.refused) == {"zero_with_pipeline", "memory_fits"}

@@ -27,7 +27,7 @@ from service.tracking import Tracker
 from telemetry.samples import SCHEMA
 from telemetry.store import read_samples
 from trainables.breakdown import break_down
-from trainables.result import NodeWindow, Proxy, RankRecord, TrialResult
+from trainables.result import PURPOSES, NodeWindow, Proxy, RankRecord, TrialResult
 
 CONFIG = TrialConfig(
     "megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True
@@ -187,6 +187,28 @@ def test_extrapolated_figures_are_labelled_with_their_depths(home: Home) -> None
     assert trial.methods == methods
     note = MlflowClient(home.tracking_uri).get_run(trial.run_id).data.tags["mlflow.note.content"]
     assert "**extrapolated** from models of 8 and 16 layers" in note
+
+
+def test_a_short_trial_is_labelled_with_its_batches(home: Home) -> None:
+    tracker = start(home)
+    parts = [replace(CONFIG, global_batch_size=batch) for batch in (4, 8)]
+    proxies = tuple(Proxy(8, TrialResult("s1-000", part, "ok")) for part in parts)
+    methods = {"tokens_per_s": "short"}
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
+    note = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags["mlflow.note.content"]
+    assert "**short** trial: steps of 4 and 8 sequences stand for steps of 16" in note
+
+
+def test_purposes_and_failures_of_the_machines_are_recorded(home: Home) -> None:
+    tracker = start(home)
+    for i, purpose in enumerate(PURPOSES):
+        tracker.start_trial(f"s1-00{i}", CONFIG, {"wattune.purpose": purpose})
+    assert [trial.purpose for trial in read(home).trials] == list(PURPOSES)
+    for i, purpose in enumerate(PURPOSES):
+        tracker.finish_trial(TrialResult(f"s1-00{i}", CONFIG, "crash", "why", purpose=purpose, infrastructure=i == 1))
+    trials = read(home).trials
+    assert [(trial.purpose, trial.infrastructure) for trial in trials] == [(p, p == PURPOSES[1]) for p in PURPOSES]
 
 
 def test_limits_of_a_batch_are_kept(home: Home) -> None:

@@ -1,0 +1,80 @@
+"""Calibrating the cost model: short trials of the layouts that tell most about the machines at hand, and the fit."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from search_spaces.cost import Calibration, data_sheet, predict
+from service.calibration import Observation, design, fit, observations, save
+from service.cluster import check_cluster, ray_session
+from service.course import CalibrationCourse
+from service.errors import InputError
+from service.home import Home
+from service.home import tracking_uri as store_uri
+from service.results import Results
+from service.search import Driver, check_data
+from service.spec import SearchSpec, new_search_id
+from service.tracking import Tracker
+
+TRIALS = 16
+"""Layouts that are run, at most; fewer if the spec's budget has fewer."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """Mean of |predicted / measured - 1| over the trials; None where nothing was measured."""
+
+    step_time: float | None
+    power: float | None
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What a calibration came to: its record, its file, the trials it rests on, and its errors on just these trials."""
+
+    search_id: str
+    path: Path
+    trials: int
+    before: Error
+    after: Error
+
+
+def calibrate(spec: SearchSpec, tracking_uri: str | None = None) -> Calibrated:
+    """Run layouts of the spec's space on the Ray cluster of `RAY_ADDRESS` or on this machine, and fit the cost model.
+
+    The coefficients are kept in the state directory, for all searches on the spec's accelerator. Raises `InputError`
+    for an accelerator of which no data sheet is known, if no trial ended well, and for whatever `service.search.run`
+    does.
+    """
+    accelerator = spec.cluster.accelerator
+    if (start := data_sheet(accelerator)) is None:
+        raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
+    check_data(spec)
+    spec = spec.located().model_copy(update={"name": f"{spec.name[:51]}-calibration"})
+    layouts = design(spec.legal.points, spec.workload, start, min(TRIALS, spec.budget.trials))
+    if not layouts:
+        raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
+    home = Home.locate().create()
+    search_id, tracker = new_search_id(spec), Tracker(store_uri(tracking_uri), home)
+    with home.driving(search_id), ray_session(spec):
+        check_cluster(spec)
+        Driver(spec, search_id, home, tracker, CalibrationCourse(spec, layouts)).run()
+    observed = observations(Results(store_uri(tracking_uri)).search(search_id), spec.workload)
+    if not observed:
+        raise InputError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
+    fitted = fit(observed, start)
+    save(home, accelerator, fitted)
+    return Calibrated(
+        search_id, home.calibration(accelerator), len(observed), errors(observed, start), errors(observed, fitted)
+    )
+
+
+def errors(observed: Sequence[Observation], calibration: Calibration) -> Error:
+    """How far predictions are from what was measured."""
+    pairs = [(one, predict(one.config, one.work, calibration)) for one in observed]
+    times = [abs(predicted.step_time_s / one.step_time_s - 1) for one, predicted in pairs]
+    powers = [abs(predicted.power_w / one.power_w - 1) for one, predicted in pairs if one.power_w]
+    return Error(*(statistics.fmean(values) if values else None for values in (times, powers)))
