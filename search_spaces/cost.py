@@ -16,7 +16,7 @@ from search_spaces.models import ModelShape
 from search_spaces.passes import Cut, Load, Places, collective, is_autocast, members, passes
 from search_spaces.workload import Workload
 
-__all__ = ["Calibration", "Prediction", "data_sheet", "predict"]
+__all__ = ["Calibration", "Prediction", "data_sheet", "metrics", "predict"]
 
 UPDATE_BYTES = {"megatron": 46, "deepspeed": 70}
 """Memory traffic of the update of one parameter: fp32 gradient, weight and two moments, clipping by their norm, and
@@ -93,6 +93,23 @@ def predict(config: TrialConfig, work: Workload, calibration: Calibration) -> Pr
         "step": c.step_s,
     }
     return Prediction(step, power, tokens_per_s, power * config.num_gpus / tokens_per_s, parts)
+
+
+def metrics(config: TrialConfig, work: Workload, calibration: Calibration) -> dict[str, float]:
+    """What is predicted of a layout, by the names that trials have their figures under."""
+    found, tokens = predict(config, work, calibration), config.global_batch_size * work.sequence_length
+    speed = found.tokens_per_s / config.num_gpus
+    named = {
+        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s_per_gpu": speed,
+        "step_time_s": found.step_time_s,
+        "joules_per_token": found.joules_per_token,
+        "energy_per_step_j": found.joules_per_token * tokens,
+        "mean_power_w": found.power_w * config.num_gpus,
+    }
+    if work.accelerator.peak_flops is not None:
+        named["mfu"] = work.model.flops_per_token(work.sequence_length) * speed / work.accelerator.peak_flops
+    return named
 
 
 def _clock(clocked: float, steady: float, core: float, rest: float, budget: float) -> float:

@@ -105,22 +105,12 @@ def make_plan(spec: SearchSpec, calibration: cost.Calibration | None) -> Plan:
 
 def _forecast(spec: SearchSpec, config: TrialConfig, calibration: cost.Calibration | None) -> Forecast:
     work = spec.workload
-    metrics: dict[str, float | None] = {}
-    if calibration is not None:
-        found = cost.predict(config, work, calibration)
-        metrics = {
-            **spec.speed(found.tokens_per_s, config.num_gpus),
-            "step_time_s": found.step_time_s,
-            "joules_per_token": found.joules_per_token,
-            "energy_per_step_j": found.joules_per_token * spec.tokens_per_step,
-            "mean_power_w": found.power_w * config.num_gpus,
-        }
+    metrics = {} if calibration is None else cost.metrics(config, work, calibration)
     whole = memory.estimate(config, work)
     share = memory.estimate(config, work.run).share if work.depths else whole.share
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
-    known = {metric: value for metric, value in metrics.items() if value is not None}
-    return Forecast(config, share, memory.judge(config, work.model, share), known)
+    return Forecast(config, share, memory.judge(config, work.model, share), metrics)
 
 
 def text(plan: Plan, every: bool = False) -> str:

@@ -8,7 +8,7 @@ from itertools import cycle, islice
 
 from search_spaces.calibration import Calibration
 from search_spaces.config import TrialConfig
-from search_spaces.cost import predict
+from search_spaces.cost import metrics
 from search_spaces.memory import MemoryModel
 from search_spaces.workload import Workload
 from service.ranking import pareto
@@ -62,23 +62,7 @@ def predictions(
     points: Iterable[TrialConfig], work: Workload, calibration: Calibration
 ) -> dict[TrialConfig, dict[str, float]]:
     """Metrics, by their name, that the cost model predicts of each point."""
-    tokens = work.global_batch_size * work.sequence_length
-    peak_flops, flops = work.accelerator.peak_flops, work.model.flops_per_token(work.sequence_length)
-    found = {}
-    for point in points:
-        prediction = predict(point, work, calibration)
-        per_gpu = prediction.tokens_per_s / point.num_gpus
-        found[point] = {
-            "tokens_per_s": prediction.tokens_per_s,
-            "tokens_per_s_per_gpu": per_gpu,
-            "step_time_s": prediction.step_time_s,
-            "joules_per_token": prediction.joules_per_token,
-            "energy_per_step_j": prediction.joules_per_token * tokens,
-            "mean_power_w": prediction.power_w * point.num_gpus,
-        }
-        if peak_flops is not None:
-            found[point]["mfu"] = flops * per_gpu / peak_flops
-    return found
+    return {point: metrics(point, work, calibration) for point in points}
 
 
 def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> list[TrialConfig]:

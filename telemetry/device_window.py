@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -100,7 +101,7 @@ def device_window(
     """The window of one device by its samples `rows`, in order of time; `together` are all devices of the window."""
     samples = _Samples(rows, start_ns, end_ns)
     power_column = _first_of(STEADY_POWER, rows)
-    drawn_j = partial(_drawn_j, *power_readings(rows))
+    drawn_j = partial(_drawn_j, [_readings_of(rows, column) for column in INSTANT_POWER])
     method = _energy_method(device, rows, infos, together)
     integrated_j = samples.ask(power_column, readings.integral)
     energy_j = integrated_j
@@ -278,12 +279,12 @@ def _first_of(columns: tuple[str, ...], rows: pa.Table) -> str:
     return next((column for column in columns if rows[column].null_count < rows.num_rows), columns[0])
 
 
-def _drawn_j(time_ns: np.ndarray, power_w: np.ndarray, start_ns: int, end_ns: int) -> float | None:
-    """Energy by sampled power; None where it was not sampled all the time."""
-    try:
-        return readings.integral(time_ns, power_w, start_ns, end_ns)
-    except readings.Unusable:
-        return None
+def _drawn_j(powers: Sequence[tuple[np.ndarray, np.ndarray]], start_ns: int, end_ns: int) -> float | None:
+    """Energy by the first sampled power that was read all the time; None where none was."""
+    for time_ns, power_w in powers:
+        with suppress(readings.Unusable):
+            return readings.integral(time_ns, power_w, start_ns, end_ns)
+    return None
 
 
 def _readings_of(rows: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:

@@ -52,6 +52,7 @@ def spec_of(tokens: str, **changes: Any) -> SearchSpec:
     return parse_spec(yaml.safe_dump(SPEC | {"data": tokens} | changes))
 
 
+@pytest.mark.slow
 def test_depth_proxies_are_run_and_extrapolated(ray_session: Any, home: Home, tokens: str) -> None:
     deep = {"family": "llama", "layers": 12, "hidden": 256, "heads": 4, "ffn_hidden": 512, "vocab": 512}
     search = run(spec_of(tokens, model=deep, depth_proxy=[1, 6], space={"precision": "fp32"}, budget={"trials": 1}))
@@ -134,6 +135,7 @@ def test_small_gangs_run_side_by_side_and_failures_do_not_end_the_search(
     assert max(info.start_time for info in starts) < min(info.end_time for info in starts), "side by side"
 
 
+@pytest.mark.slow
 def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, tokens: str) -> None:
     cluster = {"gpus_per_node": 1, "accelerator": "cpu"}
     space = {"micro_batch_size": [1, 2, 4], "precision": "fp32"}
