@@ -3,9 +3,9 @@
     python -m benchmarks.short SPEC --trials N
 
 Runs N legal layouts of a spec, spread over its space, in one gang, each in full and short: full steps of the whole
-global batch, short ones of two smaller batches. Prints what the short ones say against what the full ones came to: a
-table of errors in percent, with the share of a full trial's time that the short one took and the standard error that it
-gave itself, then the figures as lines of JSON, one a layout. Layouts of too few microbatches to be short are left out.
+global batch, short ones of two smaller batches. Prints the figures of each layout as a line of JSON, then a table of
+what the short ones are off the full ones, in percent, with the share of a full trial's time that the short one took and
+the standard error that it gave itself. Layouts of too few microbatches to be short are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +28,22 @@ from trainables.result import TrialResult
 COMPARED = ("tokens_per_s", "step_time_s", "joules_per_token", "mean_power_w", "peak_memory_gib")
 
 
-def compare(run: Run, spec: SearchSpec, points: list[TrialConfig]) -> list[dict[str, Any]]:
+def compare(run: Run, spec: SearchSpec, points: list[TrialConfig]) -> Iterator[dict[str, Any]]:
     """For each layout its figures in full and short, the error of these relative to those, and the seconds of both."""
     full = spec.model_copy(update={"measurement": spec.measurement.model_copy(update={"short_trials": False})})
-    rows = []
     for number, point in enumerate(points):
-        print(f"{number + 1} of {len(points)}: {point.label}", flush=True)
         measured = _require_ok(run(f"full-{number}", point, full))
         extrapolated = _require_ok(run(f"short-{number}", point, spec))
         names = [name for name in COMPARED if measured.get(name)]
-        rows.append(
-            {
-                "layout": point.label,
-                "batches": short.batches(point),
-                "error": {name: extrapolated[name] / measured[name] - 1 for name in names},
-                "time": _seconds(extrapolated) / _seconds(measured),
-                "own_error": extrapolated["extrapolation_error"],
-                "full": measured,
-                "short": extrapolated,
-            }
-        )
-    return rows
+        yield {
+            "layout": point.label,
+            "batches": short.batches(point),
+            "error": {name: extrapolated[name] / measured[name] - 1 for name in names},
+            "time": _seconds(extrapolated) / _seconds(measured),
+            "own_error": extrapolated["extrapolation_error"],
+            "full": measured,
+            "short": extrapolated,
+        }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -86,11 +82,12 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"{arguments.spec}: no legal layout has microbatches enough to be short")
     count = min(arguments.trials, len(able))
     points = [able[i * len(able) // count] for i in range(count)]
+    rows = []
     with one_gang(spec, spec.gang_size) as run:
-        rows = compare(run, spec, points)
-    print(f"\n{table(rows)}\n")
-    for row in rows:
-        print(json.dumps({"spec": str(arguments.spec), **row}))
+        for row in compare(run, spec, points):
+            print(json.dumps({"spec": str(arguments.spec), **row}), flush=True)
+            rows.append(row)
+    print(f"\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -238,6 +238,7 @@ def test_a_trial_past_its_deadline_is_a_hang_and_the_gang_goes_on(begin: Begin) 
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begin) -> None:
     assert statuses(begin()) == [("ok", None)] * 2
     before = workers()

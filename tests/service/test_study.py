@@ -204,7 +204,7 @@ def test_limits_become_constraints(limit: tuple[str, str, float], value: float |
     assert bool(study.study.best_trials) == (excess <= 0)
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "gp"])
+@pytest.mark.parametrize("sampler", ["tpe", pytest.param("gp", marks=pytest.mark.slow)])
 def test_keeps_away_from_what_violates(sampler: str) -> None:
     """With a limit that tensor parallel 1 and 2 exceed, what is asked after the start is mostly tensor parallel 4."""
     points = space(

@@ -233,5 +233,6 @@ def first_in(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     return first
 
 
+@pytest.mark.slow
 def test_experts_spread_over_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(run_rank, (str(tmp_path / "store"),), nprocs=RANKS, start_method="forkserver")

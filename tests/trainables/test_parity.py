@@ -346,31 +346,36 @@ BF16 = changed(
 )
 BF16_SUMS = changed(
     [
+        *cases(LLAMA, *(megatron(2, zero=zero, mbs=1) for zero in range(4))),
         *cases(
             LLAMA,
-            *(megatron(2, zero=zero, mbs=1) for zero in range(4)),
             megatron(4, zero=3, copies=2, mbs=1),
             megatron(4, zero=3, copies=2, recompute="full", overlap_param_gather=False),
+            slow=True,
         ),
         *cases(
             deep(GPT, 5),
             megatron(4, **V_SHAPED, cp=2, mbs=4, stage_layers=CUTS, recompute="full", overlap_grad_reduce=False),
+            slow=True,
         ),
         *cases(
             tied(deep(LLAMA, 5)),
             megatron(4, **GPIPE, tp=2, sp=True, stage_layers=(2, 3), recompute="selective"),
+            slow=True,
         ),
         *cases(
             tied(deep(GPT, 5)),
             megatron(4, pp=2, cp=2, zero=1, stage_layers=(2, 3), recompute="full", **NO_OVERLAP),
             megatron(4, **GPIPE, cp=2, zero=1, stage_layers=(2, 3), recompute="full", **NO_OVERLAP),
             megatron(4, **INTERLEAVED, tp=2, sp=True, stage_layers=CUTS),
+            slow=True,
         ),
-        *cases(MIXTURE, megatron(4, tp=2, cp=2, ep=2, sp=True, zero=3, mbs=8, **NO_OVERLAP)),
+        *cases(MIXTURE, megatron(4, tp=2, cp=2, ep=2, sp=True, zero=3, mbs=8, **NO_OVERLAP), slow=True),
         *cases(
             deep(MIXTURE, 5),
             megatron(4, **INTERLEAVED, ep=2, zero=1, stage_layers=CUTS, recompute="selective", **NO_OVERLAP),
             megatron(4, **ZERO_BUBBLE, ep=2, cp=2, zero=1, stage_layers=CUTS, recompute="full", **NO_OVERLAP),
+            slow=True,
         ),
         *cases(
             LLAMA,
@@ -381,21 +386,19 @@ BF16_SUMS = changed(
             tied(GPT),
             deepspeed(4, tp=2, cp=2, zero=3, recompute="full", bucket_size=4096, **NO_OVERLAP),
             deepspeed(4, pp=2, zero=1, recompute="selective", bucket_size=4096),
+            slow=True,
         ),
-        *cases(MIXTURE, deepspeed(4, ep=2, zero=1)),
+        *cases(MIXTURE, deepspeed(4, ep=2, zero=1), slow=True),
     ],
     precision="bf16",
     reduce_precision="bf16",
 )
 COMPILED = changed(
     [
+        *cases(LLAMA, megatron(2, tp=2, sp=True, recompute="selective")),
         *cases(
             LLAMA,
             megatron(2, tp=2),
-            megatron(2, tp=2, sp=True, recompute="selective"),
-        ),
-        *cases(
-            LLAMA,
             megatron(2, zero=1),
             megatron(2, tp=2, sp=True),
             megatron(2, tp=2, sp=True, recompute="full"),
