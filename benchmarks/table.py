@@ -13,7 +13,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from search_spaces.config import TrialConfig
 from service.home import tracking_uri
@@ -36,8 +36,9 @@ SPENT = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s",
 
 
 def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
-    """The trials that came to an end, by layout."""
-    trials = {TrialConfig.from_dict(trial.config): trial for trial in search.trials if trial.status in STATUSES}
+    """The trials that explored and came to an end, by layout."""
+    over = [trial for trial in search.trials if trial.status in STATUSES and trial.purpose == "search"]
+    trials = {TrialConfig.from_dict(trial.config): trial for trial in over}
     default = TrialConfig("", 0, 0)
     axes = [
         axis
@@ -47,17 +48,25 @@ def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
     for layout in sorted(trials, key=lambda layout: layout.label):
         trial = trials[layout]
         yield (
-            {axis: json.dumps(value) if isinstance(value := getattr(layout, axis), bool) else value for axis in axes}
+            {axis: written(getattr(layout, axis)) for axis in axes}
             | {"status": trial.status, "gpu_seconds": gpu_seconds(trial)}
             | {metric: rounded(trial.metrics.get(metric)) for metric in METRICS}
         )
 
 
+def written(value: Any) -> Any:
+    """A value of an axis as a search's YAML has it."""
+    return json.dumps(value) if isinstance(value, bool | tuple) else value
+
+
 def gpu_seconds(trial: TrialRecord) -> float | str:
-    """What the trial kept its GPUs from the next one; unknown of one that failed."""
-    if trial.status != "ok":
-        return ""
-    return rounded(trial.config["num_gpus"] * sum(trial.metrics.get(part, 0.0) for part in SPENT))
+    """For how long the trial kept its GPUs from the next one; of one that failed, from its start to its end."""
+    seconds: float | None = None
+    if trial.status == "ok":
+        seconds = sum(trial.metrics.get(part, 0.0) for part in SPENT)
+    elif trial.started and trial.ended:
+        seconds = (trial.ended - trial.started).total_seconds()
+    return "" if seconds is None else rounded(trial.config["num_gpus"] * seconds)
 
 
 def rounded(value: float | None) -> float | str:
@@ -65,21 +74,23 @@ def rounded(value: float | None) -> float | str:
     return "" if value is None else float(f"{value:.7g}")
 
 
+def write(search: SearchRecord, file: TextIO) -> None:
+    """The whole table."""
+    known = search.params | search.environment
+    facts = ", ".join(f"{name} {value}" for name, value in known.items() if name != "data")
+    print(f"# Search {search.name}: {facts}", file=file)
+    table = list(rows(search))
+    writer = csv.DictWriter(file, list(table[0]) if table else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("search")
     parser.add_argument("--tracking-uri")
     arguments = parser.parse_args()
-    search = Results(tracking_uri(arguments.tracking_uri)).search(arguments.search)
-    known = search.params | search.environment
-    facts = ", ".join(f"{name} {value}" for name, value in known.items() if name != "data")
-    print(f"# Search {search.name}: {facts}")
-    writer: csv.DictWriter[str] | None = None
-    for row in rows(search):
-        if writer is None:
-            writer = csv.DictWriter(sys.stdout, list(row), lineterminator="\n")
-            writer.writeheader()
-        writer.writerow(row)
+    write(Results(tracking_uri(arguments.tracking_uri)).search(arguments.search), sys.stdout)
 
 
 if __name__ == "__main__":
