@@ -11,39 +11,33 @@ table these few are the `design` of a random half of it, of the committed record
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.committed import measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.cost import Calibration, data_sheet, predict
-from search_spaces.hardware import ACCELERATORS
 from search_spaces.workload import Workload
-from service.calibration import Observation, design, fit
-from service.spec import SearchSpec, load_spec
+from service.calibration import Observation, design, fit, ratios
+from service.spec import load_spec
 from service.tables import render
 
-BENCHMARKS = Path(__file__).parent
-RESULTS = BENCHMARKS / "results"
-SEARCHED = BENCHMARKS.parent / "examples" / "llama3_8b_4xh200.yaml"
-RECORDS = (
-    "microbatch_1xh200.jsonl",
-    "layouts_4xh200.jsonl",
-    "microbatch_4xh200.jsonl",
-    "llama3_8b_best_4xh200.jsonl",
-)
 COUNT = 16
 """Measurements that coefficients are fitted to."""
 
 
 def records() -> list[Observation]:
     """All committed measurements."""
-    return [*_recorded(), *_searched(), *_proxied()]
+    return [
+        _observation(one.config, one.work, one.result["metrics"])
+        for one in measurements()
+        if one.result["status"] == "ok"
+    ]
 
 
 def sweep(path: Path) -> list[Observation]:
@@ -57,49 +51,15 @@ def sweep(path: Path) -> list[Observation]:
     return found
 
 
-def _work(spec: SearchSpec, layers: int) -> Workload:
-    return Workload(
-        replace(spec.shape, layers=layers), spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"]
-    )
-
-
-def _observation(config: TrialConfig, work: Workload, metrics: dict[str, Any]) -> Observation:
+def _observation(config: TrialConfig, work: Workload, metrics: Mapping[str, Any]) -> Observation:
     total = metrics.get("mean_power_w")
     return Observation(config, work, metrics["step_time_s"], None if total is None else total / config.num_gpus)
 
 
-def _recorded() -> Iterator[Observation]:
-    specs = {spec.name: spec for spec in map(load_spec, sorted((BENCHMARKS / "specs").glob("*.yaml")))}
-    for name in RECORDS:
-        for record in map(json.loads, (RESULTS / name).read_text().splitlines()):
-            spec = specs[record["spec"]]
-            runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]] or [(spec.shape.layers, record)]
-            for layers, run in runs:
-                if run["status"] == "ok":
-                    yield _observation(TrialConfig.from_dict(run["config"]), _work(spec, layers), run["metrics"])
-
-
-def _searched() -> Iterator[Observation]:
-    spec = load_spec(SEARCHED)
-    for trial in json.loads((RESULTS / "llama3_8b_4xh200.json").read_text())["trials"]:
-        yield _observation(TrialConfig.from_dict(trial["config"]), _work(spec, spec.shape.layers), trial["metrics"])
-
-
-def _proxied() -> Iterator[Observation]:
-    for line in (RESULTS / "proxy_4xh200.txt").read_text().splitlines():
-        if line.startswith("{"):
-            record = json.loads(line)
-            spec, measured = load_spec(BENCHMARKS.parent / record["spec"]), record["measured"]
-            (config,) = (point for point in spec.legal.points if point.label == record["layout"])
-            power = measured["joules_per_token"] * measured["tokens_per_s"]
-            yield _observation(config, _work(spec, spec.shape.layers), measured | {"mean_power_w": power})
-
-
 def errors(observed: Observation, calibration: Calibration) -> tuple[float, float | None]:
     """Of step time and of power, relative to what was measured."""
-    prediction = predict(observed.config, observed.work, calibration)
-    power = None if observed.power_w is None else prediction.power_w / observed.power_w - 1
-    return prediction.step_time_s / observed.step_time_s - 1, power
+    slower, hotter = ratios(observed, calibration)
+    return slower - 1, None if hotter is None else hotter - 1
 
 
 def table(measured: Sequence[Observation], calibration: Calibration) -> str:

@@ -13,38 +13,24 @@ the layouts that ran, and that ran out, are in each band; and how far off the mo
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
+from benchmarks.committed import FAULTS, RECORDS, Measurement, measurements, workload
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
-from search_spaces.hardware import ACCELERATORS
 from search_spaces.memory import Band, MemoryEstimate, MemoryModel, band, estimate
 from search_spaces.workload import Workload
-from service.spec import SearchSpec, load_spec
+from service.spec import load_spec
 from service.tables import render
 
-BENCHMARKS = Path(__file__).parent
-RESULTS = BENCHMARKS / "results"
-SEARCHED = BENCHMARKS.parent / "examples" / "llama3_8b_4xh200.yaml"
-RECORDS = (
-    "failures_1xh200.jsonl",
-    "microbatch_1xh200.jsonl",
-    "layouts_4xh200.jsonl",
-    "microbatch_4xh200.jsonl",
-    "llama3_8b_best_4xh200.jsonl",
-)
-FITTED = ("failures_1xh200.jsonl", "layouts_4xh200.jsonl", "llama3_12l_4xh200.csv")
+FITTED = (FAULTS, "layouts_4xh200.jsonl", "llama3_12l_4xh200.csv")
 """Records and tables by which a constant of the model was set."""
-
-FAULT_LAYERS = {"oom in the optimizer": 40}
-"""Layers of the models that `benchmarks.failures` makes, where they are not two."""
 
 
 @dataclass(frozen=True)
@@ -90,61 +76,29 @@ class Point:
 
 def points() -> list[Point]:
     """All measured points, each once."""
-    return list(dict.fromkeys((*_recorded(), *_searched(), *_proxied())))
+    return list(dict.fromkeys(point for one in measurements((FAULTS, *RECORDS)) for point in _points(one)))
 
 
 def tabled(path: Path) -> list[Point]:
     """The points of a table that ran or ran out of memory."""
     spec, results = load_spec(path.with_suffix(".yaml")), Table(path).results
-    work = _work(spec, spec.shape.layers)
+    work = workload(spec)
     ran = {config: result.metrics.get("peak_memory_gib") for config, result in results.items() if result.status == "ok"}
     measured = ran | {config: None for config, result in results.items() if result.status == "oom"}
     return [Point(config, work, None, gib, path.name in FITTED) for config, gib in measured.items()]
 
 
-def _work(spec: SearchSpec, layers: int) -> Workload:
-    return Workload(
-        replace(spec.shape, layers=layers), spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"]
-    )
-
-
-def _recorded() -> Iterator[Point]:
-    specs = {spec.name: spec for spec in map(load_spec, sorted((BENCHMARKS / "specs").glob("*.yaml")))}
-    for name in RECORDS:
-        for record in map(json.loads, (RESULTS / name).read_text().splitlines()):
-            spec = specs[record.get("spec", "repeat-1gpu")]
-            layers = FAULT_LAYERS.get(record.get("fault"), spec.shape.layers)
-            for proxy in record["proxies"]:
-                yield from _ranks(proxy["result"], _work(spec, proxy["layers"]), name in FITTED)
-            if not record["proxies"]:
-                yield from _ranks(record, _work(spec, layers), name in FITTED)
-
-
-def _ranks(result: dict[str, Any], work: Workload, fitted: bool) -> Iterator[Point]:
-    config = TrialConfig.from_dict(result["config"])
+def _points(measured: Measurement) -> Iterator[Point]:
+    """One for each pipeline rank, where the record has the ranks."""
+    config, work, result, fitted = measured.config, measured.work, measured.result, measured.file in FITTED
     if result["status"] == "oom":
         yield Point(config, work, None, None, fitted)
-    if result["status"] == "ok":
+    elif result["status"] == "ok" and "ranks" not in result:
+        yield Point(config, work, None, result["metrics"]["peak_memory_gib"], fitted)
+    elif result["status"] == "ok":
         for stage in range(config.pipeline_parallel_size):
             here = [rank["peak_memory_gib"] for rank in result["ranks"] if rank["coordinates"]["pp"] == stage]
             yield Point(config, work, stage, max(here), fitted)
-
-
-def _searched() -> Iterator[Point]:
-    spec = load_spec(SEARCHED)
-    for trial in json.loads((RESULTS / "llama3_8b_4xh200.json").read_text())["trials"]:
-        config = TrialConfig.from_dict(trial["config"])
-        yield Point(config, _work(spec, spec.shape.layers), None, trial["metrics"]["peak_memory_gib"], fitted=False)
-
-
-def _proxied() -> Iterator[Point]:
-    for line in (RESULTS / "proxy_4xh200.txt").read_text().splitlines():
-        if line.startswith("{"):
-            record = json.loads(line)
-            spec = load_spec(BENCHMARKS.parent / record["spec"])
-            (config,) = (point for point in spec.legal.points if point.label == record["layout"])
-            measured = record["measured"]["peak_memory_gib"]
-            yield Point(config, _work(spec, spec.shape.layers), None, measured, fitted=False)
 
 
 def table(measured: Iterable[Point]) -> str:

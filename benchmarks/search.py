@@ -30,7 +30,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.cost import data_sheet
 from search_spaces.memory import MemoryModel
 from service.errors import InputError
-from service.fronts import hypervolume, pareto_front, scaled
+from service.fronts import REFERENCE, hypervolume, pareto_front, scaled
 from service.spec import SearchSpec, load_spec
 from service.study import SearchStudy
 from service.warmup import first_points, predictions
@@ -92,7 +92,7 @@ class Table:
         if len(self.objectives) == 1:
             lowest, best = self._costs(good).min(), self._costs(self.good).min()
             return float(lowest / best if best < 0 else best / lowest)
-        return hypervolume(np.array([self.places[layout] for layout in good]), np.full(len(self.objectives), 1.1))
+        return hypervolume(np.array([self.places[layout] for layout in good]), np.full(len(self.objectives), REFERENCE))
 
     def study(self, sampler: str, seed: int) -> SearchStudy:
         """A study of the table's layouts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
@@ -32,6 +32,24 @@ class Space:
     distinct: int
     refused: dict[str, int]
     reasons: dict[str, str]
+
+
+def varying(points: Iterable[TrialConfig]) -> dict[str, list[Any]]:
+    """Axis -> its values among `points` in their order, a default of None first, of the axes on which points differ."""
+    taken: dict[str, set[Any]] = {field.name: set() for field in fields(TrialConfig)}
+    for point in points:
+        for axis, values in taken.items():
+            values.add(getattr(point, axis))
+    return {
+        axis: sorted(values, key=lambda value: () if value is None else value)
+        for axis, values in taken.items()
+        if len(values) > 1
+    }
+
+
+def is_numeric(values: Iterable[Any]) -> bool:
+    """Whether the values of an axis have an order: text, lists and their default have none."""
+    return all(isinstance(value, int) for value in values)
 
 
 def _pipeline_schedule(value: str, point: TrialConfig, work: Workload) -> str:

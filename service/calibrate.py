@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_spaces.cost import Calibration, data_sheet, predict
-from service.calibration import Observation, design, fit, observations, save
+from search_spaces.cost import Calibration, data_sheet
+from service.calibration import Observation, design, fit, observations, ratios, save
 from service.cluster import check_cluster, ray_session
 from service.course import CalibrationCourse
 from service.errors import InputError
@@ -74,7 +74,7 @@ def calibrate(spec: SearchSpec, tracking_uri: str | None = None) -> Calibrated:
 
 def errors(observed: Sequence[Observation], calibration: Calibration) -> Error:
     """How far predictions are from what was measured."""
-    pairs = [(one, predict(one.config, one.work, calibration)) for one in observed]
-    times = [abs(predicted.step_time_s / one.step_time_s - 1) for one, predicted in pairs]
-    powers = [abs(predicted.power_w / one.power_w - 1) for one, predicted in pairs if one.power_w]
+    pairs = [ratios(one, calibration) for one in observed]
+    times = [abs(slower - 1) for slower, _ in pairs]
+    powers = [abs(hotter - 1) for _, hotter in pairs if hotter is not None]
     return Error(*(statistics.fmean(values) if values else None for values in (times, powers)))

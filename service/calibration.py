@@ -84,6 +84,13 @@ def observations(search: SearchRecord, work: Workload) -> list[Observation]:
     return found
 
 
+def ratios(observed: Observation, calibration: Calibration) -> tuple[float, float | None]:
+    """Step time and power as predicted over those measured; None for power that was not."""
+    found = predict(observed.config, observed.work, calibration)
+    power = None if observed.power_w is None else found.power_w / observed.power_w
+    return found.step_time_s / observed.step_time_s, power
+
+
 def fit(observed: Sequence[Observation], start: Calibration) -> Calibration:
     """The coefficients that explain `observed` best, drawn towards those of `start` by `SPREADS`.
 
@@ -160,13 +167,8 @@ def _shifted(calibration: Calibration, logarithms: dict[str, float]) -> Calibrat
 
 def _misfits(observed: Iterable[Observation], calibration: Calibration) -> np.ndarray:
     """Logarithms of what is predicted over what was measured."""
-    ratios = []
-    for one in observed:
-        prediction = predict(one.config, one.work, calibration)
-        ratios.append(prediction.step_time_s / one.step_time_s)
-        if one.power_w is not None:
-            ratios.append(prediction.power_w / one.power_w)
-    return np.log(ratios)
+    pairs = (ratios(one, calibration) for one in observed)
+    return np.log([ratio for pair in pairs for ratio in pair if ratio is not None])
 
 
 def _slopes(config: TrialConfig, work: Workload, calibration: Calibration) -> np.ndarray:

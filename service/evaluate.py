@@ -81,18 +81,35 @@ def run(
     purpose: str = "search",
     front: Sequence[Mapping[str, float]] = (),
 ) -> TrialResult:
-    """Run the layout on the gang behind `mailbox`: at the model's depth, or at those of its proxies, deepest first.
+    """Run the layout on the gang behind `mailbox`; see `run_at_depths`.
 
-    `front`: the objectives of points that a trial which explores should not be far behind. Where the spec asks for it,
-    a trial that explores and may not fit in memory is probed before: `probe_time_s` is what that took.
+    Where the spec asks for it, a trial that explores and may not fit in memory is probed before: `probe_time_s` is what
+    that took.
     """
-    if purpose == "search" and (depths := probe.depths(layout, spec)) is not None:
-        probed, seconds = run_probe(trial_id, layout, spec, depths, mailbox, telemetry, environment)
-        if probed is not None:
-            return probed
-        unprobed = spec.model_copy(update={"borderline": "risk"})
-        result = run(trial_id, layout, unprobed, mailbox, telemetry, environment, purpose, front)
-        return replace(result, metrics=result.metrics | {"probe_time_s": seconds})
+    depths = probe.depths(layout, spec) if purpose == "search" else None
+    if depths is None:
+        return run_at_depths(trial_id, layout, spec, mailbox, telemetry, environment, purpose, front)
+    probed, seconds = run_probe(trial_id, layout, spec, depths, mailbox, telemetry, environment)
+    if probed is not None:
+        return probed
+    result = run_at_depths(trial_id, layout, spec, mailbox, telemetry, environment, purpose, front)
+    return replace(result, metrics=result.metrics | {"probe_time_s": seconds})
+
+
+def run_at_depths(
+    trial_id: str,
+    layout: TrialConfig,
+    spec: SearchSpec,
+    mailbox: ActorHandle,
+    telemetry: Mapping[str, ActorHandle],
+    environment: Mapping[str, str],
+    purpose: str,
+    front: Sequence[Mapping[str, float]],
+) -> TrialResult:
+    """Run the layout at the model's depth, or at those of its proxies, deepest first.
+
+    `front`: the objectives of points that a trial which explores should not be far behind.
+    """
     if spec.depth_proxy is None:
         request = make_request(trial_id, layout, spec, purpose)
         rivals = front if purpose == "search" else ()

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+REFERENCE = 1.1
+"""The point up to which hypervolume is counted, on each objective that is `scaled` over all layouts that were tried.
+
+A little beyond the worst, so that the ends of the front count too (Ishibuchi et al. 2018, "How to specify a reference
+point in hypervolume calculation").
+"""
+
 
 def pareto_front(costs: np.ndarray) -> list[int]:
     """Rows of `costs` that no other row dominates, in lexicographic order.

@@ -11,20 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from search_spaces.config import TrialConfig
-from service.fronts import hypervolume, pareto_front, scaled
+from search_spaces.space import is_numeric, varying
+from service.fronts import REFERENCE, hypervolume, pareto_front, scaled
 from service.ranking import Candidate, Ranking, explored, notices
 from service.results import SearchRecord, TrialRecord
 from service.tables import heading, number, render
 
 if TYPE_CHECKING:
     from search_spaces.space import Space
-
-REFERENCE = 1.1
-"""The point up to which hypervolume is counted, on each objective, scaled so that all explored trials span 0 to 1.
-
-A little beyond the worst, so that the ends of the front count too (Ishibuchi et al. 2018, "How to specify a reference
-point in hypervolume calculation").
-"""
 
 ENOUGH_TRIALS = 8
 """Fewer trials say nothing of the importance of axes."""
@@ -198,11 +192,10 @@ def _importance(values: Mapping[Candidate, float]) -> dict[str, float]:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     layouts = [TrialConfig.from_dict(one.config) for one in values]
-    taken = {axis: {getattr(layout, axis) for layout in layouts} for axis in TrialConfig.__dataclass_fields__}
-    axes = {axis: sorted(choices, key=_ordered) for axis, choices in taken.items() if len(choices) > 1}
+    axes = varying(layouts)
     distributions: dict[str, BaseDistribution] = {
         axis: IntDistribution(0, len(choices) - 1)
-        if all(isinstance(choice, int) for choice in choices)
+        if is_numeric(choices)
         else CategoricalDistribution(range(len(choices)))
         for axis, choices in axes.items()
     }
@@ -212,10 +205,6 @@ def _importance(values: Mapping[Candidate, float]) -> dict[str, float]:
         study.add_trial(optuna.create_trial(params=place, distributions=distributions, value=value))
     shares = get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
     return {axis: float(share) for axis, share in shares.items()}
-
-
-def _ordered(value: Any) -> Any:
-    return () if value is None else value
 
 
 def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:

@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.memory import MemoryModel
+from search_spaces.space import is_numeric, varying
 from service.spec import excess
 from service.store import sqlite_file
 from service.surrogate import Coordinates, SurrogateSampler
@@ -124,13 +125,10 @@ class SearchStudy:
         `predicted` has metrics of points by name; only the sampler `auto` makes use of them.
         """
         self.objectives, self.limits, self.memory = dict(objectives), list(limits), memory
-        taken = {axis: {getattr(point, axis) for point in points} for axis in TrialConfig.__dataclass_fields__}
-        self.axes: dict[str, list[Any]] = {
-            axis: sorted(values, key=_ordered) for axis, values in taken.items() if len(values) > 1
-        }
+        self.axes = varying(points)
         self.distributions: dict[str, BaseDistribution] = {
             axis: FloatDistribution(place(axis, values[0]), place(axis, values[-1]))
-            if _is_numeric(values)
+            if is_numeric(values)
             else CategoricalDistribution(range(len(values)))
             for axis, values in self.axes.items()
         }
@@ -302,12 +300,3 @@ class SearchStudy:
 def place(axis: str, value: int) -> float:
     """Where a number lies on its axis: sizes by their logarithm to base 2, ZeRO's stages and switches as they are."""
     return float(value) if axis == "zero_stage" or isinstance(value, bool) else math.log2(value)
-
-
-def _is_numeric(values: Sequence[Any]) -> bool:
-    """Whether an axis has an order: text, lists and their default have none."""
-    return all(isinstance(value, int) for value in values)
-
-
-def _ordered(value: Any) -> Any:
-    return () if value is None else value

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cost
+from benchmarks.committed import BENCHMARKS
 
-SWEEP = Path(cost.BENCHMARKS) / "data" / "llama3_12l_4xh200.csv"
+SWEEP = Path(BENCHMARKS) / "data" / "llama3_12l_4xh200.csv"
 
 
 def percent(text: str) -> float:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.memory import BENCHMARKS, Point, points, tabled
+from benchmarks.committed import BENCHMARKS
+from benchmarks.memory import Point, points, tabled
 from search_spaces.config import SCHEDULES, TrialConfig
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.memory import (

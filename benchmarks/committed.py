@@ -1,0 +1,71 @@
+"""What was measured on H200 and is committed under benchmarks/results, for the models to be held against."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.workload import Workload
+from service.spec import SearchSpec, load_spec
+
+BENCHMARKS = Path(__file__).parent
+RESULTS = BENCHMARKS / "results"
+SEARCHED = BENCHMARKS.parent / "examples" / "llama3_8b_4xh200.yaml"
+RECORDS = (
+    "microbatch_1xh200.jsonl",
+    "layouts_4xh200.jsonl",
+    "microbatch_4xh200.jsonl",
+    "llama3_8b_best_4xh200.jsonl",
+)
+FAULTS = "failures_1xh200.jsonl"
+FAULT_LAYERS = {"oom in the optimizer": 40}
+"""Layers of the models that `benchmarks.failures` makes, where they are not two."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A layout that was run, in which file the figures are, and the trial's result, with `status` and `metrics` and, in
+    records of their own, `ranks`."""
+
+    file: str
+    config: TrialConfig
+    work: Workload
+    result: Mapping[str, Any]
+
+
+def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
+    """Of `records`, of the search over Llama-3-8B, and of the whole models that depth proxies were held against."""
+    for name in records:
+        yield from _recorded(name)
+    spec = load_spec(SEARCHED)
+    for trial in json.loads((RESULTS / "llama3_8b_4xh200.json").read_text())["trials"]:
+        config = TrialConfig.from_dict(trial["config"])
+        yield Measurement("llama3_8b_4xh200.json", config, workload(spec), trial)
+    for line in (RESULTS / "proxy_4xh200.txt").read_text().splitlines():
+        if line.startswith("{"):
+            record = json.loads(line)
+            spec = load_spec(BENCHMARKS.parent / record["spec"])
+            (config,) = (point for point in spec.legal.points if point.label == record["layout"])
+            metrics = record["measured"]
+            metrics |= {"mean_power_w": metrics["joules_per_token"] * metrics["tokens_per_s"]}
+            yield Measurement("proxy_4xh200.txt", config, workload(spec), {"status": "ok", "metrics": metrics})
+
+
+def workload(spec: SearchSpec, layers: int | None = None) -> Workload:
+    """What was trained, on H200: the spec's model, or one of so many layers."""
+    model = replace(spec.shape, layers=layers or spec.shape.layers)
+    return Workload(model, spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"])
+
+
+def _recorded(name: str) -> Iterator[Measurement]:
+    specs = {spec.name: spec for spec in map(load_spec, sorted((BENCHMARKS / "specs").glob("*.yaml")))}
+    for record in map(json.loads, (RESULTS / name).read_text().splitlines()):
+        spec = specs[record.get("spec", "repeat-1gpu")]
+        runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]]
+        for layers, run in runs or [(FAULT_LAYERS.get(record.get("fault")), record)]:
+            yield Measurement(name, TrialConfig.from_dict(run["config"]), workload(spec, layers), run)
