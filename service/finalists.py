@@ -15,6 +15,9 @@ from trainables.result import TrialResult
 CLOSE = 0.02
 """By what share of a figure a layout may have been measured worse than it is: a short trial, run once."""
 
+ERRORS = 2.0
+"""How many times the standard error that a short trial gives itself comes on top of that."""
+
 
 def front(
     results: Sequence[TrialResult], objectives: Mapping[str, str], limits: Sequence[tuple[str, str, float]] = ()
@@ -33,12 +36,14 @@ def contenders(
     limits: Sequence[tuple[str, str, float]],
     count: int,
 ) -> list[TrialResult]:
-    """At most `count` results: of the front; if it has fewer, then those that would be on it were they `CLOSE` better.
+    """At most `count` results: of the front; if it has fewer, then those that would be on it were they better by what
+    they may be measured wrong.
 
     Of the latter, those first that no other of them beats.
     """
     ranked, costs = _ranked(results, objectives, limits)
-    better = costs - CLOSE * np.abs(costs)
+    own_errors = [result.metrics.get("extrapolation_error") or 0.0 for result in ranked]
+    better = costs - (CLOSE + ERRORS * np.array(own_errors)[:, None]) * np.abs(costs)
     left = [r for r, row in zip(ranked, better, strict=True) if not _dominated(row, costs)]
     chosen: list[TrialResult] = []
     while left and len(chosen) < count:

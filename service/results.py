@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -79,6 +79,14 @@ class Results:
         parents = self._find({store.ROLE: store.SEARCH})
         return [_search(run, children.get(run.info.run_id, [])) for run in reversed(parents)]
 
+    def finished(self, params: Mapping[str, Any]) -> Iterator[SearchRecord]:
+        """The searches that ran to their end and have these `params`, the latest first; each is read when it is next.
+
+        Raises `InputError` if the store cannot be read.
+        """
+        for run in reversed(self._find({store.ROLE: store.SEARCH, store.STATUS: "finished"}, params)):
+            yield _search(run, self._find({store.PARENT: run.info.run_id}))
+
     def search(self, key: str) -> SearchRecord:
         """The search with this id, or with the only id that starts so. Raises `InputError` for none or several."""
         parents = {run.data.tags[store.SEARCH_ID]: run for run in self._find({store.ROLE: store.SEARCH})}
@@ -103,8 +111,8 @@ class Results:
     def _client(self) -> MlflowClient:
         return store.open_client(self.tracking_uri)
 
-    def _find(self, tags: Mapping[str, str]) -> list[Run]:
-        """Runs with these tags, oldest first; none where nothing was ever recorded."""
+    def _find(self, tags: Mapping[str, str], params: Mapping[str, Any] | None = None) -> list[Run]:
+        """Runs with these tags and parameters, oldest first; none where nothing was ever recorded."""
         database = store.sqlite_file(self.tracking_uri)
         if database is not None and not database.exists():
             return []
@@ -113,7 +121,7 @@ class Results:
             experiment = client.get_experiment_by_name(store.EXPERIMENT)
             if experiment is None:
                 return []
-            return list(store.find_runs(client, experiment.experiment_id, tags))
+            return list(store.find_runs(client, experiment.experiment_id, tags, params or {}))
 
 
 def _some(ids: Sequence[str]) -> str:

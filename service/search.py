@@ -106,7 +106,8 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
 def _study(spec: SearchSpec, search_id: str, home: Home, recorded: Results) -> SearchStudy:
     """The search's study, with what is known of its machines and from the searches before it."""
     calibration = load_calibration(home, spec.cluster.accelerator)
-    return open_study(spec, search_id, home.optuna_storage, calibration, recorded.searches())
+    same = {"parameters": spec.shape.parameters, "accelerator": spec.cluster.accelerator}
+    return open_study(spec, search_id, home.optuna_storage, calibration, recorded.finished(same))
 
 
 def _gangs(spec: SearchSpec) -> int:

@@ -116,9 +116,13 @@ def reachable(tracking_uri: str) -> bool:
     return True
 
 
-def find_runs(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> Iterator[Run]:
-    """Every run of the experiment that has these tags, oldest first."""
-    clause = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+def find_runs(
+    client: MlflowClient, experiment_id: str, tags: Mapping[str, str], params: Mapping[str, Any]
+) -> Iterator[Run]:
+    """Every run of the experiment that has these tags and parameters, oldest first."""
+    wanted = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
+    wanted += [f"params.`{key}` = '{to_param(value)}'" for key, value in params.items()]
+    clause = " and ".join(wanted)
     token: str | None = None
     while True:
         page = client.search_runs([experiment_id], clause, order_by=["attributes.start_time ASC"], page_token=token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import cycle, islice
 
@@ -28,12 +28,13 @@ def open_study(
     search_id: str,
     storage: str,
     calibration: Calibration | None,
-    searches: Iterable[SearchRecord] = (),
+    earlier: Iterable[SearchRecord] = (),
 ) -> SearchStudy:
     """The study of a search, new or as `storage`, an Optuna URL, has it; with all that is known ahead.
 
-    `searches` are earlier ones. The samplers `random` and `exhaustive` are left without predictions and winners; `auto`
-    weighs predictions itself, others begin with the best.
+    `earlier` are searches of the same model and hardware; no more of them are read than it takes. The samplers `random`
+    and `exhaustive` are left without predictions and winners; `auto` weighs predictions itself, others begin with the
+    best.
     """
     points, memory = spec.legal.points, MemoryModel(spec.workload)
     predicted: dict[TrialConfig, dict[str, float]] = {}
@@ -41,7 +42,7 @@ def open_study(
     if spec.sampler not in ("random", "exhaustive"):
         predicted = predictions(points, spec.workload, calibration) if calibration else {}
         leading = {} if spec.sampler == "auto" else predicted
-        first = first_points(winners(searches, spec), leading, spec.objectives, memory)
+        first = first_points(winners(earlier, spec), leading, spec.objectives, memory)
     if spec.baseline_layout is not None:
         first.insert(0, spec.baseline_layout)
     return SearchStudy(
@@ -65,24 +66,19 @@ def predictions(
     return {point: metrics(point, work, calibration) for point in points}
 
 
-def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> list[TrialConfig]:
-    """Layouts on the fronts of finished searches of the same model and accelerator, with the batch of `spec`.
-
-    In the order of the searches; those that are not legal in `spec` are left out.
-    """
-    same = (spec.shape.parameters, spec.cluster.accelerator)
-    found: dict[TrialConfig, None] = {}
+def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> Iterator[TrialConfig]:
+    """Layouts on the fronts of `searches`, in their order, with the batch of `spec`, in which they must be legal."""
+    left = set(spec.legal.points)
     for search in searches:
-        if search.status == "finished" and (search.params.get("parameters"), search.params.get("accelerator")) == same:
-            for candidate in pareto(search):
-                layout = TrialConfig.from_dict(candidate.config)
-                found[replace(layout, global_batch_size=spec.global_batch_size)] = None
-    legal = set(spec.legal.points)
-    return [layout for layout in found if layout in legal]
+        for candidate in pareto(search):
+            layout = replace(TrialConfig.from_dict(candidate.config), global_batch_size=spec.global_batch_size)
+            if layout in left:
+                left.remove(layout)
+                yield layout
 
 
 def first_points(
-    winners: Sequence[TrialConfig],
+    winners: Iterable[TrialConfig],
     predicted: Mapping[TrialConfig, Mapping[str, float]],
     objectives: Mapping[str, str],
     memory: MemoryModel,
@@ -91,7 +87,7 @@ def first_points(
 
     The latter differ from all before them in `APART` axes, as far as there are such. None is on the edge of memory.
     """
-    chosen = [layout for layout in winners if _is_safe(layout, memory)][:WINNERS]
+    chosen = list(islice((layout for layout in winners if _is_safe(layout, memory)), WINNERS))
     orders = []
     for metric, direction in objectives.items():
         if all(metric in metrics for metrics in predicted.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -59,6 +60,8 @@ def test_where_the_front_has_few_those_close_to_it_contend_as_well() -> None:
     limits = [("peak_memory_gib", "<=", 5.0)]
     assert names(contenders(results, OBJECTIVES, limits, 4)) == ["0", "1", "2"]
     assert names(contenders(results, OBJECTIVES, limits, 2)) == ["0", "1"]
+    unsure = replace(results[3], metrics=results[3].metrics | {"extrapolation_error": 0.015})
+    assert names(contenders([*results[:3], unsure], OBJECTIVES, limits, 4)) == ["0", "1", "2", "3"]
     assert contenders(results, OBJECTIVES, limits, 0) == contenders([], OBJECTIVES, limits, 3) == []
 
 

@@ -23,14 +23,16 @@ CONFIG = TrialConfig("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recom
 DEFAULT = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 
 
-def record(home: Home, search_id: str, *outcomes: TrialResult, spec: str = "") -> None:
+def record(
+    home: Home, search_id: str, *outcomes: TrialResult, spec: str = "", status: str = "finished", parameters: int = 7
+) -> None:
     tracker = Tracker(home.tracking_uri, home)
-    facts = {"model": "tiny-llama", "accelerator": "cpu", "data": "synthetic"}
+    facts = {"model": "tiny-llama", "parameters": parameters, "accelerator": "cpu", "data": "synthetic"}
     tracker.start_search(search_id, spec, facts, {}, {}, name="tiny", objectives=DEFAULT)
     for outcome in outcomes:
         tracker.start_trial(outcome.trial_id, outcome.config, {})
         tracker.finish_trial(outcome)
-    tracker.finish_search("finished", {})
+    tracker.finish_search(status, {})
 
 
 def test_searches_are_listed_with_their_trials_and_best_values(home: Home) -> None:
@@ -50,6 +52,19 @@ def test_searches_are_listed_with_their_trials_and_best_values(home: Home) -> No
     assert first.estimated == ("joules_per_token",)
     assert (first.model, first.accelerator, first.data) == ("tiny-llama", "cpu", "synthetic")
     assert abs((datetime.now(UTC) - first.started).total_seconds()) < 60
+
+
+def test_finished_searches_of_the_same_are_read_one_by_one_the_latest_first(home: Home) -> None:
+    good = TrialResult("alpha-1-0", CONFIG, "ok", None, {"tokens_per_s": 10.0})
+    record(home, "alpha-1", good)
+    record(home, "alpha-2")
+    record(home, "stopped", status="stopped")
+    record(home, "other", parameters=8)
+    found = Results(home.tracking_uri).finished({"parameters": 7, "accelerator": "cpu"})
+    assert next(found).id == "alpha-2"
+    (last,) = found
+    assert (last.id, [trial.trial_id for trial in last.trials]) == ("alpha-1", ["alpha-1-0"])
+    assert list(Results(home.tracking_uri).finished({"parameters": 7, "accelerator": "h200"})) == []
 
 
 def test_a_search_is_found_by_a_unique_beginning_of_its_id(home: Home) -> None:

@@ -49,9 +49,7 @@ def spec(**changed: Any) -> SearchSpec:
     return parse_spec(SPEC).model_copy(update=changed)
 
 
-def record(
-    layouts: list[TrialConfig], status: str = "finished", accelerator: str = "h200", parameters: int | None = None
-) -> SearchRecord:
+def record(layouts: list[TrialConfig]) -> SearchRecord:
     """A search whose trials, the later the slower and the thriftier, are all on its front."""
     trials = tuple(
         TrialRecord(
@@ -69,11 +67,11 @@ def record(
     return SearchRecord(
         id="earlier",
         name="earlier",
-        status=status,
+        status="finished",
         started=datetime(2026, 1, 1, tzinfo=UTC),
         objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
         constraints=(),
-        params={"parameters": parameters or spec().shape.parameters, "accelerator": accelerator},
+        params={},
         environment={},
         notices=(),
         run_id="run",
@@ -98,16 +96,21 @@ def test_predictions_are_the_cost_models_under_the_names_of_the_record() -> None
         assert metrics[metric] == pytest.approx(value)
 
 
-def test_winners_are_what_earlier_searches_of_the_same_found() -> None:
+def test_winners_are_what_earlier_searches_found() -> None:
     points = spec().legal.points
     good, other = [points[3], points[40]], [points[9]]
     batch = [replace(layout, global_batch_size=64) for layout in good]
-    assert winners([record(batch)], spec()) == good
-    assert winners([record(other), record(good)], spec()) == [*other, *good]
-    assert winners([record(good, status="stopped")], spec()) == []
-    assert winners([record(good, accelerator="h100")], spec()) == []
-    assert winners([record(good, parameters=7)], spec()) == []
-    assert winners([record([replace(good[0], precision="fp32")])], spec()) == []
+    assert list(winners([record(batch)], spec())) == good
+    assert list(winners([record(other), record(good), record(other)], spec())) == [*other, *good]
+    assert list(winners([record([replace(good[0], precision="fp32")])], spec())) == []
+
+
+def test_no_more_searches_are_read_than_winners_are_wanted() -> None:
+    points, work = spec().legal.points, spec().workload
+    safe = [point for point in points if band(point, work) == "fits"]
+    searches = iter([record(safe[:3]), record(safe[3:6]), record(safe[6:9])])
+    assert first_points(winners(searches, spec()), {}, spec().objectives, MemoryModel(work)) == safe[:WINNERS]
+    assert next(searches) == record(safe[6:9])
 
 
 def test_the_best_predicted_come_first_and_are_no_neighbours() -> None:
