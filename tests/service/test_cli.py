@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+import service
 from search_spaces.config import TrialConfig
 from service.cli import main
 from service.home import Home
@@ -115,11 +119,14 @@ def test_unreachable_addresses_are_refused(empty: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:1"])
-def test_ray_address_that_does_not_answer_is_refused(
-    address: str, empty: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    assert_refused(call("run", spec_file(empty)), "RAY_ADDRESS")
+def test_ray_address_that_does_not_answer_is_refused(address: str, empty: Path) -> None:
+    # In a process of its own: in this one a Ray that other tests started would be joined.
+    command = [sys.executable, "-m", "service.cli", "run", spec_file(empty)]
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(Path(service.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("wattune: RAY_ADDRESS: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["status", "pareto", "best", "report", "why"])
