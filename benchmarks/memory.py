@@ -4,6 +4,7 @@
 
 Prints each measured point, the GPUs of each pipeline rank apart where they were recorded, with what is predicted and
 the error; then the mean and the largest error by engine, for points by which a constant was set and for the others.
+What pipelines held when they were measured, and hold no more, is added to what is predicted.
 Points that ran out of memory have the share of what a GPU can hold that the model says they need.
 
 A table is one of benchmarks/data, with a search spec of the same name beside it. Of tables there is also how many of
@@ -54,7 +55,8 @@ class Point:
     @property
     def predicted_gib(self) -> float:
         found = self.estimate
-        return (found.peak_bytes if self.pipeline_rank is None else found.reserved(self.pipeline_rank)) / 2**30
+        ranks = range(self.config.pipeline_parallel_size) if self.pipeline_rank is None else [self.pipeline_rank]
+        return max(found.reserved(rank) + idle_buffers(self.config, self.work, rank) for rank in ranks) / 2**30
 
     @property
     def share(self) -> float:
@@ -72,6 +74,19 @@ class Point:
     def spread_experts(self) -> bool:
         """Whether memory depends on how many tokens a young router sends where."""
         return self.config.expert_parallel_size > 1
+
+
+def idle_buffers(config: TrialConfig, work: Workload, rank: int) -> float:
+    """Bytes of receive buffers of microbatches not in flight, which the `megatron` engine had when these points were
+    measured and has no more."""
+    stages, rounds = config.pipeline_parallel_size, config.gradient_accumulation_steps
+    if config.engine != "megatron" or stages == 1:
+        return 0.0
+    split = config.tensor_parallel_size if config.sequence_parallel else 1
+    hidden = 2 * config.micro_batch_size * work.sequence_length * work.model.hidden / split
+    activations = 0 if rank == 0 else rounds - min(rounds, stages - rank)
+    gradients = 0 if rank == stages - 1 else rounds - 1
+    return (activations + gradients) * hidden
 
 
 def points() -> list[Point]:

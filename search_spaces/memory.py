@@ -250,7 +250,7 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
     in_flight = _in_flight(config, rank)
     kept, whole = block
     logits, spare = _logits(config, model, tokens) if last else (0.0, 0.0)
-    communication = _communication(config, model, held, tokens, first, last)
+    communication = _communication(config, model, held, tokens, first, last, in_flight)
     again = whole - kept
     # What blocks send and compute again comes after the loss, in what that has given back.
     spare, communication = max(0.0, spare - communication), max(0.0, communication - spare)
@@ -424,16 +424,33 @@ def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float,
     return count * (loss + waiting * later), count * spare
 
 
-def _communication(config: TrialConfig, model: ModelShape, held: _Held, tokens: int, first: bool, last: bool) -> float:
+def _communication(
+    config: TrialConfig, model: ModelShape, held: _Held, tokens: int, first: bool, last: bool, in_flight: int
+) -> float:
     """Bytes of parts of the model, and of hidden states, on their way between ranks."""
-    width, neighbours = _width(config), 0
-    if config.pipeline_parallel_size > 1:
-        neighbours = (not first) + (not last)
-    hidden = neighbours * tokens * model.hidden * width
+    width = _width(config)
+    hidden = _exchanged(config, first, last, in_flight) * tokens * model.hidden * width
     if config.engine == "megatron":
-        # torch's pipeline has a buffer for each microbatch. FSDP2 has of the largest part what is gathered, before and
-        # after it is taken apart, and its gradients, as they come, on their way, and arrived.
+        # FSDP2 has of the largest part what is gathered, before and after it is taken apart, and its gradients, as they
+        # come, on their way, and arrived.
         copies = 3 * width + 2 * _reduced_width(config)
-        return hidden * config.gradient_accumulation_steps * config.virtual_pipeline_stages + copies * held.largest
+        return hidden / (config.tensor_parallel_size if config.sequence_parallel else 1) + copies * held.largest
     buckets = 2 * min(config.bucket_size, held.whole) if config.zero_stage else 0
     return hidden + width * buckets
+
+
+def _exchanged(config: TrialConfig, first: bool, last: bool, in_flight: int) -> int:
+    """Hidden states of a microbatch, and gradients of them, that a pipeline rank has for or from its neighbours.
+
+    What came forward is counted with the blocks, which keep it.
+    """
+    ranks = config.pipeline_parallel_size
+    if ranks == 1:
+        return 0
+    if config.engine == "deepspeed":
+        return (not first) + (not last)
+    # torch keeps what a stage has sent forward until the pass comes back, and the last gradient that it sent. Schedules
+    # of several stages a rank post receives ahead, at the ends of the pipeline up to one for each rank.
+    if config.virtual_pipeline_stages > 1:
+        return in_flight + ranks + 1
+    return (0 if last else in_flight) + 1 + (0 if first else 1)

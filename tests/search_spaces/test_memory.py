@@ -225,6 +225,30 @@ def test_microbatches_in_flight(schedule: str, virtual: int, passes: tuple[int, 
     assert [rank.activations / (block * share) for rank in ranks_of(config)] == pytest.approx(passes)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("engine", "schedule"), [*(("megatron", name) for name in SCHEDULES), ("deepspeed", "1f1b")])
+def test_a_pipeline_needs_what_is_in_flight(engine: str, schedule: str, recompute: str) -> None:
+    """However many microbatches a step has, but for GPipe, which has them all in flight."""
+    config = layout(
+        engine,
+        pipeline_parallel_size=4,
+        pipeline_schedule=schedule,
+        virtual_pipeline_stages=1 if schedule in ("gpipe", "1f1b") else 2,
+        recompute=recompute,
+    )
+    few, many = (ranks_of(replace(config, global_batch_size=rounds)) for rounds in (16, 160))
+    assert (few == many) is (schedule != "gpipe")
+
+
+def test_what_goes_between_stages_is_split_as_sequences_are() -> None:
+    config = layout(pipeline_parallel_size=2, tensor_parallel_size=2, compile=True)
+    whole, split = (ranks_of(replace(config, sequence_parallel=on)) for on in (False, True))
+    hidden = 2 * SEQUENCE * PRESETS["llama3-8b"].hidden
+    # Two outputs in flight and a gradient on the first rank; what comes next and a gradient that was sent on the last.
+    for before, after, count in zip(whole, split, (3, 2), strict=True):
+        assert before.communication - after.communication == count * hidden / 2
+
+
 def test_uneven_stages() -> None:
     even, uneven = (layout(pipeline_parallel_size=2, stage_layers=cut) for cut in (None, (12, 20)))
     assert ranks_of(uneven)[1].activations == 20 / 16 * ranks_of(even)[1].activations

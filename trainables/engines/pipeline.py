@@ -6,7 +6,8 @@ Qi et al. 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,69 @@ _MANY_STAGES = {
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv_zero_bubble": ScheduleZBVZeroBubble,
 }
+_META = torch.device("meta")
+
+
+class LeanStage(PipelineStage):
+    """A stage that holds receive buffers of the microbatches in flight only.
+
+    torch, 2.11 to 2.13 at least, allocates those of all microbatches of a step beforehand and keeps them. Here they are
+    on the meta device but for the time from posting a receive to the end of the pass that takes it. What autograd
+    needs of it later it keeps itself.
+
+    On GPUs, streams need no more care than they do in torch: posting a receive makes its stream wait for the current
+    one, on which the buffer's memory was used before, and the current stream waits for the receive before the pass.
+    """
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        metadata = super()._prepare_forward_infra(1, *args, **kwargs)
+        self.args_recv_info = _without_buffers(self.args_recv_info[0], num_microbatches)
+        return metadata
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        metadata = super()._prepare_backward_infra(1, *args, **kwargs)
+        self.grad_recv_info = _without_buffers(self.grad_recv_info[0], num_microbatches)
+        self.chunks = num_microbatches
+        return metadata
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _put_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _put_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        for op in ops:
+            op.tensor = op.tensor.detach()  # as from torch 2.12 on: what is sent must not hold the stage's graph
+        return ops
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _put_buffers(self.args_recv_info[fwd_chunk_id], _META)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        _put_buffers(self.grad_recv_info[bwd_chunk_id], _META)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps losses to the end of the step; their graphs hold what was received
+
+
+def _put_buffers(infos: Iterable[Any], device: torch.device) -> None:
+    """Give what is received new, empty buffers there. Inputs of the whole model have none."""
+    for info in infos:
+        old = getattr(info, "buffer", None)
+        if old is not None:
+            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+
+
+def _without_buffers(infos: Sequence[Any], microbatches: int) -> dict[int, tuple[Any, ...]]:
+    """Copies of one microbatch's for each, none of which has memory yet."""
+    _put_buffers(infos, _META)
+    return {index: tuple(map(copy.copy, infos)) for index in range(microbatches)}
 
 
 class Pipeline:
@@ -44,7 +108,7 @@ class Pipeline:
         """`stages`: the rank's own, by their place in the model."""
         last = config.pipeline_stages - 1
         self.first, self.last = 0 in stages, last in stages
-        parts: list[Any] = [PipelineStage(stage, i, last + 1, device, group=group) for i, stage in stages.items()]
+        parts: list[Any] = [LeanStage(stage, i, last + 1, device, group=group) for i, stage in stages.items()]
         rounds = config.gradient_accumulation_steps
         self.schedule = (
             _ONE_STAGE[config.pipeline_schedule](parts[0], rounds, loss_fn=loss)
