@@ -417,8 +417,8 @@ def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float,
         loss, later, spare = EAGER_LOSS_BYTES[config.engine], _width(config) + 4, SPARE_LOSS_BYTES
         if shared:
             loss = SHARED_LOSS_BYTES
-        elif config.engine == "deepspeed" and config.pipeline_parallel_size > 1:
-            loss += DEEPSPEED_PIPELINE_LOSS_BYTES
+        if config.pipeline_parallel_size > 1:  # torch's pipeline holds the logits themselves until the pass comes back
+            loss += DEEPSPEED_PIPELINE_LOSS_BYTES if config.engine == "deepspeed" else _width(config)
     gpipe = config.pipeline_parallel_size > 1 and config.pipeline_schedule == "gpipe"
     waiting = config.gradient_accumulation_steps - 1 if gpipe else 0
     return count * (loss + waiting * later), count * spare
