@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -23,13 +22,13 @@ from service.cluster import ray_session
 from service.evaluate import run
 from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec
-from telemetry.actor import start_telemetry
+from telemetry.actor import Fleet, start_telemetry, stop_telemetry
 from trainables.result import TrialResult
 
 USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
 
 
-def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any], storage: Path) -> list[float]:
+def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
     gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry)
     ray.get(gang.mailbox.ready.remote())
@@ -42,7 +41,7 @@ def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any],
     return seconds
 
 
-def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: dict[str, Any], storage: Path) -> list[float]:
+def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in a `TorchTrainer.fit()` of its own, from its start to its end."""
     seconds = []
     for number, point in enumerate(points):
@@ -79,6 +78,7 @@ def main(argv: list[str] | None = None) -> None:
             "warm_s": warm(spec, points, telemetry, Path(storage)),
             "cold_s": cold(spec, points, telemetry, Path(storage)),
         }
+        stop_telemetry(telemetry)
     medians = {name: statistics.median(seconds) for name, seconds in figures.items()}
     print(f"median overhead of a trial: warm {medians['warm_s']:.2f} s, cold {medians['cold_s']:.2f} s")
     print(json.dumps({"spec": str(arguments.spec), **figures}))

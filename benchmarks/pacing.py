@@ -35,7 +35,7 @@ from service.cluster import ray_session
 from service.evaluate import run
 from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec
-from telemetry.actor import Telemetry
+from telemetry.actor import Fleet, Telemetry
 from telemetry.sampler import Sampler
 from trainables.result import TrialResult
 
@@ -176,10 +176,10 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
             node_id, "benchmark", Path(storage) / "spool"
         )
         devices = ray.get(telemetry.describe.remote())["devices"]
-        gang = Gang("benchmark", spec.gang_size, spec.cluster, Path(storage), {node_id: telemetry})
+        handles = Fleet("benchmark", {node_id: telemetry})
+        gang = Gang("benchmark", spec.gang_size, spec.cluster, Path(storage), handles)
         ray.get(gang.mailbox.ready.remote())
         results: list[TrialResult] = []
-        handles = {node_id: telemetry}
         trial = threading.Thread(
             target=lambda: results.append(run("long", spec.legal.points[0], long, gang.mailbox, handles, {}))
         )

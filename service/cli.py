@@ -18,7 +18,7 @@ import yaml
 
 from service import store
 from service.client import Wattune
-from service.errors import InputError
+from service.errors import InputError, SearchError
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.ranking import Candidate, SearchInfo, answer, best, export, notices, pareto
@@ -40,7 +40,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for prog
 
 
 def refusing_bad_input(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn an `InputError` of `command` into one line and exit code 2."""
+    """Turn an `InputError` of `command` into one line and exit code 2, a `SearchError` into one and 1."""
 
     @wraps(command)
     def guarded(**arguments: Any) -> None:
@@ -49,6 +49,9 @@ def refusing_bad_input(command: Callable[..., None]) -> Callable[..., None]:
         except InputError as error:
             click.echo(f"wattune: {error}", err=True)
             sys.exit(2)
+        except SearchError as error:
+            click.echo(f"wattune: {error}", err=True)
+            sys.exit(1)
 
     return guarded
 

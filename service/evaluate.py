@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import ray
 import ray.tune
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from search_spaces.config import TrialConfig
 from service import early_stop, probe, short
@@ -47,7 +48,7 @@ def evaluate(
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
 ) -> None:
-    """A Tune function trainable: report the `TrialResult` of the layout `config`, once.
+    """A Tune function trainable: report the `TrialResult` of the layout `config`, once; nothing if the pool is lost.
 
     Beside the layout's fields, `config` has the trial's `purpose` and the `front` to hold it against.
     """
@@ -55,7 +56,10 @@ def evaluate(
     assert trial_id is not None
     layout = TrialConfig.from_dict(config)
     purpose, front = config.get("purpose", "search"), config.get("front", ())
-    mailbox: Any = ray.get(pool.lease.remote(trial_id, LEASE_S))
+    try:
+        mailbox: Any = ray.get(pool.lease.remote(trial_id, LEASE_S))
+    except RayActorError:
+        return
     lost = partial(TrialResult, trial_id, layout, "crash", purpose=purpose, infrastructure=True)
     try:
         if mailbox is None:
@@ -67,7 +71,8 @@ def evaluate(
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
         result = lost(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
-        ray.get(pool.release.remote(trial_id))
+        with contextlib.suppress(RayActorError):  # without its pool the search ends, but not before it has this result
+            ray.get(pool.release.remote(trial_id))
     ray.tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
 
 

@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from service.spec import ClusterSpec
+from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
 from trainables.worker import GangTorchConfig, worker_loop
 
 CLOSE_TIMEOUT_S = 30.0
+RETRY_S = 1.0
+# What takes no CPU has to ask for something, to be on the head, which a search needs anyway. Every head has this.
+ON_HEAD = {"node:__internal_head__": 0.001}
 
 
 class Gang:
     """`size` workers under one `TorchTrainer.fit()`, which a thread of the driver waits for.
 
     Ray Train starts all workers anew when one dies, as often as that happens; should the whole run end early, the
-    thread starts another.
+    thread starts another. A mailbox that dies is started again, empty; its workers fail, and join it when they are up.
     """
 
-    def __init__(
-        self, name: str, size: int, cluster: ClusterSpec, storage: Path, telemetry: Mapping[str, ActorHandle]
-    ) -> None:
+    def __init__(self, name: str, size: int, cluster: ClusterSpec, storage: Path, telemetry: Fleet) -> None:
         actor: Any = ray.remote(Mailbox)
-        self.mailbox: ActorHandle = actor.options(num_cpus=0, max_concurrency=1000).remote(size)
+        self.mailbox: ActorHandle = actor.options(
+            num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
+        ).remote(size)
         self._closing = False
         use_gpu = cluster.accelerator != "cpu"
         # Ray Train looks for dead workers every 2 s unless told otherwise.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
         self._trainer = lambda: TorchTrainer(
             worker_loop,
-            train_loop_config={"mailbox": self.mailbox, "telemetry": dict(telemetry), "use_gpu": use_gpu},
+            train_loop_config={"mailbox": self.mailbox, "telemetry": telemetry, "use_gpu": use_gpu},
             torch_config=GangTorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(
                 num_workers=size, use_gpu=use_gpu, resources_per_worker=resources_per_worker(cluster)
@@ -57,7 +64,9 @@ class Gang:
             except Exception as error:
                 cause = f"{cause}: {error}".splitlines()[0]
             if not self._closing:
-                ray.get(self.mailbox.give_up.remote(cause))
+                with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
+                    ray.get(self.mailbox.give_up.remote(cause))
+                time.sleep(RETRY_S)
 
     def dismiss(self) -> None:
         """Send the workers home, without waiting for it."""
@@ -104,12 +113,18 @@ class Pool:
         """Take the gang of a trial back, whatever it is doing. Releasing twice does nothing."""
         mailbox = self._lent.pop(trial_id, None)
         if mailbox is not None:
-            await mailbox.give_up.remote("the trial was ended")
+            with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
+                await mailbox.give_up.remote("the trial was ended")
             self._offer(mailbox)
 
     def _offer(self, mailbox: Any) -> None:
         async def once_ready() -> None:
-            await mailbox.ready.remote()
+            while True:
+                try:
+                    await mailbox.ready.remote()
+                    break
+                except RayError:  # it died, and will be back
+                    await asyncio.sleep(RETRY_S)
             self._free.put_nowait(mailbox)
 
         task = asyncio.ensure_future(once_ready())
@@ -120,7 +135,7 @@ class Pool:
 def start_pool(gangs: Sequence[Gang]) -> ActorHandle:
     """The actor that lends these gangs."""
     actor: Any = ray.remote(Pool)
-    return actor.options(num_cpus=0, max_concurrency=1000).remote([gang.mailbox for gang in gangs])
+    return actor.options(num_cpus=0, resources=ON_HEAD, max_concurrency=1000).remote([gang.mailbox for gang in gangs])
 
 
 def resources_per_worker(cluster: ClusterSpec) -> dict[str, float]:

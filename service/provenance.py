@@ -26,7 +26,7 @@ def software() -> dict[str, str]:
 
 def hardware(telemetry: Mapping[str, Any]) -> dict[str, str]:
     """Names and drivers of the devices in the cluster."""
-    nodes = ray.get([actor.describe.remote() for actor in telemetry.values()])
+    nodes = ray.get([actor.describe.remote() for actor in list(telemetry.values())])  # a node may join meanwhile
     devices = [device for node in nodes for device in node["devices"]]
     drivers = {device["driver_version"] for device in devices} - {None}
     found = {"devices": ", ".join(sorted({device["name"] for device in devices}))}

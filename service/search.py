@@ -22,9 +22,9 @@ from service import drift, store, thermal
 from service.calibration import load as load_calibration
 from service.cluster import check_cluster, ray_session
 from service.course import Course, SearchCourse, Spent, settled
-from service.errors import InputError
+from service.errors import InputError, SearchError
 from service.evaluate import evaluate
-from service.gang import Gang, close_gangs, start_pool
+from service.gang import ON_HEAD, Gang, close_gangs, start_pool
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.progress import Progress
@@ -39,8 +39,8 @@ from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
 from trainables.result import STATUSES, TrialResult
 
-# A Tune trial only waits for its gang, so it takes no CPU; Ray wants it to ask for something, and every head has this.
-TRIAL_RESOURCES = {"CPU": 0, "node:__internal_head__": 0.001}
+# A Tune trial only waits for its gang.
+TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
 
 
 def check_data(spec: SearchSpec) -> None:
@@ -146,6 +146,7 @@ class _Recorder(ray.tune.Callback):
     ) -> None:
         self.tracker, self.progress, self.course = tracker, progress, course
         self.pool, self.telemetry = pool, telemetry
+        self.failure: SearchError | None = None
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         config, purpose = TrialConfig.from_dict(trial.config), trial.config["purpose"]
@@ -156,10 +157,11 @@ class _Recorder(ray.tune.Callback):
         self._finish(trial, trial.last_result)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        ray.get(self.pool.release.remote(trial.trial_id))
         self._finish(trial, None)
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
+        if not reported or "result" not in reported:
+            self._release(trial)
         result = outcome_of(trial.trial_id, trial.config, reported)
         samples = self._samples(result)
         if result.purpose == "finalist" and samples is not None:
@@ -170,6 +172,13 @@ class _Recorder(ray.tune.Callback):
         else:
             self.progress.retried(result)
         self.tracker.update_search(_summary(self.progress, self.course))
+
+    def _release(self, trial: Trial) -> None:
+        try:
+            ray.get(self.pool.release.remote(trial.trial_id))
+        except ray.exceptions.RayActorError:
+            self.failure = SearchError("the process that lends gangs to trials died: resume the search")
+            raise self.failure from None
 
     def _samples(self, result: TrialResult) -> pa.Table | None:
         """The raw telemetry of the trial's windows, from all nodes."""
@@ -269,8 +278,13 @@ class Driver:
             ),
             run_config=ray.tune.RunConfig(name="tune", storage_path=str(spool), callbacks=[recorder], verbose=0),
         )
-        with _stop_on_signal(self.course, recorder.progress):
-            tuner.fit()
+        try:
+            with _stop_on_signal(self.course, recorder.progress):
+                tuner.fit()
+        except ray.tune.TuneError:  # what a callback raises, Tune passes on as text
+            if recorder.failure is None:
+                raise
+            raise recorder.failure from None
 
     @staticmethod
     def _clear(spool: Path) -> None:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from telemetry import live, spool
@@ -35,6 +36,8 @@ KEPT_S = 10 * 60
 SPOOL_PERIOD_S = 1.0
 STOP_S = 5.0
 EXPORT_PERIOD_S = 5.0
+COVER_PERIOD_S = 1.0
+JOINED_S = 60.0
 NAMESPACE = "wattune-telemetry"
 """Where the actors are named: `NAME:NODE_ID`, with the name that `start_telemetry` was given."""
 
@@ -247,35 +250,88 @@ class Telemetry:
         return self._buffer.between(now_ns - live.HISTORY_NS, now_ns)
 
 
-def start_telemetry(name: str | None = None, spool_root: Path | None = None) -> dict[str, ActorHandle]:
-    """Start a `Telemetry` actor on each node that is alive and return the handles by node id.
+class Fleet(dict[str, ActorHandle]):
+    """The `Telemetry` actors of `name`, by node id. A node that joins the cluster later has one within seconds.
+
+    `start_telemetry` makes it, and its process owns the actors. In another process, to which it can be sent, it holds
+    those that there were then and looks the others up: `RayActorError` for a node that has none.
+    """
+
+    def __init__(self, name: str, actors: Mapping[str, ActorHandle] | None = None) -> None:
+        super().__init__(actors or {})
+        self.name = name
+        self.stopping = threading.Event()
+        self.keeper: threading.Thread | None = None
+
+    def __missing__(self, node_id: str) -> ActorHandle:
+        try:
+            return ray.get_actor(f"{self.name}:{node_id}", namespace=NAMESPACE)
+        except ValueError:
+            raise RayActorError(error_msg=f"node {node_id} has no telemetry") from None
+
+    def __reduce__(self) -> tuple[type[Fleet], tuple[str, dict[str, ActorHandle]]]:
+        return Fleet, (self.name, dict(self))
+
+    def awaited(self, node_id: str) -> ActorHandle:
+        """The node's actor once it watches; `RayActorError` if there is none within `JOINED_S`, or it died."""
+        deadline = time.monotonic() + JOINED_S
+        while True:
+            try:
+                actor = self[node_id]
+                break
+            except RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(PERIOD_S)
+        ray.get(actor.describe.remote())
+        return actor
+
+    def cover(self, spool_root: Path | None) -> None:
+        """Start what is missing on the nodes that are alive."""
+        actor: Any = ray.remote(Telemetry)
+        for node_id in [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self]:
+            self[node_id] = actor.options(
+                name=f"{self.name}:{node_id}",
+                namespace=NAMESPACE,
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=3,
+                max_concurrency=16,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+            ).remote(node_id, f"{self.name}-{node_id}", spool_root, export=True)
+
+    def keep_covered(self, spool_root: Path | None) -> None:
+        """Cover nodes that join, until stopped or Ray is shut down here."""
+        while not self.stopping.wait(COVER_PERIOD_S) and ray.is_initialized():
+            try:
+                self.cover(spool_root)
+            except Exception as error:  # whatever it is, the nodes there are have theirs
+                logger.warning("nodes that joined may have no telemetry yet: %s", error)
+
+
+def start_telemetry(name: str | None = None, spool_root: Path | None = None) -> Fleet:
+    """Start a `Telemetry` actor on each node that is alive, and later on each that joins.
 
     `name`, by default a random one, has to be the cluster's only one of that name; other clients find the actors by
     `find_telemetry`. `spool_root` is a folder on each node's own disk. Does not wait for them; a call of `describe`
     returns once its actor watches. They end with the caller's job; one that dies before is started again, and calls
     under way are made again.
     """
-    actor: Any = ray.remote(Telemetry)
-    name = name or uuid.uuid4().hex
-    return {
-        node_id: actor.options(
-            name=f"{name}:{node_id}",
-            namespace=NAMESPACE,
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=3,
-            max_concurrency=16,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
-        ).remote(node_id, f"{name}-{node_id}", spool_root, export=True)
-        for node_id in (node["NodeID"] for node in ray.nodes() if node["Alive"])
-    }
+    fleet = Fleet(name or uuid.uuid4().hex)
+    fleet.cover(spool_root)
+    fleet.keeper = threading.Thread(target=fleet.keep_covered, args=(spool_root,), name="telemetry-fleet", daemon=True)
+    fleet.keeper.start()
+    return fleet
 
 
-def stop_telemetry(actors: Mapping[str, ActorHandle]) -> None:
-    """End the actors that `start_telemetry` returned, with all samples written."""
-    stopping: list[Any] = [actor.stop.remote() for actor in actors.values()]
+def stop_telemetry(fleet: Fleet) -> None:
+    """End the actors that `start_telemetry` started, with all samples written."""
+    fleet.stopping.set()
+    if fleet.keeper is not None:
+        fleet.keeper.join(STOP_S)
+    stopping: list[Any] = [actor.stop.remote() for actor in fleet.values()]
     ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
-    for actor in actors.values():
+    for actor in fleet.values():
         ray.kill(actor)
 
 

@@ -51,7 +51,8 @@ class Mailbox:
     """State of one gang. All methods run on one event loop, so that none sees another half done.
 
     When Ray Train restarts the workers after one died, they join again under a new `incarnation`, and the trial that
-    was under way is over: it crashed.
+    was under way is over: it crashed. A mailbox whose own process died comes back empty, and turns away the workers
+    that it does not know, for Ray Train to start them anew.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -75,9 +76,14 @@ class Mailbox:
             self.changed.notify_all()
 
     async def next(self, worker: int, after: int) -> Order | None:
-        """Wait for the first trial numbered above `after` that `worker` takes part in; None ends the worker."""
+        """Wait for the first trial numbered above `after` that `worker` takes part in; None ends the worker.
+
+        Raises `LookupError` for a worker that has not joined.
+        """
         async with self.changed:
             while not self.closed:
+                if worker not in self.members:
+                    raise LookupError(f"worker {worker} has not joined: the mailbox or the gang was started anew")
                 if (
                     self.round is not None
                     and self.round.order.number > after

@@ -67,7 +67,8 @@ class Follower:
 def worker_loop(config: dict[str, Any]) -> None:
     """Serve trials until the mailbox is closed.
 
-    `config`: `mailbox`, the actor's handle, `telemetry`, the actors' handles by node id, and `use_gpu`.
+    `config`: `mailbox`, the actor's handle, `telemetry`, the cluster's `Fleet`, and `use_gpu`. Raises `RayError` if one
+    of these actors is lost: Ray Train then starts the gang anew.
     """
     mailbox = config["mailbox"]
     context = ray.train.get_context()
@@ -83,6 +84,7 @@ def worker_loop(config: dict[str, Any]) -> None:
         host=host,
         store_port=store.port if store else None,
     )
+    watching = config["telemetry"].awaited(member.node_id)
     ray.get(mailbox.join.remote(_incarnation(), member))
     number = 0
     while (order := ray.get(mailbox.next.remote(worker, number))) is not None:
@@ -93,7 +95,7 @@ def worker_loop(config: dict[str, Any]) -> None:
         place = Place(rank, member.local_rank, store_host, store_port, config["use_gpu"])
         follower = Follower(
             order.request,
-            config["telemetry"][member.node_id],
+            watching,
             marks=member.local_rank == 0,
             tell=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
         )

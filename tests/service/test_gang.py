@@ -1,22 +1,29 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
 from service.evaluate import run
-from service.gang import Gang, Pool, close_gangs, resources_per_worker
+from service.gang import Gang, Pool, close_gangs, resources_per_worker, start_pool
 from service.spec import ClusterSpec, SearchSpec
-from telemetry.actor import Work, start_telemetry, stop_telemetry
+from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices import cpu_uuid
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
@@ -36,14 +43,14 @@ trial_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def telemetry(ray_session: Any) -> Iterator[dict[str, Any]]:
+def telemetry(ray_session: Any) -> Iterator[Fleet]:
     actors = start_telemetry()
     yield actors
     stop_telemetry(actors)
 
 
 @pytest.fixture(scope="module")
-def gang(telemetry: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
     gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry)
     yield gang
     close_gangs([gang])
@@ -167,8 +174,8 @@ def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang:
 
 
 @pytest.mark.timeout(240)
-def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gang, telemetry: dict[str, Any]) -> None:
-    (watching,) = telemetry.values()
+def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gang, telemetry: Fleet) -> None:
+    watching: Any = telemetry[ray.get_runtime_context().get_node_id()]
     trial = begin(protocol=ENDLESS)
     give_up = time.monotonic() + 60
     name, works = f"trial-{next(trial_numbers) - 1}", dict[str, Work]()
@@ -277,6 +284,137 @@ def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None
     assert ray.wait([waiting], timeout=0.5) == ([], [waiting])
     ray.get(starting.join.remote("start", Member(1, 1, "node", "host", None)))
     assert ray.get(waiting, timeout=30) == starting
+
+
+def killed(actor: Any) -> None:
+    """Kill an actor's process, as a machine short of memory does."""
+    os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
+    pool: Any = start_pool([gang])
+    mailbox: Any = ray.get(pool.lease.remote("a", 60))
+    trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="a", protocol=ENDLESS))
+    trial_process(workers()[0])
+    killed(mailbox)
+    with pytest.raises(RayActorError):
+        ray.get(trial, timeout=60)
+    ray.get(pool.release.remote("a"), timeout=60)
+    assert ray.get(pool.lease.remote("b", 120)) == mailbox
+    assert run("b", replace(CONFIG, global_batch_size=96), SPEC, mailbox, telemetry, {}).status == "ok"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fleet) -> None:
+    pool: Any = start_pool([gang])
+    mailbox: Any = ray.get(pool.lease.remote("c", 120))
+    ray.get(pool.release.remote("c"))
+    killed(mailbox)  # once its gang has been offered
+    assert ray.get(pool.lease.remote("d", 120)) == mailbox
+    ray.get(mailbox.ready.options(max_task_retries=-1).remote(), timeout=120)
+    assert run("d", replace(CONFIG, global_batch_size=96), SPEC, mailbox, telemetry, {}).status == "ok"
+
+
+@pytest.mark.timeout(60)
+def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
+    ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[float] = []
+
+    class Failing:
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            starts.append(time.monotonic())
+
+        def fit(self) -> None:
+            raise RuntimeError("no workers today")
+
+    monkeypatch.setattr("service.gang.TorchTrainer", Failing)
+    gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"))
+    killed(gang.mailbox)
+    time.sleep(4)
+    close_gangs([gang])
+    assert len(starts) >= 3
+    assert all(later - earlier > 0.9 for earlier, later in pairwise(starts))
+
+
+@pytest.fixture
+def join(ray_session: Any) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Has one more node, of 4 CPUs, join the tests' Ray; kill the process, and it is lost."""
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4"]
+        command += [f"--address={ray_session.address_info['gcs_address']}", "--disable-usage-stats"]
+        command += ["--min-worker-port=0", "--max-worker-port=0"]
+        nodes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.poll() is None:  # asked to, it leaves the cluster at once, where a lost one is missed later
+            (raylet,) = (child for child in psutil.Process(node.pid).children() if child.name() == "raylet")
+            raylet.terminate()
+            psutil.wait_procs([raylet], timeout=10)
+        lose(node)
+    give_up = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) > 1:  # or whoever comes next may count on them
+        assert time.monotonic() < give_up
+        time.sleep(0.2)
+
+
+def lose(node: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a node."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(node.pid)
+        for process in (tree, *tree.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    node.wait()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("replaced", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_gang_on_a_node_that_joined_later_is_measured_there(
+    replaced: bool, telemetry: Fleet, join: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    before = set(telemetry)
+    # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
+    gang = Gang("wide", 2, CLUSTER.model_copy(update={"cpus_per_worker": 3}), tmp_path, telemetry)
+    pool: Any = start_pool([gang])
+    node = join()
+    config = replace(CONFIG, global_batch_size=96)
+    try:
+        mailbox: Any = ray.get(pool.lease.remote("a", 120))
+        assert mailbox is not None
+        if replaced:
+            ray.get(pool.release.remote("a"))
+            mailbox = ray.get(pool.lease.remote("b", 120))
+            trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="b", protocol=ENDLESS))
+            time.sleep(5)
+            (lost,) = set(telemetry) - before
+            lose(node)
+            join()
+            ((outcome,), _, _) = ray.get(trial, timeout=120)
+            assert outcome.infrastructure
+            ray.get(pool.release.remote("b"))
+            mailbox = ray.get(pool.lease.remote("c", 120))
+            with pytest.raises((RayActorError, ActorUnschedulableError)):  # not a wait for ever
+                ray.get(telemetry[lost].describe.remote(), timeout=60)
+            before.add(lost)
+        result = run("measured", config, SPEC, mailbox, telemetry, {})
+        assert (result.status, result.cause) == ("ok", None)
+        assert (result.metrics["joules_per_token"] or 0) > 0
+        nodes = {window.node_id for proxy in result.proxies for window in proxy.result.windows}
+        assert len(nodes) == 2
+        (joined,) = nodes - before
+        assert (telemetry.name, joined) in find_telemetry()
+        for window in result.windows:
+            samples: Any = telemetry[window.node_id].samples.remote(window.start_ns, window.end_ns, window.devices)
+            assert ray.get(samples).num_rows > 0
+    finally:
+        close_gangs([gang])
 
 
 def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:

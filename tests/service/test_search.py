@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import optuna
+import psutil
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -133,6 +137,67 @@ def test_small_gangs_run_side_by_side_and_failures_do_not_end_the_search(
         best(record)
     starts = [open_client(home.tracking_uri).get_run(trial.run_id).info for trial in record.trials]
     assert max(info.start_time for info in starts) < min(info.end_time for info in starts), "side by side"
+
+
+@contextlib.contextmanager
+def killing(actor: str) -> Iterator[None]:
+    """Kill this actor's process of the search that is run meanwhile, once its first trial has forked."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.2):
+            titles = {process: title_of(process) for process in psutil.Process().children(recursive=True)}
+            if any("trainables.child" in title and children(process) for process, title in titles.items()):
+                for process, title in titles.items():
+                    if title.startswith(f"ray::{actor}"):  # one of an earlier search may still be there
+                        process.kill()
+                return
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def title_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return process.children()
+    return []
+
+
+@pytest.mark.slow
+def test_a_search_whose_mailbox_dies_completes_its_budget(ray_session: Any, home: Home, tokens: str) -> None:
+    with killing("Mailbox"):
+        search = run(spec_of(tokens))
+    record = Results(home.tracking_uri).search(search)
+    assert record.status == "finished"
+    lost = [trial for trial in record.trials if trial.infrastructure]
+    assert [trial.status for trial in lost] == ["crash"]
+    assert [trial.status for trial in record.trials if trial not in lost] == ["ok"] * 3
+
+
+@pytest.mark.slow
+def test_a_search_whose_pool_dies_fails_with_one_line_and_keeps_its_trial(
+    ray_session: Any, home: Home, tokens: str
+) -> None:
+    (home.path / "spec.yaml").write_text(yaml.safe_dump(SPEC | {"data": tokens}))
+    with killing("Pool"):
+        called = CliRunner().invoke(main, ["run", str(home.path / "spec.yaml")])
+    assert called.exit_code == 1
+    assert called.stderr.splitlines()[-1] == "wattune: the process that lends gangs to trials died: resume the search"
+    (recorded,) = Results(home.tracking_uri).searches()
+    record = Results(home.tracking_uri).search(recorded.id)
+    assert record.status == "failed"
+    assert record.trials[0].status == "ok"
 
 
 @pytest.mark.slow

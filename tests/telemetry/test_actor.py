@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
-from telemetry.actor import Telemetry, Work, find_telemetry, start_telemetry, stop_telemetry
+from telemetry.actor import Fleet, Telemetry, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices import CpuDevice, cpu_uuid
 from telemetry.stream import subscribe
 from telemetry.window import WindowSummary
@@ -37,7 +39,7 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def actors(ray_session: Any, tmp_path: Path) -> Iterator[dict[str, Any]]:
+def actors(ray_session: Any, tmp_path: Path) -> Iterator[Fleet]:
     actors = start_telemetry("search-1", tmp_path)
     yield actors
     stop_telemetry(actors)
@@ -47,7 +49,7 @@ def now() -> int:
     return time.monotonic_ns()
 
 
-def test_one_actor_a_node_answers_for_a_window_stamped_elsewhere(actors: dict[str, Any]) -> None:
+def test_one_actor_a_node_answers_for_a_window_stamped_elsewhere(actors: Fleet) -> None:
     assert set(actors) == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     (node_id, actor), *_ = actors.items()
     facts: Any = ray.get(actor.describe.remote(), timeout=60)
@@ -78,9 +80,19 @@ def test_one_actor_a_node_answers_for_a_window_stamped_elsewhere(actors: dict[st
     assert before_birth.problems
 
 
+def test_a_fleet_finds_elsewhere_what_it_does_not_hold(actors: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node_id, actor), *_ = actors.items()
+    sent = pickle.loads(ray.cloudpickle.dumps(Fleet(actors.name)))
+    assert list(sent) == []
+    assert sent.awaited(node_id) == sent[node_id] == actor
+    monkeypatch.setattr("telemetry.actor.JOINED_S", 0.5)
+    with pytest.raises(RayActorError, match="node n has no telemetry"):
+        sent.awaited("n")
+
+
 @pytest.mark.timeout(120)
 def test_an_actor_that_is_killed_answers_again_for_what_was_before_and_subscribers_are_told(
-    actors: dict[str, Any], tmp_path: Path
+    actors: Fleet, tmp_path: Path
 ) -> None:
     (node_id, actor), *_ = actors.items()
     assert find_telemetry()["search-1", node_id] == actor
@@ -182,7 +194,7 @@ def test_work_is_shown_while_it_is_told_of(start: Start, monkeypatch: pytest.Mon
     assert state.latest[cpu_uuid()]["energy_mj"] > 0
 
 
-def test_a_subscriber_that_is_slow_misses_nothing(actors: dict[str, Any]) -> None:
+def test_a_subscriber_that_is_slow_misses_nothing(actors: Fleet) -> None:
     ((node_id, actor),) = actors.items()
     ray.get(actor.describe.remote(), timeout=60)
     times: list[int] = []

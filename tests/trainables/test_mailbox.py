@@ -325,3 +325,15 @@ async def test_closing_sends_every_worker_home() -> None:
     await mailbox.close()
     assert await soon(asyncio.gather(*waiting)) == [None, None]
     assert await soon(mailbox.next(0, 0)) is None
+
+
+@in_a_loop
+async def test_a_worker_that_has_not_joined_is_turned_away() -> None:
+    mailbox = Mailbox(2)  # as one that was started anew
+    await mailbox.join("first", member(0))
+    waiting = asyncio.create_task(mailbox.next(0, 0))
+    assert await waits(waiting)
+    with pytest.raises(LookupError, match="worker 1 has not joined"):
+        await soon(mailbox.next(1, 7))
+    await mailbox.close()
+    assert await soon(waiting) is None
