@@ -23,9 +23,9 @@ from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.cost import Calibration, data_sheet, predict
 from search_spaces.workload import Workload
+from service.answers.tables import render
 from service.calibration import Observation, design, fit, ratios
 from service.spec import load_spec
-from service.tables import render
 
 COUNT = 16
 """Measurements that coefficients are fitted to."""

@@ -11,9 +11,9 @@ import ray
 
 from search_spaces.config import TrialConfig
 from service.cluster import ray_session
-from service.evaluate import run
-from service.gang import Gang, close_gangs
 from service.spec import SearchSpec
+from service.trials.evaluate import run
+from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.result import TrialResult
 

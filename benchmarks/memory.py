@@ -27,8 +27,8 @@ from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.memory import Band, MemoryEstimate, MemoryModel, band, estimate
 from search_spaces.workload import Workload
+from service.answers.tables import render
 from service.spec import load_spec
-from service.tables import render
 
 FITTED = (FAULTS, "layouts_4xh200.jsonl", "llama3_12l_4xh200.csv")
 """Records and tables by which a constant of the model was set."""

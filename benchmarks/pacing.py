@@ -32,9 +32,9 @@ from scipy import stats
 
 from benchmarks.telemetry import show
 from service.cluster import ray_session
-from service.evaluate import run
-from service.gang import Gang, close_gangs
 from service.spec import SearchSpec, load_spec
+from service.trials.evaluate import run
+from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, Telemetry
 from telemetry.sampler import Sampler
 from trainables.result import TrialResult

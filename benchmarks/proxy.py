@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks.gang import Run, one_gang
 from search_spaces.config import TrialConfig
-from service.proxy import OVER_DEPTH
+from service.answers.tables import heading, render
 from service.spec import SearchSpec, dump_spec, load_spec, parse_spec
-from service.tables import heading, render
+from service.trials.proxy import OVER_DEPTH
 from trainables.result import TrialResult
 
 

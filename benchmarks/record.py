@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from service import store
 from service.home import tracking_uri
-from service.results import Results, SearchRecord
+from service.record import store
+from service.record.results import Results, SearchRecord
 
 
 def document(search: SearchRecord, uri: str) -> dict[str, Any]:

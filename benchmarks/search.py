@@ -31,9 +31,9 @@ from search_spaces.cost import data_sheet
 from search_spaces.memory import MemoryModel
 from service.errors import InputError
 from service.fronts import REFERENCE, hypervolume, pareto_front, scaled
+from service.sampling.study import SearchStudy
+from service.sampling.warmup import first_points, predictions
 from service.spec import SearchSpec, load_spec
-from service.study import SearchStudy
-from service.warmup import first_points, predictions
 from trainables.result import TrialResult
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}

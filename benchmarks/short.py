@@ -19,10 +19,10 @@ from typing import Any
 
 from benchmarks.gang import Run, one_gang
 from search_spaces.config import TrialConfig
-from service import short
-from service.proxy import SPENT
+from service.answers.tables import heading, render
 from service.spec import SearchSpec, load_spec
-from service.tables import heading, render
+from service.trials import short
+from service.trials.proxy import SPENT
 from trainables.result import TrialResult
 
 COMPARED = ("tokens_per_s", "step_time_s", "joules_per_token", "mean_power_w", "peak_memory_gib")

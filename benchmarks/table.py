@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from search_spaces.config import TrialConfig
 from service.home import tracking_uri
-from service.results import Results, SearchRecord, TrialRecord
+from service.record.results import Results, SearchRecord, TrialRecord
 from trainables.result import STATUSES
 
 METRICS = (

@@ -10,14 +10,14 @@ from pathlib import Path
 from search_spaces.cost import Calibration, data_sheet
 from service.calibration import Observation, design, fit, observations, ratios, save
 from service.cluster import check_cluster, ray_session
-from service.course import CalibrationCourse
 from service.errors import InputError
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.results import Results
+from service.record.results import Results
+from service.record.tracking import Tracker
+from service.sampling.course import CalibrationCourse
 from service.search import Driver, check_data
 from service.spec import SearchSpec, new_search_id
-from service.tracking import Tracker
 
 TRIALS = 16
 """Layouts that are run, at most; fewer if the spec's budget has fewer."""

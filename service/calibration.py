@@ -16,7 +16,7 @@ from search_spaces.cost import Calibration, data_sheet, predict
 from search_spaces.workload import Workload
 from service.errors import InputError
 from service.home import Home
-from service.results import SearchRecord
+from service.record.results import SearchRecord
 
 SPREADS = {
     "matmul_flops": 0.15,

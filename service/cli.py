@@ -16,15 +16,15 @@ from typing import Any
 import click
 import yaml
 
-from service import store
+from service.answers.ranking import Candidate, SearchInfo, answer, best, export, notices, pareto
+from service.answers.tables import breakdown_table, candidates_table, searches_table, with_unit
 from service.client import Wattune
 from service.errors import InputError, SearchError
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.ranking import Candidate, SearchInfo, answer, best, export, notices, pareto
-from service.results import Results, SearchRecord
+from service.record import store
+from service.record.results import Results, SearchRecord
 from service.spec import load_spec
-from service.tables import breakdown_table, candidates_table, searches_table, with_unit
 
 TRACKING = click.option(
     "--tracking-uri", metavar="URI", help="MLflow store; default: MLFLOW_TRACKING_URI, else the one in WATTUNE_HOME."
@@ -265,7 +265,7 @@ def best_command(
 @refusing_bad_input
 def report(search: str, tracking_uri: str | None, as_json: bool) -> None:
     """How a search got there: hypervolume by GPU hours, what mattered, drift, what failed or was refused."""
-    from service.report import text
+    from service.answers.report import text
 
     told = Wattune(tracking_uri).report(search)
     click.echo(json.dumps(told.to_dict(), indent=2) if as_json else text(told))
@@ -283,7 +283,7 @@ def why(target: str, choices: tuple[str, ...], tracking_uri: str | None, every: 
 
     For example: wattune why SEARCH tensor_parallel_size=4 zero_stage=3
     """
-    from service.why import parse_choices, text
+    from service.answers.why import parse_choices, text
 
     told = Wattune(tracking_uri).why(target, parse_choices(choices))
     click.echo(json.dumps(asdict(told), indent=2) if as_json else text(told, every))

@@ -9,16 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service import home, ranking
+from service import home
+from service.answers import ranking
+from service.answers.ranking import Candidate, SearchInfo
 from service.errors import InputError
-from service.ranking import Candidate, SearchInfo
-from service.results import Results, TrialRecord
+from service.record.results import Results, TrialRecord
 
 if TYPE_CHECKING:
+    from service.answers.report import Report
+    from service.answers.why import Explanation
     from service.calibrate import Calibrated
-    from service.report import Report
     from service.spec import SearchSpec
-    from service.why import Explanation
 
 
 class Wattune:
@@ -67,7 +68,7 @@ class Wattune:
         return list(self._results.search(search).trials)
 
     def pareto(self, search: str) -> list[Candidate]:
-        """The layouts that no other beats on all objectives at once; see `service.ranking.pareto`."""
+        """The layouts that no other beats on all objectives at once; see `service.answers.ranking.pareto`."""
         return ranking.pareto(self._results.search(search))
 
     def best(
@@ -81,13 +82,13 @@ class Wattune:
     ) -> Candidate:
         """The best layout on one metric under conditions, ``peak_gpu_temp_c<=80`` or ``tokens_per_s 2%`` off its best.
 
-        See `service.ranking.best`.
+        See `service.answers.ranking.best`.
         """
         return ranking.best(self._results.search(search), maximize, minimize, where, within, knee)
 
     def report(self, search: str) -> Report:
         """How a search got to its answers, what mattered, what failed and whether its machine drifted."""
-        from service.report import report
+        from service.answers.report import report
         from service.spec import parse_spec
 
         record = self._results.search(search)
@@ -100,10 +101,10 @@ class Wattune:
     def why(self, target: SearchSpec | str | Path, choices: Mapping[str, Any]) -> Explanation:
         """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
 
-        `target` is a search or, to ask what is legal alone, a spec or its file. See `service.why.why`.
+        `target` is a search or, to ask what is legal alone, a spec or its file. See `service.answers.why.why`.
         """
+        from service.answers.why import why
         from service.spec import SearchSpec, load_spec, parse_spec
-        from service.why import why
 
         if isinstance(target, SearchSpec):
             return why(target, choices)

@@ -14,8 +14,8 @@ from typing import Any
 import ray
 
 from service.errors import InputError
-from service.gang import resources_per_worker
 from service.spec import SearchSpec
+from service.trials.gang import resources_per_worker
 
 
 @contextlib.contextmanager

@@ -27,9 +27,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service import store
 from service.errors import InputError
-from service.results import Results
+from service.record import store
+from service.record.results import Results
 from service.spec import SearchSpec, dump_spec, new_search_id
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import numpy as np
 
 from search_spaces import cost, memory
 from search_spaces.config import TrialConfig
+from service.answers.tables import ALWAYS, heading, number, render
 from service.fronts import pareto_front
 from service.spec import SearchSpec, excess
-from service.tables import ALWAYS, heading, number, render
 
 ROWS = 10
 """Layouts that a table shows unless all are asked for."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from service.answers.tables import MARKS, with_unit
 from service.spec import BudgetSpec, excess
-from service.tables import MARKS, with_unit
 from trainables.result import TrialResult
 
 

@@ -18,23 +18,25 @@ from ray.actor import ActorHandle
 from ray.tune.experiment import Trial
 
 from search_spaces.config import TrialConfig
-from service import drift, store, thermal
 from service.calibration import load as load_calibration
 from service.cluster import check_cluster, ray_session
-from service.course import Course, SearchCourse, Spent, settled
 from service.errors import InputError, SearchError
-from service.evaluate import evaluate
-from service.gang import ON_HEAD, Gang, close_gangs, start_pool
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.progress import Progress
-from service.provenance import hardware, software
-from service.results import Results, SearchRecord
-from service.searcher import CourseSearcher, outcome_of
+from service.record import store
+from service.record.provenance import hardware, software
+from service.record.results import Results, SearchRecord
+from service.record.tracking import Tracker
+from service.sampling import drift
+from service.sampling.course import Course, SearchCourse, Spent, settled
+from service.sampling.searcher import CourseSearcher, outcome_of
+from service.sampling.study import SearchStudy, study_exists
+from service.sampling.warmup import open_study
 from service.spec import SearchSpec, dump_spec, new_search_id, parse_spec
-from service.study import SearchStudy, study_exists
-from service.tracking import Tracker
-from service.warmup import open_study
+from service.trials import thermal
+from service.trials.evaluate import evaluate
+from service.trials.gang import ON_HEAD, Gang, close_gangs, start_pool
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
 from trainables.result import STATUSES, TrialResult

@@ -18,9 +18,9 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.exceptions import RayError
 
+from service.answers.tables import MARKS, render
 from service.cluster import knock
 from service.errors import InputError
-from service.tables import MARKS, render
 from telemetry.actor import NodeState, Work, find_telemetry
 from telemetry.devices import DeviceInfo
 

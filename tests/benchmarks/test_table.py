@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.search import Table
 from benchmarks.table import write
 from search_spaces.config import TrialConfig
-from service.results import TrialRecord
+from service.record.results import TrialRecord
 from tests.service.records import STARTED, search, trial
 
 

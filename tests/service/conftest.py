@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.home import Home
-from service.tracking import Tracker
+from service.record.tracking import Tracker
 
 
 @pytest.fixture(scope="session")

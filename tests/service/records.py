@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from search_spaces.config import TrialConfig
-from service.results import SearchRecord, TrialRecord
+from service.record.results import SearchRecord, TrialRecord
 
 CONFIG = TrialConfig("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)

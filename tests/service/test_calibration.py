@@ -20,8 +20,8 @@ from search_spaces.workload import Workload
 from service.calibration import SPREADS, Observation, design, fit, load, observations, save
 from service.errors import InputError
 from service.home import Home
-from service.results import Results
-from service.tracking import Tracker
+from service.record.results import Results
+from service.record.tracking import Tracker
 from trainables.result import TrialResult
 
 

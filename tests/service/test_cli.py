@@ -17,8 +17,8 @@ import service
 from search_spaces.config import TrialConfig
 from service.cli import main
 from service.home import Home
+from service.record.tracking import Tracker
 from service.spec import parse_spec
-from service.tracking import Tracker
 from trainables.result import TrialResult
 
 TINY: dict[str, Any] = {

@@ -10,7 +10,7 @@ import service
 from search_spaces.config import TrialConfig
 from service import InputError, Wattune, load_spec
 from service.home import Home
-from service.tracking import Tracker
+from service.record.tracking import Tracker
 from trainables.result import TrialResult
 
 FAST = TrialConfig("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")

@@ -21,7 +21,8 @@ import numpy as np
 import psutil
 import pytest
 
-from service import InputError, Wattune, jobs, store
+from service import InputError, Wattune, jobs
+from service.record import store
 from service.spec import SearchSpec, parse_spec
 
 SPEC = """

@@ -15,17 +15,17 @@ import yaml
 from click.testing import CliRunner
 from mlflow import MlflowClient
 
+from service.answers.ranking import pareto
 from service.cli import main
 from service.client import Wattune
-from service.course import SearchCourse, Step, settled
 from service.errors import InputError
 from service.home import Home
-from service.ranking import pareto
-from service.results import Results
+from service.record.results import Results
+from service.record.tracking import Tracker
+from service.sampling.course import SearchCourse, Step, settled
+from service.sampling.study import SearchStudy
 from service.search import results_of, resume
 from service.spec import dump_spec, load_spec, parse_spec
-from service.study import SearchStudy
-from service.tracking import Tracker
 from trainables.result import TrialResult
 
 SPEC: dict[str, Any] = {

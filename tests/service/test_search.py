@@ -15,16 +15,16 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from service.answers.ranking import best, pareto
 from service.calibrate import calibrate
 from service.calibration import load
 from service.cli import main
 from service.errors import InputError
 from service.home import Home
-from service.ranking import best, pareto
-from service.results import Results
+from service.record.results import Results
+from service.record.store import open_client
 from service.search import resume, run
 from service.spec import SearchSpec, parse_spec
-from service.store import open_client
 from telemetry.store import read_samples
 from trainables.data import prepare
 

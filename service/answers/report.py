@@ -1,0 +1,251 @@
+"""What a search came to, beside its best layouts: how it got there, what mattered, what failed, whether to trust it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from search_spaces.config import TrialConfig
+from search_spaces.space import is_numeric, varying
+from service.answers.ranking import Candidate, Ranking, explored, notices
+from service.answers.tables import heading, number, render
+from service.fronts import REFERENCE, hypervolume, pareto_front, scaled
+from service.record.results import SearchRecord, TrialRecord
+
+if TYPE_CHECKING:
+    from search_spaces.space import Space
+
+ENOUGH_TRIALS = 8
+"""Fewer trials say nothing of the importance of axes."""
+
+
+@dataclass(frozen=True)
+class Advance:
+    """A trial by which the front grew: the `trials` and `gpu_hours` that the search had taken when it ended.
+
+    `hypervolume` is the share that the front had reached of what the last one dominates.
+    """
+
+    trials: int
+    gpu_hours: float
+    hypervolume: float
+    label: str
+
+
+@dataclass(frozen=True)
+class SentinelRun:
+    """One measurement of the layout by which the machine is watched, and how far it is off the first, as shares."""
+
+    started: datetime
+    metrics: dict[str, float]
+    methods: dict[str, str]
+    change: dict[str, float]
+
+    def cell(self, metric: str) -> str:
+        """The figure and its change, for a table."""
+        if metric not in self.metrics:
+            return "-"
+        moved = f" ({self.change[metric]:+.2%})" if metric in self.change else ""
+        return number(metric, self.metrics[metric], self.methods.get(metric)) + moved
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Trials that came to no result in the same way; `cause` and `label` are those of the first."""
+
+    status: str
+    trials: int
+    cause: str | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How many layouts a rule refused, and for what reason one of them."""
+
+    rule: str
+    layouts: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """`trials`: purpose -> status -> how many; `gpu_hours`: all of them, GPUs times hours.
+
+    `importance`: objective -> axis -> its share of what single axes explain, see `importance`, the most first; none for
+    objectives that do not vary, or where too few trials ended well. `refusals` is None where the search's spec is out
+    of reach.
+    """
+
+    search_id: str
+    trials: dict[str, dict[str, int]]
+    gpu_hours: float
+    advances: tuple[Advance, ...]
+    importance: dict[str, dict[str, float]]
+    sentinel: str | None
+    sentinel_runs: tuple[SentinelRun, ...]
+    failures: tuple[Failure, ...]
+    refusals: tuple[Refusal, ...] | None
+    notices: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        runs = [asdict(run) | {"started": run.started.isoformat()} for run in self.sentinel_runs]
+        return asdict(self) | {"sentinel_runs": runs}
+
+
+def report(search: SearchRecord, space: Space | None = None) -> Report:
+    """All of it from the record; `space` is that of the search's spec, for what its rules refused."""
+    layout, runs = _sentinel(search)
+    refusals = None
+    if space is not None:
+        refusals = tuple(Refusal(rule, count, space.reasons[rule]) for rule, count in space.refused.items())
+    return Report(
+        search_id=search.id,
+        trials=_counts(search.trials),
+        gpu_hours=sum(_gpu_hours(trial) for trial in search.trials),
+        advances=tuple(advances(search)),
+        importance=importance(search),
+        sentinel=layout,
+        sentinel_runs=tuple(runs),
+        failures=tuple(_failures(search.trials)),
+        refusals=refusals,
+        notices=tuple(notices(search)),
+    )
+
+
+def text(report: Report) -> str:
+    """For a terminal: a section for each question, of which those with nothing to say are left out."""
+    counts = [
+        f"{purpose}: {', '.join(f'{count} {status}' for status, count in statuses.items())}"
+        for purpose, statuses in report.trials.items()
+    ]
+    parts = [f"{report.search_id}; {'; '.join(counts) or 'no trials'}; {report.gpu_hours:.3g} GPU hours"]
+    if report.advances:
+        rows = [[a.label, str(a.trials), f"{a.gpu_hours:.3f}", f"{a.hypervolume:.1%}"] for a in report.advances]
+        parts.append(render(["the front grew by", "trials", "GPU hours", "hypervolume"], rows))
+    if report.importance:
+        axes = dict.fromkeys(axis for shares in report.importance.values() for axis in shares)
+        rows = [[axis, *(f"{shares.get(axis, 0.0):.0%}" for shares in report.importance.values())] for axis in axes]
+        parts.append(render(["what mattered", *map(heading, report.importance)], rows))
+    if len(report.sentinel_runs) > 1:
+        metrics = list(report.sentinel_runs[0].metrics)
+        rows = [[f"{run.started:%H:%M:%S} UTC", *(run.cell(m) for m in metrics)] for run in report.sentinel_runs]
+        parts.append(f"sentinel: {report.sentinel}\n" + render(["at", *map(heading, metrics)], rows))
+    failures = [f"{f.trials} {f.status}: {f.label}\n    {f.cause}" for f in report.failures]
+    refused = [f"{r.layouts} refused by {r.rule}\n    {r.reason}" for r in report.refusals or ()]
+    notes = [f"note: {notice}" for notice in report.notices]
+    return "\n\n".join([*parts, *("\n".join(lines) for lines in (failures, refused, notes) if lines)])
+
+
+def advances(search: SearchRecord) -> list[Advance]:
+    """How the hypervolume of the explored trials' front grew, trial by trial, in the order in which they ended.
+
+    What was measured again is not counted: it says more about the front but moves it by noise alone.
+    """
+    ranking = Ranking(search, explored(search))
+    ranked = ranking.complete(ranking.admitted())
+    if not ranked:
+        return []
+    costs = scaled(ranking.costs(ranked))
+    rows = {one.trial_id: row for one, row in zip(ranked, costs, strict=True)}
+    reference = np.full(costs.shape[1], REFERENCE)
+    whole = hypervolume(costs, reference)
+    found, front, so_far, gpu_hours, trials = [], np.empty((0, costs.shape[1])), 0.0, 0.0, 0
+    over = [trial for trial in search.trials if trial.status not in ("running", "stopped")]
+    for trial in sorted(over, key=_end):
+        gpu_hours += _gpu_hours(trial)
+        trials += 1
+        if trial.trial_id not in rows:
+            continue
+        front = np.vstack([front, rows[trial.trial_id]])
+        front = front[pareto_front(front)]
+        if (reached := hypervolume(front, reference)) > so_far:
+            so_far = reached
+            found.append(Advance(trials, gpu_hours, reached / whole, trial.label))
+    return found
+
+
+def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
+    """Objective -> axis -> its share of the variance over the space that single axes explain (Hutter et al. 2014).
+
+    Optuna's fANOVA, on the explored trials that ended well, of the axes on which these differ.
+    """
+    ranking = Ranking(search, explored(search))
+    found = {}
+    for metric in search.objectives:
+        values = ranking.comparable(metric)
+        if len(values) >= ENOUGH_TRIALS and len(set(values.values())) > 1:
+            found[metric] = _importance(values)
+    return found
+
+
+def _importance(values: Mapping[Candidate, float]) -> dict[str, float]:
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+    from optuna.importance import FanovaImportanceEvaluator, get_param_importances
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    layouts = [TrialConfig.from_dict(one.config) for one in values]
+    axes = varying(layouts)
+    distributions: dict[str, BaseDistribution] = {
+        axis: IntDistribution(0, len(choices) - 1)
+        if is_numeric(choices)
+        else CategoricalDistribution(range(len(choices)))
+        for axis, choices in axes.items()
+    }
+    study = optuna.create_study()
+    for layout, value in zip(layouts, values.values(), strict=True):
+        place = {axis: choices.index(getattr(layout, axis)) for axis, choices in axes.items()}
+        study.add_trial(optuna.create_trial(params=place, distributions=distributions, value=value))
+    shares = get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+    return {axis: float(share) for axis, share in shares.items()}
+
+
+def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:
+    """The layout that was measured again and again, and its measurements, the one that explored it first."""
+    watching = [trial for trial in search.trials if trial.purpose == "sentinel"]
+    if not watching:
+        return None, []
+    layout = TrialConfig.from_dict(watching[0].config)
+    same = [t for t in search.trials if t.status == "ok" and TrialConfig.from_dict(t.config) == layout]
+    runs: list[SentinelRun] = []
+    for trial in sorted((t for t in same if t.purpose in ("search", "sentinel")), key=_end):
+        first = runs[0].metrics if runs else trial.metrics
+        kept = {metric: trial.metrics[metric] for metric in search.objectives if metric in trial.metrics}
+        change = {metric: value / first[metric] - 1 for metric, value in kept.items() if first.get(metric)}
+        runs.append(SentinelRun(trial.started or search.started, kept, trial.methods, change))
+    return layout.label, runs
+
+
+def _failures(trials: Sequence[TrialRecord]) -> list[Failure]:
+    """By status, and apart from each other if the machines were to blame or not."""
+    groups: dict[tuple[str, bool], list[TrialRecord]] = {}
+    for trial in trials:
+        if trial.status not in ("ok", "running"):
+            groups.setdefault((trial.status, trial.infrastructure), []).append(trial)
+    return [
+        Failure(f"{status} of the machines" if machines else status, len(alike), alike[0].cause, alike[0].label)
+        for (status, machines), alike in groups.items()
+    ]
+
+
+def _counts(trials: Sequence[TrialRecord]) -> dict[str, dict[str, int]]:
+    purposes = dict.fromkeys(trial.purpose for trial in trials)
+    return {one: dict(Counter(trial.status for trial in trials if trial.purpose == one)) for one in purposes}
+
+
+def _gpu_hours(trial: TrialRecord) -> float:
+    """GPUs times hours of a trial that is over."""
+    if trial.started is None or trial.ended is None:
+        return 0.0
+    return (trial.ended - trial.started).total_seconds() / 3600 * trial.config["num_gpus"]
+
+
+def _end(trial: TrialRecord) -> float:
+    return trial.ended.timestamp() if trial.ended else 0.0

@@ -1,0 +1,132 @@
+"""Plain-text tables for terminals and log files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from service.answers.ranking import Candidate, SearchInfo
+from service.record.results import SearchRecord
+
+# Metric -> heading and number format.
+FIGURES = {
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tokens_per_s_per_gpu": ("tokens/s/GPU", ",.0f"),
+    "joules_per_token": ("J/token", ".4g"),
+    "energy_per_step_j": ("J/step", ",.0f"),
+    "idle_energy_j": ("idle J", ",.0f"),
+    "throttle_ratio": ("throttle", ".2%"),
+    "power_cap_ratio": ("power cap", ".1%"),
+    "mean_power_w": ("power W", ",.0f"),
+    "peak_power_w": ("peak W", ",.0f"),
+    "mean_sm_clock_mhz": ("SM MHz", ",.0f"),
+    "tensor_activity": ("tensor cores", ".1%"),
+    "dram_activity": ("DRAM", ".1%"),
+    "pcie_utilisation": ("PCIe peak", ".1%"),
+    "link_utilisation": ("link peak", ".1%"),
+    "mfu": ("MFU", ".1%"),
+    "step_time_s": ("step s", ".4g"),
+    "peak_memory_gib": ("memory GiB", ".1f"),
+    "peak_gpu_temp_c": ("GPU degC", ".0f"),
+    "peak_hbm_temp_c": ("HBM degC", ".0f"),
+    "min_gpu_temp_margin_c": ("margin degC", ".0f"),
+}
+# Metric -> heading, of the breakdown of a step; what these leave is hidden behind or beside one of them.
+SHARES = {
+    "breakdown_matmul_s": "matmul",
+    "breakdown_attention_s": "attention",
+    "breakdown_other_s": "other",
+    "breakdown_memory_copy_s": "copies",
+    "breakdown_exposed_communication_s": "exposed comm.",
+    "breakdown_idle_s": "idle",
+}
+# How a figure came about -> its mark, where it was not measured.
+MARKS = {"estimated": "*", "extrapolated": "~"}
+ALWAYS = ("tokens_per_s_per_gpu", "mfu", "peak_memory_gib")
+
+
+def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; all but the first are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = [headings, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def candidates_table(search: SearchRecord, candidates: Sequence[Candidate]) -> str:
+    """One row a layout: its figures, with the confidence intervals of objectives. A dash is a missing figure.
+
+    Estimated figures carry an asterisk, figures extrapolated from depth proxies a tilde. Where some layouts were
+    measured again, a column tells how many trials a row is the mean of.
+    """
+    metrics = list(dict.fromkeys([*search.objectives, *ALWAYS]))
+    metrics = [m for m in metrics if m in search.objectives or any(m in one.metrics for one in candidates)]
+    headings = ["layout", *map(heading, metrics)]
+    rows = [[one.label, *(_cell(one, metric, search) for metric in metrics)] for one in candidates]
+    if any(one.confirmed for one in candidates):
+        headings.insert(1, "measured")
+        for row, one in zip(rows, candidates, strict=True):
+            row.insert(1, f"again, {len(one.trials)}x" if one.confirmed else "once")
+    return render(headings, rows)
+
+
+def breakdown_table(candidates: Sequence[Candidate]) -> str | None:
+    """One row a layout: the shares of a step, on the mean over the ranks; None if no layout has a breakdown."""
+    rows = []
+    for one in candidates:
+        span_s = one.metrics.get("breakdown_span_s")
+        if span_s:
+            rows.append([one.label, *(f"{one.metrics[metric] / span_s:.1%}" for metric in SHARES)])
+    return render(["share of a step", *SHARES.values()], rows) if rows else None
+
+
+def searches_table(searches: Sequence[SearchInfo]) -> str:
+    """One row a search: what it tried, how it stands and its best figures."""
+    rows = [
+        [
+            info.id,
+            info.status,
+            f"{info.started:%Y-%m-%d %H:%M} UTC",
+            info.model,
+            info.accelerator,
+            " ".join(f"{count} {kind}" for kind, count in (info.trials | info.repeats).items()) or "none",
+            ", ".join(with_unit(metric, value, info.method(metric)) for metric, value in info.best.items()) or "-",
+        ]
+        for info in searches
+    ]
+    return render(["search", "status", "started", "model", "accelerator", "trials", "best"], rows)
+
+
+def heading(metric: str) -> str:
+    return FIGURES.get(metric, (metric, ""))[0]
+
+
+def with_unit(metric: str, value: float, method: str | None, half_width: float | None = None) -> str:
+    """``41,804 ± 21 tokens/s``, with a mark at the number if by its method it is not measured.
+
+    `half_width` is that of the confidence interval of a mean.
+    """
+    return f"{number(metric, value, method, half_width)} {heading(metric)}"
+
+
+def number(metric: str, value: float, method: str | None = None, half_width: float | None = None) -> str:
+    """The same without the unit. An interval has two digits that count, and the value no more than are sure."""
+    style, mark = FIGURES.get(metric, ("", ".4g"))[1], MARKS.get(method or "", "")
+    if half_width is None or half_width <= 1e-6 * abs(value):
+        return format(value, style) + mark
+    if style.endswith("%"):
+        return f"{value:{style}} ± {half_width:{style}}{mark}"
+    digits = max(0, 1 - math.floor(math.log10(half_width)))
+    return f"{value:,.{digits}f} ± {half_width:,.{digits}f}{mark}"
+
+
+def _cell(candidate: Candidate, metric: str, search: SearchRecord) -> str:
+    if metric not in candidate.metrics:
+        return "-"
+    half_width = candidate.intervals.get(metric) if metric in search.objectives else None
+    return number(metric, candidate.metrics[metric], candidate.methods.get(metric), half_width)

@@ -1,0 +1,171 @@
+"""Why a layout is not the answer: what became of each layout that a few settings select, and for what reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+
+from search_spaces.config import TrialConfig
+from search_spaces.memory import estimate
+from service.answers.ranking import Candidate, Ranking, candidates, within_noise
+from service.answers.tables import number, with_unit
+from service.errors import InputError
+from service.spec import SearchSpec, SpaceSpec
+
+if TYPE_CHECKING:
+    from service.record.results import SearchRecord
+
+FRONT, DOMINATED, LEGAL, NOT_TRIED, REFUSED = "on the front", "dominated", "legal", "not tried", "refused"
+UNTRIED = (LEGAL, NOT_TRIED)
+SHOWN = 10
+"""Layouts that nobody tried which a text names, unless all are asked for."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of a layout, or of `layouts` ones that a rule refused together, which have no `label` and `config`.
+
+    `outcome` is `on the front`, `dominated`, `constrained` (it breaks a constraint of the search), `not ranked` (it
+    lacks a figure that others have), the status of a trial without result, `not tried`, `refused` or, without a search,
+    `legal`.
+    """
+
+    outcome: str
+    reason: str | None
+    layouts: int = 1
+    label: str | None = None
+    config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`fates` of all layouts, what was measured first; `notes` on all of them."""
+
+    fates: tuple[Fate, ...]
+    notes: tuple[str, ...] = ()
+
+
+def parse_choices(texts: Sequence[str]) -> dict[str, Any]:
+    """Axis -> value, of texts such as ``zero_stage=3`` or ``micro_batch_size=[1, 2]``. Raises `InputError`."""
+    chosen = {}
+    for text in texts:
+        axis, equals, value = text.partition("=")
+        try:
+            chosen[axis] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals:
+            raise InputError(f"{text!r} is not AXIS=VALUE")
+    return chosen
+
+
+def why(spec: SearchSpec, choices: Mapping[str, Any], search: SearchRecord | None = None) -> Explanation:
+    """What became of the layouts of `spec` with the chosen values, which need not be among the spec's own.
+
+    `choices` has values of axes as a spec's `space` has them, single ones or lists. `search` is the record of the
+    search of this spec; without one, the answer is what is legal, and what is refused by which rule. Raises
+    `InputError` for an axis or value that no spec could have.
+    """
+    chosen = _checked(choices)
+    kept = {name: getattr(spec, name) for name in SearchSpec.model_fields}
+    narrowed = SearchSpec.model_construct(**kept | {"space": spec.space.model_copy(update=chosen)})
+    space, tried = narrowed.legal, {} if search is None else _tried(search)
+    # A setting without effect beside the others is written as the default: no legal layout has the value chosen.
+    idle = [axis for axis in chosen if space.points and not any(_has(point, axis, chosen) for point in space.points)]
+    wanted = [axis for axis in chosen if axis not in idle]
+    known = dict.fromkeys([*space.points, *tried])
+    layouts = [layout for layout in known if all(_has(layout, axis, chosen) for axis in wanted)]
+    notes = [
+        f"{axis} {_text(beyond)} is not in the spec"
+        for axis, values in chosen.items()
+        if (beyond := [value for value in values if value not in spec.axes[axis]])
+    ]
+    notes += [f"{axis} {_text(chosen[axis])} has no effect beside the other settings" for axis in idle]
+    fates = [tried.get(layout) or _untried(layout, narrowed, search is not None) for layout in layouts]
+    fates.sort(key=lambda fate: (fate.outcome != FRONT, fate.outcome in UNTRIED, fate.outcome))
+    refused = [Fate(REFUSED, f"{rule}: {space.reasons[rule]}", count) for rule, count in space.refused.items()]
+    return Explanation((*fates, *refused), tuple(notes))
+
+
+def _checked(choices: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Axis -> values, as a spec has them."""
+    for axis in choices:
+        if axis not in SpaceSpec.model_fields:
+            raise InputError(f"{axis} is no axis; axes: {', '.join(SpaceSpec.model_fields)}")
+    try:
+        checked = SpaceSpec.model_validate(choices)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        raise InputError(f"{error['loc'][0]}: {error['msg']}") from None
+    return {axis: getattr(checked, axis) for axis in choices}
+
+
+def _has(layout: TrialConfig, axis: str, chosen: Mapping[str, list[Any]]) -> bool:
+    return getattr(layout, axis) in chosen[axis]
+
+
+def _text(values: Sequence[Any]) -> str:
+    return ", ".join(str(list(value) if isinstance(value, tuple) else value) for value in values)
+
+
+def _tried(search: SearchRecord) -> dict[TrialConfig, Fate]:
+    """What became of each layout that the search tried."""
+    fates = {}
+    for trial in search.trials:
+        layout = TrialConfig.from_dict(trial.config)
+        fates[layout] = Fate(trial.status, trial.cause, label=layout.label, config=trial.config)
+    ranking = Ranking(search, candidates(search))
+    front = ranking.front(ranking.admitted())
+    for one in ranking.candidates:
+        layout = TrialConfig.from_dict(one.config)
+        fates[layout] = Fate(*_judged(one, ranking, front), label=layout.label, config=one.config)
+    return fates
+
+
+def _judged(one: Candidate, ranking: Ranking, front: Sequence[Candidate]) -> tuple[str, str]:
+    """Outcome and reason of a layout that was measured."""
+    if one in front:
+        return FRONT, ", ".join(
+            with_unit(metric, values[one], one.methods.get(metric), one.intervals.get(metric))
+            for metric, (values, _) in ranking.objectives.items()
+        )
+    if broken := [text for text in ranking.search.constraints if not ranking.keeps(one, text)]:
+        return "constrained", f"it does not keep {' and '.join(broken)}"
+    if lacking := [metric for metric, (values, _) in ranking.objectives.items() if one not in values]:
+        how = {metric: one.methods.get(metric, "missing") for metric in lacking}
+        return "not ranked", ", ".join(f"{metric} is {method}" for metric, method in how.items())
+    costs = ranking.costs([one, *front])
+    better = front[int((costs[1:] <= costs[0]).all(axis=1).argmax())]
+    differing = [metric for metric, (values, _) in ranking.objectives.items() if values[better] != values[one]]
+    told = [
+        f"{number(metric, better.metrics[metric], better.methods.get(metric))} against "
+        f"{with_unit(metric, one.metrics[metric], one.methods.get(metric))}"
+        for metric in differing
+    ]
+    noise = " (within noise)" if all(within_noise(better, one, metric) for metric in differing) else ""
+    return DOMINATED, f"by {better.label}: {', '.join(told)}{noise}"
+
+
+def _untried(layout: TrialConfig, spec: SearchSpec, searched: bool) -> Fate:
+    memory = estimate(layout, spec.workload.run)
+    needs = None if memory.share is None else memory.needs
+    return Fate(NOT_TRIED if searched else LEGAL, needs, label=layout.label, config=layout.to_dict())
+
+
+def text(explanation: Explanation, every: bool = False) -> str:
+    """For a terminal: a paragraph for each layout, or rule. Of layouts that nobody tried, a few or `every` one."""
+    told = [f"note: {note}" for note in explanation.notes]
+    width = max((len(fate.outcome) for fate in explanation.fates), default=0)
+    untried = 0
+    for fate in explanation.fates:
+        untried += fate.outcome in UNTRIED
+        if every or untried <= SHOWN or fate.outcome not in UNTRIED:
+            lines = [fate.label or f"{fate.layouts} layout{'s' * (fate.layouts > 1)}", *filter(None, [fate.reason])]
+            told.append(f"{fate.outcome.ljust(width)}  " + f"\n{' ' * width}  ".join(lines))
+    if not every and untried > SHOWN:
+        told.append(f"note: {untried - SHOWN} more were not tried: --all names them")
+    return "\n".join(told)

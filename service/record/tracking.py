@@ -1,0 +1,375 @@
+"""The one writer of the record: a parent run per search, a nested child run per trial, in MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+
+from search_spaces.config import TrialConfig
+from service.errors import InputError
+from service.home import Home
+from service.record import store
+from telemetry.store import thin, write_samples
+from trainables.result import TrialResult
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric
+
+    from service.record.results import SearchRecord
+
+# Limits of MLflow on one `log_batch` and on one value.
+_METRICS_PER_BATCH = 1000
+_PAIRS_PER_BATCH = 100
+_PARAM_LENGTH = 6000
+_TAG_LENGTH = 5000
+
+_SEARCH = "the state of the search"
+_RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_ESTIMATED = "Energy is **estimated**: this machine has no energy counter. Not comparable with measured figures."
+
+
+class Tracker:
+    """Writes one search. Not thread-safe: the driver calls it from one thread.
+
+    Whatever becomes of the tracking server, a finished trial is on disk, under `Home.spool`, before MLflow hears of
+    it, and stays there until MLflow has taken it. Once the search has started, what goes wrong with MLflow is told in
+    `notices` and never raised.
+    """
+
+    def __init__(self, tracking_uri: str, home: Home) -> None:
+        """Raises `InputError` if the store cannot be opened or the server does not answer."""
+        if tracking_uri == home.tracking_uri:
+            home.create()
+        self._uri = tracking_uri
+        self._home = home
+        self._client = store.open_client(tracking_uri)
+        self._runs: dict[str, str] = {}
+        self._open: dict[str, dict[str, Any]] = {}
+        self._troubles: dict[str, str] = {}
+
+    @property
+    def notices(self) -> list[str]:
+        """What MLflow has not taken, and why; empty when all is recorded."""
+        return list(self._troubles.values())
+
+    def start_search(
+        self,
+        search_id: str,
+        spec_yaml: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        environment: Mapping[str, str],
+        *,
+        name: str,
+        objectives: Mapping[str, str],
+        constraints: Sequence[str] = (),
+    ) -> None:
+        """Create the parent run. `objectives` maps metric to `maximize` or `minimize`.
+
+        The params `model`, `accelerator` and `data` are what listings show. Raises `InputError` if MLflow refuses.
+        """
+        self._search_id = search_id
+        tags = {
+            **tags,
+            **_authorship(environment),
+            store.ROLE: store.SEARCH,
+            store.SEARCH_ID: search_id,
+            store.STATUS: "running",
+            store.OBJECTIVES: json.dumps(dict(objectives)),
+            store.CONSTRAINTS: json.dumps(list(constraints)),
+        }
+        with store.readable(self._uri):
+            self._experiment_id = self._experiment()
+            run = self._client.create_run(self._experiment_id, run_name=name, tags=_clip(tags))
+            self._parent = run.info.run_id
+            self._log(self._parent, params={**params, **_prefixed(environment)})
+            self._client.log_text(self._parent, spec_yaml, store.SPEC)
+
+    def resume_search(self, search: SearchRecord) -> dict[str, float]:
+        """Go on with a search whose driver died, and return the summary that it had.
+
+        Sends what is still in the spool, and marks trials that have no result as stopped. Raises `InputError` if
+        MLflow refuses.
+        """
+        self._search_id, self._parent = search.id, search.run_id
+        for half in self._unsent.glob(".*"):
+            shutil.rmtree(half)
+        with store.readable(self._uri):
+            self._experiment_id = self._experiment()
+            self._send_spooled()
+            if self.notices:
+                raise InputError(self.notices[0])
+            for trial in search.trials:
+                if trial.status == "running" and trial.trial_id not in self._runs:
+                    self._stop_trial(trial.run_id, "the search was interrupted")
+            self._client.update_run(self._parent, "RUNNING")
+            self._log(self._parent, tags={store.STATUS: "running"})
+            return dict(self._client.get_run(self._parent).data.metrics)
+
+    def start_trial(self, trial_id: str, config: TrialConfig, tags: Mapping[str, str]) -> None:
+        """Create the child run, with the configuration as its parameters."""
+        self._open[trial_id] = {"started_ms": _now_ms(), "config": config.to_dict(), "tags": dict(tags)}
+        self._attempt(f"trial {trial_id}", lambda: self._create_trial(trial_id, self._open[trial_id]))
+
+    def finish_trial(self, result: TrialResult, samples: pyarrow.Table | None = None) -> None:
+        """Record the outcome: the metrics that are not missing, methods, cause, time series and artifacts.
+
+        `samples` is a table of `telemetry.samples.SCHEMA`, in MLflow whole as Parquet and thinned as time series.
+        """
+        trial_id = result.trial_id
+        start = self._open.get(trial_id) or {"started_ms": _now_ms(), "config": result.config.to_dict(), "tags": {}}
+        directory = self._spool(result, samples, {**start, "finished_ms": _now_ms()})
+        self._open.pop(trial_id, None)
+        self._attempt(f"trial {trial_id}", lambda: self._send(directory), f"; kept in {directory} to be sent again")
+
+    def update_search(self, summary: Mapping[str, float | None]) -> None:
+        """Record the figures of the search so far."""
+        self._attempt(_SEARCH, lambda: self._log(self._parent, metrics=_final_metrics(summary, _now_ms())))
+
+    def finish_search(self, status: str, summary: Mapping[str, float | None], notices: Iterable[str] = ()) -> None:
+        """Send what is still in the spool and close the parent run. `status`: finished, stopped or failed."""
+        self._send_spooled()
+        self._troubles.pop(_SEARCH, None)  # what follows records it all
+        self._attempt(_SEARCH, lambda: self._close(status, summary, notices))
+
+    def _send_spooled(self) -> None:
+        for directory in sorted(self._unsent.glob("[!.]*")):
+            self._attempt(f"trial {directory.name}", partial(self._send, directory), f"; kept in {directory}")
+
+    def _close(self, status: str, summary: Mapping[str, float | None], notices: Iterable[str]) -> None:
+        for trial_id in self._open:
+            if run_id := self._runs.get(trial_id):
+                self._stop_trial(run_id, f"the search ended ({status})")
+        self._open.clear()
+        told = "\n".join([*notices, *self.notices])
+        if told:
+            self._client.log_text(self._parent, told + "\n", "notices.txt")
+        now = _now_ms()
+        self._log(
+            self._parent,
+            metrics=_final_metrics(summary, now),
+            tags={store.STATUS: status} | ({store.NOTICES: told} if told else {}),
+        )
+        self._client.set_terminated(self._parent, _RUN_STATUS[status])
+
+    def _stop_trial(self, run_id: str, cause: str) -> None:
+        self._log(run_id, tags={store.STATUS: "stopped", store.CAUSE: cause})
+        self._client.set_terminated(run_id, "KILLED")
+
+    def _attempt(self, subject: str, action: Callable[[], None], consequence: str = "") -> None:
+        """Do `action`; a tracking failure becomes a notice until `subject` succeeds, for it must not end the search."""
+        try:
+            if not store.reachable(self._uri):
+                raise ConnectionError(f"{self._uri} does not answer")
+            action()
+        except Exception as error:
+            self._troubles[subject] = f"{subject} is not recorded: {store.first_line(error)}{consequence}"
+        else:
+            self._troubles.pop(subject, None)
+
+    def _experiment(self) -> str:
+        """Id of the experiment. A server chooses where artifacts go; a database is given the state directory."""
+        found = self._client.get_experiment_by_name(store.EXPERIMENT)
+        if found is not None:
+            return found.experiment_id
+        return self._client.create_experiment(
+            store.EXPERIMENT,
+            artifact_location=None if store.is_server(self._uri) else self._home.artifacts,
+            tags={"mlflow.experimentKind": "custom_model_development"},
+        )
+
+    def _create_trial(self, trial_id: str, start: Mapping[str, Any]) -> None:
+        tags = {
+            **start["tags"],
+            **_authorship({}),
+            store.PARENT: self._parent,
+            store.ROLE: store.TRIAL,
+            store.SEARCH_ID: self._search_id,
+            store.TRIAL_ID: trial_id,
+            store.STATUS: "running",
+        }
+        label = TrialConfig.from_dict(start["config"]).label
+        run = self._client.create_run(self._experiment_id, start["started_ms"], _clip(tags), label)
+        self._runs[trial_id] = run.info.run_id
+        self._log(run.info.run_id, params=start["config"])
+
+    @property
+    def _unsent(self) -> Path:
+        return self._home.spool(self._search_id) / "unsent"
+
+    def _spool(self, result: TrialResult, samples: pyarrow.Table | None, start: Mapping[str, Any]) -> Path:
+        """Write all that MLflow shall get into a directory that appears at once or not at all."""
+        directory = self._unsent / result.trial_id
+        half = self._unsent / f".{result.trial_id}"
+        for stale in (half, directory):
+            shutil.rmtree(stale, ignore_errors=True)
+        half.mkdir(parents=True)
+        _write_json(half / "result.json", result.to_dict())
+        _write_json(half / "series.json", {} if samples is None else _series(samples))
+        _write_json(half / "start.json", dict(start))
+        if samples is not None:
+            write_samples(samples, half / "samples.parquet")
+        os.replace(half, directory)
+        return directory
+
+    def _send(self, directory: Path) -> None:
+        """Give MLflow a spooled trial. Safe to repeat after a failure half-way: MLflow drops equal points."""
+        result = TrialResult.from_dict(json.loads((directory / "result.json").read_text()))
+        series = json.loads((directory / "series.json").read_text())
+        start = json.loads((directory / "start.json").read_text())
+        began, ended = start["started_ms"], start["finished_ms"]
+        if result.trial_id not in self._runs:
+            self._adopt_or_create(result.trial_id, start)
+        run_id = self._runs[result.trial_id]
+        self._log(run_id, params={**start["config"], **_prefixed(result.environment)})
+        self._log(run_id, metrics=_final_metrics(result.metrics, ended))
+        steps = {"step/step_time_s": result.step_times_s, "step/loss": result.losses}
+        self._log(run_id, metrics=[p for key, values in steps.items() for p in _step_points(key, values, ended)])
+        self._log(run_id, metrics=[p for key, points in series.items() for p in _time_points(key, points, began)])
+        for artifact in ("result.json", "samples.parquet"):
+            if (directory / artifact).exists():
+                self._client.log_artifact(run_id, str(directory / artifact))
+        self._log(run_id, tags=_outcome(result))
+        self._client.set_terminated(run_id, "FINISHED" if result.status == "ok" else "FAILED", ended)
+        shutil.rmtree(directory)
+
+    def _adopt_or_create(self, trial_id: str, start: Mapping[str, Any]) -> None:
+        """A run may exist although the reply that it was created got lost."""
+        tags = {store.SEARCH_ID: self._search_id, store.TRIAL_ID: trial_id}
+        for run in store.find_runs(self._client, self._experiment_id, tags, {}):
+            self._runs[trial_id] = run.info.run_id
+            return
+        self._create_trial(trial_id, start)
+
+    def _log(
+        self,
+        run_id: str,
+        metrics: Sequence[Metric] = (),
+        params: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        from mlflow.entities import Param, RunTag
+
+        all_params = [Param(key, store.to_param(value)[:_PARAM_LENGTH]) for key, value in (params or {}).items()]
+        all_tags = [RunTag(key, value) for key, value in _clip(tags or {}).items()]
+        for i in range(0, len(all_params), _PAIRS_PER_BATCH):
+            self._client.log_batch(run_id, params=all_params[i : i + _PAIRS_PER_BATCH])
+        for i in range(0, len(all_tags), _PAIRS_PER_BATCH):
+            self._client.log_batch(run_id, tags=all_tags[i : i + _PAIRS_PER_BATCH])
+        for i in range(0, len(metrics), _METRICS_PER_BATCH):
+            self._client.log_batch(run_id, metrics=metrics[i : i + _METRICS_PER_BATCH])
+
+
+def _outcome(result: TrialResult) -> dict[str, str]:
+    """The tags of a finished trial."""
+    tags = {store.STATUS: result.status, store.PURPOSE: result.purpose}
+    if result.infrastructure:
+        tags[store.INFRASTRUCTURE] = "true"
+    tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}
+    notes = []
+    if result.cause:
+        tags[store.CAUSE] = result.cause
+        notes.append(f"**{result.status}**: {result.cause}")
+    if method := result.methods.get("joules_per_token"):
+        tags[store.ENERGY] = method
+        if method == "estimated":
+            notes.append(_ESTIMATED)
+    if "extrapolated" in result.methods.values():
+        layers = " and ".join(str(proxy.layers) for proxy in result.proxies)
+        notes.append(f"Figures are **extrapolated** from models of {layers} layers; both results are in result.json.")
+    elif "short" in result.methods.values():
+        few, many = (proxy.result.config.global_batch_size for proxy in result.proxies)
+        whole = result.config.global_batch_size
+        notes.append(f"Of a **short** trial: steps of {few} and {many} sequences stand for steps of {whole}.")
+    return tags | ({"mlflow.note.content": "\n\n".join(notes)} if notes else {})
+
+
+def _authorship(environment: Mapping[str, str]) -> dict[str, str]:
+    """What MLflow's own columns show: who, with what, at which commit."""
+    tags = {"mlflow.source.name": "wattune", "mlflow.source.type": "LOCAL"}
+    with contextlib.suppress(KeyError, OSError):  # a container may run under a user id without a name
+        tags["mlflow.user"] = getpass.getuser()
+    if commit := environment.get("git_commit"):
+        tags["mlflow.source.git.commit"] = commit
+    return tags
+
+
+def _final_metrics(metrics: Mapping[str, float | None], time_ms: int) -> list[Metric]:
+    from mlflow.entities import Metric
+
+    return [Metric(k, float(v), time_ms, 0) for k, v in metrics.items() if v is not None and math.isfinite(v)]
+
+
+def _step_points(key: str, values: Iterable[float | None], time_ms: int) -> list[Metric]:
+    from mlflow.entities import Metric
+
+    return [Metric(key, v, time_ms, step) for step, v in enumerate(values) if v is not None]
+
+
+def _time_points(key: str, points: Sequence[tuple[int, float]], began_ms: int) -> list[Metric]:
+    from mlflow.entities import Metric
+
+    return [Metric(key, value, began_ms + ms, ms) for ms, value in points]
+
+
+def _series(samples: pyarrow.Table) -> dict[str, list[tuple[int, float]]]:
+    """Metric key such as `power_w/gpu0` -> thinned points (ms since the device's first point, value)."""
+    names = _device_names(samples)
+    series = {}
+    for device, columns in thin(samples).items():
+        start_ns = min(points[0][0] for points in columns.values()) if columns else 0
+        for column, points in columns.items():
+            series[f"{column}/{names[device]}"] = [(round((t - start_ns) / 1e6), value) for t, value in points]
+    return series
+
+
+def _device_names(samples: pyarrow.Table) -> dict[str, str]:
+    """Short names for charts: `gpu3`, or `<node>-gpu3` where there are several nodes."""
+    columns = samples.select(["device", "node", "kind", "index"])
+    firsts = [(name, "first") for name in ("node", "kind", "index")]
+    devices = columns.group_by("device", use_threads=False).aggregate(firsts).to_pylist()
+    nodes = {row["node_first"] for row in devices}
+    short = 8 if len({node[:8] for node in nodes}) == len(nodes) else None
+    names = {}
+    for row in devices:
+        name = ("cpu" if row["kind_first"] == "cpu" else "gpu") + str(row["index_first"])
+        names[row["device"]] = f"{row['node_first'][:short]}-{name}" if len(nodes) > 1 else name
+    return names
+
+
+def _prefixed(environment: Mapping[str, str]) -> dict[str, str]:
+    return {store.ENVIRONMENT + key: value for key, value in environment.items()}
+
+
+def _clip(tags: Mapping[str, str]) -> dict[str, str]:
+    return {key: value[:_TAG_LENGTH] for key, value in tags.items()}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not finite becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

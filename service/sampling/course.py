@@ -1,0 +1,294 @@
+"""The course of a search: what to run next, from what was run so far.
+
+A search explores, with a sentinel now and then; when that is over and nothing is under way, it measures finalists. The
+whole of it follows from the results so far, so that a search which is resumed goes on where its record ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from search_spaces.config import TrialConfig
+from service.sampling import drift, finalists
+from service.spec import SearchSpec
+from trainables.result import TrialResult
+
+RETRIES = 2
+"""Times that a layout is run again for one purpose when the machines failed it."""
+
+RESERVED = 0.5
+"""The share of a budget of time that finalists may take from exploring."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One trial to run: the layout, its purpose, and the objectives of each point of the front so far."""
+
+    config: TrialConfig
+    purpose: str
+    front: tuple[dict[str, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the trial gets: the fields of the layout, `purpose` and `front`."""
+        return self.config.to_dict() | {"purpose": self.purpose, "front": list(self.front)}
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a search has used of its budget of time."""
+
+    wall_time_s: float = 0.0
+    gpu_seconds: float = 0.0
+
+
+class Study(Protocol):
+    """Where a course gets the layouts from that explore; see `service.sampling.study.SearchStudy`."""
+
+    def ask(self) -> TrialConfig | None: ...
+
+    def tell(self, config: TrialConfig, result: TrialResult) -> None: ...
+
+    def give_back(self, config: TrialConfig) -> None: ...
+
+
+class Course:
+    """Hands out trials one by one, and takes their results, while the time lasts. What comes next is a subclass's.
+
+    A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts only after that.
+    """
+
+    def __init__(self, spec: SearchSpec, results: Sequence[TrialResult] = (), spent: Spent = Spent()) -> None:
+        """`results`: all that came of a search that is resumed, in the order of their start."""
+        self.spec = spec
+        self.results = settled(results)
+        self.faults = Counter((r.config, r.purpose) for r in results if r.infrastructure)
+        self.began = time.monotonic() - spent.wall_time_s
+        self.gpu_seconds = spent.gpu_seconds
+        self.under_way: dict[str, tuple[Step, float]] = {}
+        self.again: list[Step] = []
+        self.stopped = False
+
+    @property
+    def sought(self) -> int:
+        """The most trials of the course's main purpose; those beside it are not counted."""
+        raise NotImplementedError
+
+    @property
+    def to_come(self) -> int:
+        """The most trials, of any purpose, that are not yet over."""
+        raise NotImplementedError
+
+    def next(self, trial_id: str) -> Step | None:
+        """The next trial; None if there is none, for good once none is under way either."""
+        if self.stopped or self.out_of_time():
+            return None
+        if (step := self.again.pop(0) if self.again else self.choose()) is not None:
+            self.under_way[trial_id] = step, time.monotonic()
+        return step
+
+    def take(self, result: TrialResult) -> bool:
+        """Learn what became of a trial. Returns whether its result counts, or else the trial is run again."""
+        step, started = self.under_way.pop(result.trial_id)
+        self.gpu_seconds += (time.monotonic() - started) * step.config.num_gpus
+        key = (result.config, result.purpose)
+        self.faults[key] += result.infrastructure
+        if result.infrastructure and self.faults[key] <= RETRIES:
+            self.give_back(step)
+            return False
+        self.results.append(result)
+        self.learn(result)
+        return True
+
+    def out_of_time(self, reserve_s: float = 0.0, reserve_gpu_seconds: float = 0.0) -> bool:
+        """Whether the budgets of wall time and GPU hours are used up, but for a reserve."""
+        budget = self.spec.budget
+        elapsed_s = time.monotonic() - self.began
+        wall_s = budget.wall_time_s
+        gpu_s = None if budget.gpu_hours is None else 3600 * budget.gpu_hours
+        return (wall_s is not None and elapsed_s >= wall_s - min(reserve_s, RESERVED * wall_s)) or (
+            gpu_s is not None and self.gpu_seconds >= gpu_s - min(reserve_gpu_seconds, RESERVED * gpu_s)
+        )
+
+    def drifts(self) -> dict[str, drift.Drift]:
+        """Metric -> how far it moved on the sentinel, of a course that has one."""
+        return {}
+
+    def choose(self) -> Step | None:
+        """The next trial of this course, None if there is none at present."""
+        raise NotImplementedError
+
+    def give_back(self, step: Step) -> None:
+        """See to it that a trial which the machines failed is run again."""
+        self.again.append(step)
+
+    def learn(self, result: TrialResult) -> None:
+        """Take a result in that counts."""
+
+
+class SearchCourse(Course):
+    """Explores by a study, measures the sentinel again every so many trials, and the finalists in the end."""
+
+    def __init__(
+        self,
+        study: Study,
+        spec: SearchSpec,
+        gangs: int = 1,
+        results: Sequence[TrialResult] = (),
+        spent: Spent = Spent(),
+    ) -> None:
+        """`gangs` is how many trials run at a time. The study has been told of `results` already."""
+        super().__init__(spec, results, spent)
+        self.study, self.gangs = study, gangs
+        self.plan: list[TrialConfig] | None = None
+        self.since_sentinel = 0
+        for result in self.results:
+            self._count(result.purpose)
+            self._note(result)
+        if self._of("finalist"):
+            self._plan()
+
+    @property
+    def sought(self) -> int:
+        return min(self.spec.budget.trials, len(self.spec.legal.points))
+
+    @property
+    def to_come(self) -> int:
+        chosen = self.spec.finalists
+        left = self.sought - len(self._of("search")) if self.plan is None else 0
+        last = chosen.count * chosen.repeats if self.plan is None else len(self.plan) + self._running("finalist")
+        every = self.spec.sentinel_every
+        sentinels = (self.since_sentinel + left + last) // every if every else 0
+        return left + last + sentinels
+
+    @property
+    def sentinel(self) -> TrialConfig | None:
+        """The layout by which the machine is watched: the first that ended well."""
+        watching = [*self._of("sentinel"), *(r for r in self._of("search") if r.status == "ok")]
+        return watching[0].config if watching else None
+
+    def front(self) -> list[TrialResult]:
+        """The Pareto front of the trials that explored."""
+        return finalists.front(self._of("search"), self.spec.objectives, self.spec.limits)
+
+    def drifts(self) -> dict[str, drift.Drift]:
+        runs = [r for r in self.results if r.config == self.sentinel and r.purpose in ("search", "sentinel")]
+        return drift.drifts([r for r in runs if r.status == "ok"], self.gangs == 1)
+
+    def choose(self) -> Step | None:
+        step = self._sentinel_due() or self._explore() or self._finalist()
+        if step is not None:
+            self._count(step.purpose)
+        return step
+
+    def give_back(self, step: Step) -> None:
+        if step.purpose == "search":
+            self.study.give_back(step.config)
+        else:
+            super().give_back(step)
+
+    def learn(self, result: TrialResult) -> None:
+        if result.purpose == "search":
+            self.study.tell(result.config, result)
+        self._note(result)
+
+    def _sentinel_due(self) -> Step | None:
+        every, layout = self.spec.sentinel_every, self.sentinel
+        if not every or layout is None or self.since_sentinel < every or not (self._exploring() or self.plan):
+            return None
+        return Step(layout, "sentinel")
+
+    def _explore(self) -> Step | None:
+        if not self._exploring() or (config := self.study.ask()) is None:
+            return None
+        objectives = [{m: v for m in self.spec.objectives if (v := r.metrics.get(m)) is not None} for r in self.front()]
+        return Step(config, "search", tuple(objectives))
+
+    def _exploring(self) -> bool:
+        if self.plan is not None or len(self._of("search")) + self._running("search") >= self.spec.budget.trials:
+            return False
+        return not self.out_of_time(*self._reserve())
+
+    def _finalist(self) -> Step | None:
+        if self.plan is None and not self.under_way:
+            self._plan()
+        return Step(self.plan.pop(0), "finalist") if self.plan else None
+
+    def _plan(self) -> None:
+        """Settle which layouts are measured again, in which order, less what was measured already."""
+        chosen = self.spec.finalists
+        layouts = [r.config for r in self._finalists()]
+        self.plan = finalists.rounds(layouts, chosen.repeats, self.spec.seed)
+        for done in self._of("finalist"):
+            if done.config in self.plan:
+                self.plan.remove(done.config)
+
+    def _finalists(self) -> list[TrialResult]:
+        spec = self.spec
+        return finalists.contenders(self._of("search"), spec.objectives, spec.limits, spec.finalists.count)
+
+    def _reserve(self) -> tuple[float, float]:
+        """Seconds, and GPU seconds, that the finalists would take by the times of their trials so far."""
+        if self.spec.budget.wall_time_s is None and self.spec.budget.gpu_hours is None:
+            return 0.0, 0.0
+        repeats = self.spec.finalists.repeats
+        each = [(self._finalist_s(r.metrics), r.config.num_gpus) for r in self._finalists()]
+        wall_s = repeats * sum(seconds for seconds, _ in each) / self.gangs
+        return wall_s, repeats * sum(seconds * gpus for seconds, gpus in each)
+
+    def _finalist_s(self, metrics: dict[str, float | None]) -> float:
+        """Seconds of one finalist trial: as its trial before, with a longer window at each depth."""
+        window_s = max(
+            self.spec.finalists.window_s, self.spec.measurement.window_min_steps * (metrics.get("step_time_s") or 0.0)
+        )
+        depths = 2 if self.spec.depth_proxy else 1
+        before = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "breakdown_time_s")
+        return sum(metrics.get(name) or 0.0 for name in before) + depths * window_s
+
+    def _count(self, purpose: str) -> None:
+        self.since_sentinel = 0 if purpose == "sentinel" else self.since_sentinel + 1
+
+    def _note(self, result: TrialResult) -> None:
+        """The trial by which the sentinel was found is the first that watches the machine."""
+        if result.purpose == "search" and result.config == self.sentinel:
+            self.since_sentinel = 0
+
+    def _of(self, purpose: str) -> list[TrialResult]:
+        return [r for r in self.results if r.purpose == purpose]
+
+    def _running(self, purpose: str) -> int:
+        return sum(step.purpose == purpose for step, _ in self.under_way.values())
+
+
+class CalibrationCourse(Course):
+    """Runs each of some layouts once."""
+
+    def __init__(self, spec: SearchSpec, layouts: Sequence[TrialConfig]) -> None:
+        super().__init__(spec)
+        self.layouts = list(layouts)
+        self.left = list(layouts)
+
+    @property
+    def sought(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def to_come(self) -> int:
+        return self.sought - len(self.results)
+
+    def choose(self) -> Step | None:
+        return Step(self.left.pop(0), "calibration") if self.left else None
+
+
+def settled(results: Sequence[TrialResult]) -> list[TrialResult]:
+    """The results that count: without failures of the machines after which the layout was, or is, run again."""
+    faults: Counter[tuple[TrialConfig, str]] = Counter()
+    kept = []
+    for result in results:
+        faults[result.config, result.purpose] += result.infrastructure
+        if not result.infrastructure or faults[result.config, result.purpose] > RETRIES:
+            kept.append(result)
+    return kept

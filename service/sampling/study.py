@@ -1,0 +1,302 @@
+"""The Optuna study behind a search: which legal point to try next, and what became of the ones tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from statistics import NormalDist
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from search_spaces.config import TrialConfig
+from search_spaces.memory import MemoryModel
+from search_spaces.space import is_numeric, varying
+from service.record.store import sqlite_file
+from service.sampling.surrogate import Coordinates, SurrogateSampler
+from service.spec import excess
+from trainables.result import TrialResult
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+STARTUP_TRIALS = 8
+"""Trials before Optuna's samplers model anything."""
+
+SURROGATE_TRIALS = 100
+"""Trials after which `auto` goes over to TPE, of which a suggestion takes no longer with every trial."""
+
+MEMORY_DEVIATION = 0.03
+"""Standard deviation of a layout's share of memory around the one that is expected."""
+
+FITS, EXCEEDS, LEAST = -1.0, 1.0, 0.01
+"""A constraint's value where the size of the violation is not known, and its smallest where it is."""
+
+
+def make_sampler(name: str, seed: int) -> BaseSampler:
+    """One of Optuna's samplers; each takes several objectives and, random apart, constraints."""
+    samplers = {
+        "tpe": lambda: TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS),
+        "gp": lambda: GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS),
+        "nsga2": lambda: NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS),
+        "random": lambda: RandomSampler(seed=seed),
+    }
+    return samplers[name]()
+
+
+def study_exists(name: str, storage: str) -> bool:
+    """Whether the database at an Optuna URL is there and has a study of this name."""
+    database = sqlite_file(storage)
+    return (database is None or database.exists()) and name in optuna.get_all_study_names(storage)
+
+
+class SnappingSampler(BaseSampler):
+    """Moves each suggestion of another sampler to the point that `snap` answers with, once `first` has none left.
+
+    So every trial of the study is one that is really run; samplers that breed from their own trials need that.
+    """
+
+    def __init__(
+        self,
+        inner: BaseSampler,
+        space: dict[str, BaseDistribution],
+        snap: Callable[[Mapping[str, Any]], dict[str, Any]],
+        first: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
+        self.inner, self.space, self.snap, self.first = inner, space, snap, first
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self.space
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        if (point := self.first()) is not None:
+            return point
+        known = self.inner.infer_relative_search_space(study, trial)
+        wanted = self.inner.sample_relative(study, trial, known)
+        rest = {name: axis for name, axis in search_space.items() if name not in wanted}
+        return self.snap(
+            wanted | {name: self.inner.sample_independent(study, trial, name, axis) for name, axis in rest.items()}
+        )
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self.inner.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self.inner.before_trial(study, trial)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        self.inner.after_trial(study, trial, state, values)
+
+
+class SearchStudy:
+    """Asks for legal points only, each once.
+
+    Sizes are ordered by their logarithm to base 2, so that 1, 2, 4 and 8 are as far apart; settings without an order
+    are categories. A suggestion that is not legal, was tried, or is expected to run out of memory is replaced by the
+    nearest point that is none of these, while there are such. Failed trials are told as complete trials that violate a
+    constraint, with the worst values seen, so that the sampler learns to keep away.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        points: Sequence[TrialConfig],
+        objectives: Mapping[str, str],
+        limits: Sequence[tuple[str, str, float]],
+        sampler: str,
+        seed: int,
+        storage: str | None = None,
+        *,
+        first: Iterable[TrialConfig] = (),
+        memory: MemoryModel | None = None,
+        predicted: Mapping[TrialConfig, Mapping[str, float]] | None = None,
+    ) -> None:
+        """`limits` are (metric, '<=' or '>=', bound); `storage` is an Optuna URL, None keeps the study in memory.
+
+        `first` are points to begin with. `memory` says what is expected to fit, and learns from the trials.
+        `predicted` has metrics of points by name; only the sampler `auto` makes use of them.
+        """
+        self.objectives, self.limits, self.memory = dict(objectives), list(limits), memory
+        self.axes = varying(points)
+        self.distributions: dict[str, BaseDistribution] = {
+            axis: FloatDistribution(place(axis, values[0]), place(axis, values[-1]))
+            if is_numeric(values)
+            else CategoricalDistribution(range(len(values)))
+            for axis, values in self.axes.items()
+        }
+        self.unseen = {self._coordinates(point): point for point in points}
+        self.first = chain([point for point in first if point in points], points if sampler == "exhaustive" else ())
+        self.trials: dict[TrialConfig, Trial] = {}
+        self.worst: dict[str, float] = {}
+        self.deferred: list[tuple[TrialConfig, TrialResult]] = []
+        self.again: list[TrialConfig] = []
+        self.study = optuna.create_study(
+            storage=storage,
+            study_name=name,
+            directions=[StudyDirection[direction.upper()] for direction in self.objectives.values()],
+            load_if_exists=True,
+        )
+        # A sampler that started anew from the same seed would want the same points as before.
+        self.seed = seed + self._asked()
+        if sampler == "auto":
+            figures = {
+                self._coordinates(point): [metrics.get(metric) for metric in self.objectives]
+                for point, metrics in (predicted or {}).items()
+            }
+            inner: BaseSampler = SurrogateSampler(self.distributions, self._candidates, figures, self.seed)
+        else:
+            inner = make_sampler("random" if sampler == "exhaustive" else sampler, self.seed)
+        self.sampler = SnappingSampler(inner, self.distributions, self._nearest, self._first)
+        self.study.sampler = self.sampler
+
+    def recall(self, results: Sequence[TrialResult]) -> None:
+        """Go on with a study that was broken off; `results` are all that came of it.
+
+        They need not have been told to the study. What it was asked for without result, `ask` hands out before others.
+        """
+        recorded = {result.config: result for result in results}
+        for result in results:
+            self._observe(result)
+            if result.status == "ok":
+                self._values(result)
+        for left in self.study.get_trials(states=[TrialState.RUNNING]):
+            if set(left.params) != set(self.axes):  # broken off while it was asked for
+                self.study.tell(left.number, state=TrialState.FAIL)
+                continue
+            config = self.unseen.pop(tuple(left.params[axis] for axis in self.axes))
+            self.trials[config] = Trial(self.study, left._trial_id)
+            if config in recorded:
+                self._report(config, recorded[config])
+            else:
+                self.again.append(config)
+        for config in recorded:
+            self.unseen.pop(self._coordinates(config), None)
+
+    def ask(self) -> TrialConfig | None:
+        """The next point to try, or None when every legal point was handed out."""
+        if self.again:
+            return self.again.pop(0)
+        if not self.unseen:
+            return None
+        if isinstance(self.sampler.inner, SurrogateSampler) and self._asked() >= SURROGATE_TRIALS:
+            self.sampler.inner = make_sampler("tpe", self.seed)
+        trial = self.study.ask(self.distributions)
+        config = self.unseen.pop(tuple(trial.params[axis] for axis in self.axes))
+        self.trials[config] = trial
+        return config
+
+    def give_back(self, config: TrialConfig) -> None:
+        """Take back a point that `ask` handed out and of which nothing was learnt: it is handed out again first."""
+        self.again.append(config)
+
+    def tell(self, config: TrialConfig, result: TrialResult) -> None:
+        """Report the outcome of a point that `ask` handed out."""
+        self._observe(result)
+        self._report(config, result)
+
+    def _report(self, config: TrialConfig, result: TrialResult) -> None:
+        """Tell the study of an outcome, once there are values to tell it with."""
+        if result.status == "pruned":
+            self.study.tell(self.trials[config], state=TrialState.PRUNED)
+            return
+        if result.status != "ok" and not self.worst:
+            self.deferred.append((config, result))  # there are no values yet to be worse than
+            return
+        self._tell(config, result)
+        while self.deferred and self.worst:
+            self._tell(*self.deferred.pop())
+
+    def _tell(self, config: TrialConfig, result: TrialResult) -> None:
+        trial, ok = self.trials[config], result.status == "ok"
+        # Samplers require the same constraints of every trial; above zero is violated.
+        trial.set_constraint("ran", FITS if ok or result.status == "oom" else EXCEEDS)
+        trial.set_constraint("memory", self._excess_of_memory(config, result.status == "oom"))
+        for limit in self.limits:
+            trial.set_constraint("".join(map(str, limit)), excess(limit, result.metrics))
+        values = self._values(result) if ok else self.worst
+        self.study.tell(trial, [values[metric] for metric in self.objectives])
+
+    def _observe(self, result: TrialResult) -> None:
+        """Let the memory model learn from a trial that fitted, or did not."""
+        measured = result.metrics.get("peak_memory_gib") if result.status == "ok" else None
+        if self.memory is not None and (measured is not None or result.status == "oom"):
+            self.memory.observe(result.config, measured)
+
+    def _excess_of_memory(self, config: TrialConfig, exceeds: bool) -> float:
+        share = None if self.memory is None else self.memory.share(config)
+        if share is None:
+            return EXCEEDS if exceeds else FITS
+        return max(share - 1, LEAST) if exceeds else min(share - 1, -LEAST)
+
+    def _values(self, result: TrialResult) -> dict[str, float]:
+        """The objectives of a trial that ended well, which the worst so far take in."""
+        values = {}
+        for metric in self.objectives:
+            value = result.metrics.get(metric)
+            if value is None:  # one that this machine never measures is the same for all and so decides nothing
+                value = self.worst.get(metric, 0.0)
+            values[metric] = value
+            worse = min if self.objectives[metric] == "maximize" else max
+            self.worst[metric] = worse(self.worst.get(metric, value), value)
+        return values
+
+    def _asked(self) -> int:
+        return len(self.study.get_trials(deepcopy=False))
+
+    def _coordinates(self, point: TrialConfig) -> Coordinates:
+        return tuple(
+            place(axis, getattr(point, axis))
+            if isinstance(self.distributions[axis], FloatDistribution)
+            else values.index(getattr(point, axis))
+            for axis, values in self.axes.items()
+        )
+
+    def _candidates(self) -> dict[Coordinates, float | None]:
+        """What may be handed out, with the probability that it fits in memory, None where that is not known.
+
+        Points that are expected not to fit are left out while there are others.
+        """
+        if self.memory is None:
+            return dict.fromkeys(self.unseen)
+        shares = {where: self.memory.share(point) for where, point in self.unseen.items()}
+        fitting = {where: share for where, share in shares.items() if share is None or share <= 1} or shares
+        limit = NormalDist(1.0, MEMORY_DEVIATION)
+        return {where: None if share is None else 1 - limit.cdf(share) for where, share in fitting.items()}
+
+    def _first(self) -> dict[str, Any] | None:
+        """The next of the points to begin with."""
+        for point in self.first:
+            if (where := self._coordinates(point)) in self.unseen:
+                return dict(zip(self.axes, where, strict=True))
+        return None
+
+    def _nearest(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """The candidate nearest to `wanted`, each axis scaled to 1; another category is a whole axis away."""
+        goal = tuple(wanted[axis] for axis in self.axes)
+        spans = [
+            axis.high - axis.low if isinstance(axis, FloatDistribution) else None
+            for axis in self.distributions.values()
+        ]
+        candidates = self._candidates()
+
+        def distance(point: Coordinates) -> float:
+            return sum(
+                (here != there) if span is None else abs(here - there) / span
+                for span, here, there in zip(spans, point, goal, strict=True)
+            )
+
+        chosen = goal if goal in candidates else min(candidates, key=distance)
+        return dict(zip(self.axes, chosen, strict=True))
+
+
+def place(axis: str, value: int) -> float:
+    """Where a number lies on its axis: sizes by their logarithm to base 2, ZeRO's stages and switches as they are."""
+    return float(value) if axis == "zero_stage" or isinstance(value, bool) else math.log2(value)

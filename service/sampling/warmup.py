@@ -1,0 +1,119 @@
+"""What a search knows before its first trial: predictions, what fits, and the layouts to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import cycle, islice
+
+from search_spaces.calibration import Calibration
+from search_spaces.config import TrialConfig
+from search_spaces.cost import metrics
+from search_spaces.memory import MemoryModel
+from search_spaces.workload import Workload
+from service.answers.ranking import pareto
+from service.record.results import SearchRecord
+from service.sampling.study import SearchStudy
+from service.spec import SearchSpec
+
+WINNERS, PREDICTED = 4, 4
+"""How many layouts of earlier fronts a search begins with, at most, and how many that are predicted to be good."""
+
+APART = 2
+"""Axes that layouts to begin with differ in, where there are enough of them."""
+
+
+def open_study(
+    spec: SearchSpec,
+    search_id: str,
+    storage: str,
+    calibration: Calibration | None,
+    earlier: Iterable[SearchRecord] = (),
+) -> SearchStudy:
+    """The study of a search, new or as `storage`, an Optuna URL, has it; with all that is known ahead.
+
+    `earlier` are searches of the same model and hardware; no more of them are read than it takes. The samplers `random`
+    and `exhaustive` are left without predictions and winners; `auto` weighs predictions itself, others begin with the
+    best.
+    """
+    points, memory = spec.legal.points, MemoryModel(spec.workload)
+    predicted: dict[TrialConfig, dict[str, float]] = {}
+    first: list[TrialConfig] = []
+    if spec.sampler not in ("random", "exhaustive"):
+        predicted = predictions(points, spec.workload, calibration) if calibration else {}
+        leading = {} if spec.sampler == "auto" else predicted
+        first = first_points(winners(earlier, spec), leading, spec.objectives, memory)
+    if spec.baseline_layout is not None:
+        first.insert(0, spec.baseline_layout)
+    return SearchStudy(
+        search_id,
+        points,
+        spec.objectives,
+        spec.limits,
+        spec.sampler,
+        spec.seed,
+        storage,
+        first=first,
+        memory=memory,
+        predicted=predicted,
+    )
+
+
+def predictions(
+    points: Iterable[TrialConfig], work: Workload, calibration: Calibration
+) -> dict[TrialConfig, dict[str, float]]:
+    """Metrics, by their name, that the cost model predicts of each point."""
+    return {point: metrics(point, work, calibration) for point in points}
+
+
+def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> Iterator[TrialConfig]:
+    """Layouts on the fronts of `searches`, in their order, with the batch of `spec`, in which they must be legal."""
+    left = set(spec.legal.points)
+    for search in searches:
+        for candidate in pareto(search):
+            layout = replace(TrialConfig.from_dict(candidate.config), global_batch_size=spec.global_batch_size)
+            if layout in left:
+                left.remove(layout)
+                yield layout
+
+
+def first_points(
+    winners: Iterable[TrialConfig],
+    predicted: Mapping[TrialConfig, Mapping[str, float]],
+    objectives: Mapping[str, str],
+    memory: MemoryModel,
+) -> list[TrialConfig]:
+    """Layouts to begin with: winners, then those predicted to be the best on each objective in turn.
+
+    The latter differ from all before them in `APART` axes, as far as there are such. None is on the edge of memory.
+    """
+    chosen = list(islice((layout for layout in winners if _is_safe(layout, memory)), WINNERS))
+    orders = []
+    for metric, direction in objectives.items():
+        if all(metric in metrics for metrics in predicted.values()):
+            sign = -1 if direction == "maximize" else 1
+            orders.append(sorted(predicted, key=lambda layout: sign * predicted[layout][metric]))
+    for order in islice(cycle(orders), PREDICTED if predicted else 0):
+        if (layout := _next(order, chosen, memory)) is not None:
+            chosen.append(layout)
+    return chosen
+
+
+def _next(order: Iterable[TrialConfig], chosen: Sequence[TrialConfig], memory: MemoryModel) -> TrialConfig | None:
+    """The first of `order` that is not just a neighbour of one that was chosen; else the first that was not chosen."""
+    neighbour = None
+    for layout in order:
+        if layout not in chosen and _is_safe(layout, memory):
+            if all(_differ(layout, other) for other in chosen):
+                return layout
+            neighbour = neighbour or layout
+    return neighbour
+
+
+def _is_safe(layout: TrialConfig, memory: MemoryModel) -> bool:
+    return memory.band(layout) in ("fits", None)
+
+
+def _differ(one: TrialConfig, other: TrialConfig) -> bool:
+    """Whether two layouts are not just neighbours."""
+    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(TrialConfig)) >= APART

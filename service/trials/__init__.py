@@ -1,0 +1,1 @@
+"""One trial: what a gang is asked to run, how long, and what came of it."""

@@ -1,0 +1,59 @@
+"""Whether a layout on the edge of memory fits: what a few steps take at two smaller depths, followed to the full one.
+
+The memory of a GPU is a constant and a share for every layer (docs/memory.md), each rank's another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from search_spaces.config import TrialConfig
+from search_spaces.memory import band, estimate
+from service.spec import SearchSpec
+from service.trials.proxy import line
+from trainables.measure import Protocol
+from trainables.result import Proxy
+from trainables.trial import TrialRequest
+
+LAYERS_PER_STAGE = (2, 4)
+"""With one, what a stage holds of its neighbours' parameters beside its own would be missing."""
+
+STEPS = Protocol(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window_s=1e-9, window_min_steps=1)
+"""Three steps: the first makes the optimizer's states, without which the peak of those after it is not reached."""
+
+
+def depths(config: TrialConfig, spec: SearchSpec) -> tuple[int, int] | None:
+    """The depths at which to probe a layout; None where there is no need to, or none such below the model's own."""
+    if spec.borderline != "probe" or config.stage_layers is not None or band(config, spec.workload) != "borderline":
+        return None
+    shallow, deep = (layers * config.pipeline_stages for layers in LAYERS_PER_STAGE)
+    return (shallow, deep) if deep < spec.workload.run.model.layers else None
+
+
+def probing(request: TrialRequest) -> TrialRequest:
+    """The same trial as no more than a few steps, of the smallest batch to which it would come."""
+    return replace(request, protocol=STEPS, batches=request.batches[-1:])
+
+
+def refusal(config: TrialConfig, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> str | None:
+    """Why a layout does not fit, by two probes that ended well; None if it may.
+
+    What torch reserves and does not use it gives back where memory is short, so that it does not count.
+    """
+    work = spec.workload.run
+    estimated = estimate(config, work, range(config.pipeline_parallel_size))
+    if estimated.usable_bytes is None:
+        return None
+    places, usable_gib = (shallow.layers, deep.layers), estimated.usable_bytes / 2**30
+    for before, after in zip(shallow.result.ranks, deep.result.ranks, strict=True):
+        if before.peak_memory_gib is None or after.peak_memory_gib is None:
+            continue
+        reserved_gib = line(places, (before.peak_memory_gib, after.peak_memory_gib), work.model.layers)
+        needed_gib = reserved_gib - estimated.ranks[after.coordinates["pp"]].slack / 2**30
+        if needed_gib > usable_gib:
+            return (
+                f"probe: rank {after.rank} takes {before.peak_memory_gib:.1f} GiB with {places[0]} layers and "
+                f"{after.peak_memory_gib:.1f} with {places[1]}: with {work.model.layers} it needs {needed_gib:.0f} GiB "
+                f"of {usable_gib:.0f}"
+            )
+    return None

@@ -1,0 +1,344 @@
+"""What is best: fronts, queries and notices, on records made by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces.config import TrialConfig
+from service.answers import ranking
+from service.answers.ranking import Candidate
+from service.errors import InputError
+from service.record.results import TrialRecord
+from tests.service.records import CONFIG, DEFAULT, search, trial
+
+
+def ids(trials: list[Candidate]) -> list[str]:
+    return [one.trial_id for one in trials]
+
+
+FAST = trial("fast", tokens_per_s=100, joules_per_token=3, throttle_ratio=0)
+FRUGAL = trial("frugal", tokens_per_s=50, joules_per_token=1, throttle_ratio=0)
+BEATEN = trial("beaten", tokens_per_s=50, joules_per_token=2, throttle_ratio=0)
+
+
+def test_the_front_holds_what_nobody_beats_on_all_objectives() -> None:
+    assert ids(ranking.pareto(search(BEATEN, FRUGAL, FAST))) == ["fast", "frugal"]
+
+
+def test_equal_trials_are_all_on_the_front() -> None:
+    twin = trial("twin", tokens_per_s=100, joules_per_token=3, throttle_ratio=0)
+    assert set(ids(ranking.pareto(search(FAST, BEATEN, FRUGAL, twin)))) == {"fast", "twin", "frugal"}
+
+
+def test_only_trials_that_ended_well_are_ranked() -> None:
+    crashed = trial("crashed", status="crash", tokens_per_s=1e9, joules_per_token=0, throttle_ratio=0)
+    record = search(crashed, FAST)
+    assert ids(ranking.pareto(record)) == ["fast"]
+    assert ranking.best(record, maximize="tokens_per_s").trials == (FAST,)
+    assert ranking.pareto(search(crashed)) == []
+    with pytest.raises(InputError, match="1 crash"):
+        ranking.best(search(crashed))
+
+
+def test_an_estimate_is_never_ranked_against_a_measured_figure() -> None:
+    guessed = trial("guessed", energy="estimated", tokens_per_s=1e9, joules_per_token=0.01, throttle_ratio=0)
+    record = search(guessed, FAST, FRUGAL)
+    assert ids(ranking.pareto(record)) == ["fast", "frugal"]
+    assert ranking.best(record, minimize="joules_per_token").trials == (FRUGAL,)
+    assert ranking.best(record, maximize="tokens_per_s", where=["joules_per_token<2"]).trials == (FRUGAL,)
+    assert "joules_per_token" in ranking.notices(record)[0]
+    alone = search(guessed)
+    assert ranking.best(alone, minimize="joules_per_token").trials == (guessed,)
+    assert ranking.notices(alone) == ["joules_per_token is estimated, not measured"]
+    assert ranking.describe(alone).estimated == ("joules_per_token",)
+    assert ranking.describe(record).best["joules_per_token"] == 1
+
+
+def test_figures_of_depth_proxies_are_never_ranked_against_measured_ones() -> None:
+    proxies = {"tokens_per_s": "extrapolated", "joules_per_token": "extrapolated"}
+    thought = replace(trial("thought", tokens_per_s=1e9, joules_per_token=0.01, throttle_ratio=0), methods=proxies)
+    slower = replace(thought, trial_id="slower", metrics=thought.metrics | {"tokens_per_s": 1e8})
+    record = search(thought, FAST, FRUGAL)
+    assert ids(ranking.pareto(record)) == ["fast", "frugal"]
+    assert ranking.best(record, maximize="tokens_per_s").trials == (FAST,)
+    assert "tokens_per_s is extrapolated on 1 of 3 trials: these are not ranked" in ranking.notices(record)
+    alone = search(thought, slower)
+    assert ranking.best(alone, maximize="tokens_per_s").trials == (thought,)
+    assert ranking.notices(alone) == [
+        "tokens_per_s is extrapolated from models of fewer layers, not measured",
+        "joules_per_token is extrapolated from models of fewer layers, not measured",
+    ]
+    info = ranking.describe(alone)
+    assert info.extrapolated == ("tokens_per_s", "joules_per_token")
+    assert [info.method(metric) for metric in DEFAULT] == ["extrapolated", "extrapolated", None]
+
+
+def test_an_extrapolation_is_ranked_before_an_estimate() -> None:
+    thought = replace(FAST, trial_id="thought", methods={"joules_per_token": "extrapolated"})
+    guessed = replace(FRUGAL, trial_id="guessed", methods={"joules_per_token": "estimated"})
+    assert ranking.best(search(thought, guessed), minimize="joules_per_token").trials == (thought,)
+
+
+def test_an_objective_that_nobody_measured_is_left_out_and_told() -> None:
+    a, b = trial("a", tokens_per_s=2, joules_per_token=2), trial("b", tokens_per_s=1, joules_per_token=1)
+    record = search(a, b, trial("c", tokens_per_s=1, joules_per_token=2))
+    assert ids(ranking.pareto(record)) == ["a", "b"]
+    assert ranking.notices(record) == ["throttle_ratio was not measured by any trial: ranked without it"]
+
+
+def test_a_trial_without_an_objective_that_others_have_is_not_on_the_front() -> None:
+    lacking = trial("lacking", tokens_per_s=1e9, throttle_ratio=0)
+    record = search(lacking, FAST)
+    assert ids(ranking.pareto(record)) == ["fast"]
+    assert ranking.best(record).trials == (FAST,)
+    assert ranking.best(record, maximize="tokens_per_s").trials == (lacking,)
+    assert ranking.notices(record) == ["joules_per_token is missing on 1 of 2 trials: these are not ranked"]
+
+
+def test_the_constraints_of_the_search_hold() -> None:
+    record = search(FAST, FRUGAL, constraints=("joules_per_token<=2", "peak_memory_gib<=70"))
+    assert ids(ranking.pareto(record)) == ["frugal"]
+    assert ranking.best(record, maximize="tokens_per_s").trials == (FRUGAL,)
+    assert ranking.notices(record) == ["constraint peak_memory_gib<=70 was not applied: no trial has this metric"]
+
+
+def test_best_is_the_first_objective_by_default_and_ties_go_to_the_others() -> None:
+    cool = trial("cool", tokens_per_s=100, joules_per_token=2, throttle_ratio=0)
+    record = search(FRUGAL, FAST, cool)
+    assert ranking.best(record).trials == (cool,)
+    assert ranking.best(record, minimize="throttle_ratio").trials == (cool,)
+    assert ranking.best(record, minimize="tokens_per_s").trials == (FRUGAL,)
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("tokens_per_s<100", "frugal"),
+        ("tokens_per_s <= 100", "fast"),
+        ("joules_per_token>1", "fast"),
+        ("joules_per_token<=1e0", "frugal"),
+        ("tokens_per_s==50", "frugal"),
+        ("tokens_per_s>=50", "fast"),
+    ],
+)
+def test_conditions(condition: str, expected: str) -> None:
+    assert ranking.best(search(FAST, FRUGAL, BEATEN), where=[condition]).trial_id == expected
+
+
+@pytest.mark.parametrize(
+    "condition", ["tokens_per_s", "tokens_per_s<", "tokens_per_s<ten", "tokens_per_s=5", "mfu<nan"]
+)
+def test_a_malformed_condition_is_refused(condition: str) -> None:
+    with pytest.raises(InputError, match="is not 'METRIC<=NUMBER'"):
+        ranking.best(search(FAST), where=[condition])
+
+
+def test_unknown_metrics_and_empty_choices_are_refused() -> None:
+    record = search(FAST)
+    for unknown in ({"maximize": "speed"}, {"minimize": "speed"}, {"where": ["speed>1"]}):
+        with pytest.raises(InputError, match="recorded: joules_per_token, throttle_ratio, tokens_per_s"):
+            ranking.best(record, **unknown)
+    with pytest.raises(InputError, match="no trial to choose from with tokens_per_s>100"):
+        ranking.best(record, where=["tokens_per_s>100"])
+    with pytest.raises(InputError, match="one of maximize, minimize and knee"):
+        ranking.best(record, maximize="tokens_per_s", minimize="joules_per_token")
+
+
+def test_export_holds_what_launching_needs() -> None:
+    exported = json.loads(json.dumps(ranking.export(search(FAST), ranking.best(search(FAST)))))
+    assert TrialConfig.from_dict(exported["config"]) == CONFIG
+    assert (exported["search_id"], exported["trial_id"]) == ("s1", "fast")
+    assert exported["workload"]["model"] == "tiny-llama"
+    assert exported["metrics"]["tokens_per_s"] == 100
+    assert exported["methods"] == {"joules_per_token": "counter"}
+    assert exported["deepspeed"]["zero_optimization"]["stage"] == 2
+    assert exported["deepspeed"]["train_micro_batch_size_per_gpu"] == 4
+    assert set(exported["not_expressible"]) == {"recompute"}
+    assert "megatron_lm" not in exported
+
+
+def test_export_of_a_megatron_layout_has_its_arguments() -> None:
+    layout = TrialConfig("megatron", 8, 16, tensor_parallel_size=2, pipeline_parallel_size=4, compile=True)
+    record = search(replace(FAST, config=layout.to_dict()))
+    exported = ranking.export(record, ranking.best(record))
+    arguments = " ".join(exported["megatron_lm"])
+    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in arguments
+    assert set(exported["not_expressible"]) == {"compile"}
+    assert "deepspeed" not in exported
+
+
+figures = st.dictionaries(st.sampled_from([*DEFAULT, "mfu"]), st.integers(0, 3).map(float))
+outcomes = st.lists(
+    st.tuples(
+        st.sampled_from(["ok", "ok", "oom"]),
+        st.sampled_from(["counter", "integrated", "extrapolated", "estimated"]),
+        figures,
+    ),
+    max_size=12,
+)
+
+
+@given(outcomes, st.sampled_from(list(DEFAULT)))
+def test_whatever_was_recorded_the_answers_are_comparable_and_agree(
+    recorded: list[tuple[str, str, dict[str, float]]], metric: str
+) -> None:
+    trials = [trial(str(i), energy, status, **values) for i, (status, energy, values) in enumerate(recorded)]
+    record = search(*trials)
+    ok = ranking.explored(record)
+    objectives = [name for name in DEFAULT if any(name in one.metrics for one in ok)]
+    front = ranking.pareto(record)
+    assert all(one in ok and set(objectives) <= set(one.metrics) for one in front)
+    energies = {one.methods.get("joules_per_token") for one in front}
+    for method in ("estimated", "extrapolated"):
+        assert method not in energies or energies == {method}
+    if front:
+        assert ranking.best(record) == front[0]
+    if metric in objectives:
+        chosen = ranking.best(record, maximize=metric)
+        compared = [
+            one for one in ok if metric in one.metrics and one.methods.get(metric) == chosen.methods.get(metric)
+        ]
+        assert chosen.metrics[metric] == max(one.metrics[metric] for one in compared)
+
+
+TP, PP = (TrialConfig("megatron", 4, 8, tensor_parallel_size=tp, pipeline_parallel_size=4 // tp) for tp in (4, 1))
+
+
+def again(layout: TrialConfig, *speeds: float, purpose: str = "finalist", energy: float = 1.0) -> list[TrialRecord]:
+    """Trials of one layout, of which all but the first search trial, of 100 tokens/s, are repeats."""
+    explored = trial(f"{layout.label}-search", tokens_per_s=100, joules_per_token=energy, throttle_ratio=0)
+    repeats = [
+        replace(
+            trial(f"{layout.label}-{i}", tokens_per_s=speed, joules_per_token=energy, throttle_ratio=0), purpose=purpose
+        )
+        for i, speed in enumerate(speeds)
+    ]
+    return [replace(one, config=layout.to_dict(), label=layout.label) for one in (explored, *repeats)]
+
+
+def test_a_finalist_is_the_mean_of_its_repeats_without_its_search_trial() -> None:
+    (only,) = ranking.candidates(search(*again(TP, 80, 82, 84)))
+    assert only.config == TP.to_dict()
+    assert only.purpose == "finalist"
+    assert [one.metrics["tokens_per_s"] for one in only.trials] == [80, 82, 84]
+    assert only.metrics == {"tokens_per_s": 82, "joules_per_token": 1, "throttle_ratio": 0}
+    # Student's t of 95% with 2 degrees of freedom is 4.3027, the standard error 2 / sqrt(3).
+    assert only.intervals["tokens_per_s"] == pytest.approx(4.3027 * 2 / 3**0.5, rel=1e-4)
+    assert only.intervals["joules_per_token"] == 0
+    assert only.methods == {"joules_per_token": "counter"}
+
+
+def test_a_single_measurement_has_no_interval() -> None:
+    assert ranking.confidence_interval([7.0]) == (7.0, None)
+    assert ranking.candidates(search(*again(TP, 80)))[0].intervals == {}
+
+
+def test_repeats_are_averaged_over_what_is_the_least_in_doubt() -> None:
+    trials = again(TP, 80, 82)
+    trials[2] = replace(
+        trials[2], metrics=trials[2].metrics | {"joules_per_token": 9}, methods={"joules_per_token": "estimated"}
+    )
+    (only,) = ranking.candidates(search(*trials))
+    assert only.metrics["joules_per_token"] == 1
+    assert only.methods == {"joules_per_token": "counter"}
+    assert only.metrics["tokens_per_s"] == 81
+
+
+def test_best_answers_from_finalists_alone_and_says_so() -> None:
+    record = search(*again(TP, 80, 82, 84), FAST)
+    chosen, told = ranking.answer(record)
+    assert chosen.label == TP.label
+    assert told == [f"{CONFIG.label} was measured once only, or it would be the answer"]
+    assert ranking.notices(record) == ["measured again: 1 layout, 3 times each; best answers from these alone"]
+    assert [(one.label, one.confirmed) for one in ranking.pareto(record)] == [(CONFIG.label, False), (TP.label, True)]
+    assert ranking.describe(record).best["tokens_per_s"] == 82
+    assert ranking.describe(record).repeats == {"finalist": 3}
+    assert ranking.describe(record).trials == {"ok": 2}
+
+
+def test_what_no_finalist_meets_is_answered_by_the_others_and_told() -> None:
+    record = search(*again(TP, 80, 82, 84), FAST)
+    chosen, told = ranking.answer(record, where=["tokens_per_s>=90"])
+    assert chosen.trials == (FAST,)
+    assert told == ["no layout that was measured again meets the conditions: this one was measured once"]
+
+
+def test_a_condition_on_what_no_finalist_has_is_not_taken_for_met() -> None:
+    cool = replace(FAST, metrics=FAST.metrics | {"peak_gpu_temp_c": 60})
+    assert ranking.best(search(*again(TP, 80, 82), cool), where=["peak_gpu_temp_c<=70"]).trials == (cool,)
+
+
+def test_a_layout_whose_repeats_all_failed_stays_as_it_was_explored() -> None:
+    trials = [replace(one, status="crash") if one.purpose == "finalist" else one for one in again(TP, 80, 82)]
+    record = search(*trials)
+    assert [one.purpose for one in ranking.candidates(record)] == ["search"]
+    assert ranking.notices(record) == [f"{TP.label}: of 2 repeats, 2 crash"]
+
+
+def test_finalists_within_their_intervals_are_not_called_better() -> None:
+    told = f"tokens_per_s of {PP.label} and of {TP.label} are within noise of each other"
+    close = search(*again(TP, 80, 82, 84), *again(PP, 81, 83, 85))
+    assert told in ranking.notices(close)
+    assert told in ranking.answer(close)[1]
+    apart = search(*again(TP, 80, 80.1, 80.2), *again(PP, 85, 85.1, 85.2))
+    assert not [notice for notice in ranking.notices(apart) if "noise" in notice]
+
+
+@pytest.mark.parametrize("purpose", ["sentinel", "calibration"])
+def test_other_purposes_are_not_ranked(purpose: str) -> None:
+    record = search(*again(TP, 1e9, 1e9, purpose=purpose))
+    assert [one.metrics["tokens_per_s"] for one in ranking.candidates(record)] == [100]
+    assert ranking.describe(record).repeats == {purpose: 2}
+
+
+def test_what_was_stopped_early_is_not_ranked() -> None:
+    stopped = trial("stopped", status="pruned", tokens_per_s=1e9, joules_per_token=0, throttle_ratio=0)
+    assert ids(ranking.pareto(search(stopped, FAST))) == ["fast"]
+    assert ranking.describe(search(stopped, FAST)).trials == {"pruned": 1, "ok": 1}
+
+
+def test_short_trials_are_ranked_with_whole_ones_and_told() -> None:
+    short = replace(FAST, trial_id="short", methods={"tokens_per_s": "short"})
+    record = search(short, FRUGAL)
+    assert ids(ranking.pareto(record)) == ["short", "frugal"]
+    assert ranking.notices(record) == ["tokens_per_s is extrapolated from steps of fewer microbatches on 1 of 2 trials"]
+
+
+def test_within_a_share_of_the_best_of_another_metric() -> None:
+    near = trial("near", tokens_per_s=98, joules_per_token=2, throttle_ratio=0)
+    record = search(FAST, FRUGAL, near)
+    assert ranking.best(record, minimize="joules_per_token", within=["tokens_per_s 2%"]).trials == (near,)
+    assert ranking.best(record, minimize="joules_per_token", within=["tokens_per_s 1.9 %"]).trials == (FAST,)
+    assert ranking.best(record, maximize="tokens_per_s", within=["joules_per_token 0%"]).trials == (FRUGAL,)
+    slower = ranking.best(record, minimize="joules_per_token", where=["tokens_per_s<99"], within=["tokens_per_s 0%"])
+    assert slower.trials == (near,), "the best of those that meet the conditions"
+    with pytest.raises(InputError, match="no trial to choose from with tokens_per_s 0% of the best and joules"):
+        ranking.best(record, within=["tokens_per_s 0%", "joules_per_token 0%"])
+
+
+@pytest.mark.parametrize(
+    ("within", "problem"),
+    [
+        ("tokens_per_s", "is not 'METRIC NUMBER%'"),
+        ("tokens_per_s -1%", "is not 'METRIC NUMBER%'"),
+        ("mean_sm_clock_mhz 1%", "neither more nor less of mean_sm_clock_mhz is better"),
+        ("mfu 1%", "no metric 'mfu'"),
+    ],
+)
+def test_a_wrong_share_is_refused(within: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        ranking.best(search(FAST), within=[within])
+
+
+def test_the_knee_is_where_the_front_bends() -> None:
+    bend = trial("bend", tokens_per_s=95, joules_per_token=1.2, throttle_ratio=0)
+    flat = trial("flat", tokens_per_s=60, joules_per_token=1.1, throttle_ratio=0)
+    assert ranking.answer(search(FAST, FRUGAL, flat, bend), knee=True) == (ranking.best(search(bend)), [])
+    assert "the front has no bend" in ranking.answer(search(FAST, FRUGAL), knee=True)[1][0]
+    with pytest.raises(InputError, match="one of maximize, minimize and knee"):
+        ranking.best(search(FAST), knee=True, maximize="tokens_per_s")

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from mlflow import MlflowClient
+
+from search_spaces.config import TrialConfig
+from service.errors import InputError
+from service.home import Home
+from service.record.results import Results, SearchRecord
+from service.record.tracking import Tracker
+from telemetry.samples import SCHEMA
+from telemetry.store import read_samples
+from trainables.breakdown import break_down
+from trainables.result import PURPOSES, NodeWindow, Proxy, RankRecord, TrialResult
+
+CONFIG = TrialConfig(
+    "megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True
+)
+ENVIRONMENT = {"torch": "2.13.0", "git_commit": "0123abc"}
+
+
+def start(home: Home, uri: str | None = None, params: dict[str, object] | None = None) -> Tracker:
+    tracker = Tracker(uri or home.tracking_uri, home)
+    tracker.start_search(
+        "s1",
+        "name: tiny\n",
+        params or {"model": "tiny-llama", "accelerator": "h200", "data": "tokens.bin", "sequence_length": 128},
+        {"wattune.sampler": "tpe"},
+        ENVIRONMENT,
+        name="tiny",
+        objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
+        constraints=["peak_memory_gib<=70"],
+    )
+    return tracker
+
+
+def measured(trial_id: str = "s1-000") -> TrialResult:
+    step = break_down(["matmul"], np.array([0]), np.array([400_000_000]), 0.5)
+    return TrialResult(
+        trial_id,
+        CONFIG,
+        "ok",
+        metrics={"tokens_per_s": 1e5, "joules_per_token": 0.07, "step_time_s": 0.5, "peak_hbm_temp_c": None},
+        methods={"joules_per_token": "counter"},
+        step_times_s=(0.5, 0.6, 0.4),
+        losses=(9.0, 8.0, 7.5, 7.25),
+        windows=(NodeWindow("node", 5, 9, ("GPU-a", "GPU-b")),),
+        environment={"gpu_name": "NVIDIA H200"},
+        ranks=tuple(
+            RankRecord(
+                rank, 3 - rank, "node", f"GPU-{3 - rank}", CONFIG.coordinates(rank), 70.5, step if rank else None
+            )
+            for rank in range(4)
+        ),
+    )
+
+
+def samples(ticks: int = 4, nodes: tuple[str, ...] = ("node",)) -> pa.Table:
+    rows = [
+        {"time_ns": 10**15 + tick * 10**8, "node": node, "device": f"GPU-{node}-{index}", "index": index}
+        | {"kind": "nvidia", "power_w": 500.0 + 100 * index + tick}
+        for tick in range(ticks)
+        for node in nodes
+        for index in (0, 1)
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def read(home: Home, uri: str | None = None) -> SearchRecord:
+    return Results(uri or home.tracking_uri).search("s1")
+
+
+def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, key)]
+
+
+def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
+    tracker = start(home)
+    tracker.start_trial("s1-000", CONFIG, {"wattune.gang": "g0"})
+    assert read(home).trials[0].status == "running"
+    tracker.finish_trial(measured(), samples())
+    tracker.finish_search("finished", {"tokens_per_s": 1e5, "joules_per_token": None}, ["mind this"])
+    assert tracker.notices == []
+
+    search = read(home)
+    (trial,) = search.trials
+    assert (search.name, search.status, search.notices) == ("tiny", "finished", ("mind this",))
+    assert search.params["sequence_length"] == 128
+    assert search.environment == ENVIRONMENT
+    assert TrialConfig.from_dict(trial.config) == CONFIG
+    assert trial.config == CONFIG.to_dict()
+    assert trial.metrics == {"tokens_per_s": 1e5, "joules_per_token": 0.07, "step_time_s": 0.5}
+    assert trial.methods == {"joules_per_token": "counter"}
+    assert (trial.status, trial.cause, trial.label) == ("ok", None, CONFIG.label)
+
+    client = MlflowClient(home.tracking_uri)
+    parent, run = client.get_run(search.run_id), client.get_run(trial.run_id)
+    assert run.data.tags["mlflow.parentRunId"] == search.run_id
+    assert run.data.tags["wattune.energy"] == "counter"
+    assert run.data.tags["wattune.gang"] == "g0"
+    assert run.data.params["env.gpu_name"] == "NVIDIA H200"
+    assert (run.info.status, parent.info.status) == ("FINISHED", "FINISHED")
+    assert parent.data.metrics == {"tokens_per_s": 1e5}
+    assert parent.data.tags["mlflow.source.git.commit"] == "0123abc"
+
+    artifacts = Path(client.download_artifacts(trial.run_id, "", str(tmp_path)))
+    assert TrialResult.from_dict(json.loads((artifacts / "result.json").read_text())) == measured()
+    assert read_samples(artifacts / "samples.parquet").equals(samples())
+    spec = Path(client.download_artifacts(search.run_id, "spec.yaml", str(tmp_path)))
+    assert spec.read_text() == "name: tiny\n"
+    assert list((home.spool("s1") / "unsent").iterdir()) == []
+
+
+def test_a_record_from_before_there_were_ranks_in_it_is_read() -> None:
+    values = json.loads(json.dumps(measured().to_dict()))
+    assert TrialResult.from_dict(values) == measured()
+    del values["ranks"]
+    assert TrialResult.from_dict(values) == replace(measured(), ranks=())
+
+
+def test_series_are_kept_by_step_and_by_device(home: Home) -> None:
+    tracker = start(home)
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_trial(measured(), samples())
+    client, run_id = MlflowClient(home.tracking_uri), read(home).trials[0].run_id
+    assert history(client, run_id, "step/step_time_s") == [(0, 0.5), (1, 0.6), (2, 0.4)]
+    assert history(client, run_id, "step/loss") == [(0, 9.0), (1, 8.0), (2, 7.5), (3, 7.25)]
+    assert history(client, run_id, "power_w/gpu1") == [(0, 600.0), (100, 601.0), (200, 602.0), (300, 603.0)]
+
+
+def test_devices_of_several_nodes_are_told_apart(home: Home) -> None:
+    tracker = start(home)
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_trial(measured(), samples(nodes=("a", "b")))
+    client, run_id = MlflowClient(home.tracking_uri), read(home).trials[0].run_id
+    series = {key for key in client.get_run(run_id).data.metrics if key.startswith("power_w/")}
+    assert series == {"power_w/a-gpu0", "power_w/a-gpu1", "power_w/b-gpu0", "power_w/b-gpu1"}
+
+
+def test_a_failed_trial_keeps_its_cause_and_no_figure_is_made_up(home: Home) -> None:
+    tracker = start(home)
+    tracker.start_trial("s1-000", CONFIG, {})
+    metrics = {"tokens_per_s": None, "final_loss": math.nan, "peak_memory_gib": 139.5}
+    tracker.finish_trial(TrialResult("s1-000", CONFIG, "oom", "rank 2: out of memory", metrics, losses=(9.0, math.nan)))
+    (trial,) = read(home).trials
+    assert (trial.status, trial.cause) == ("oom", "rank 2: out of memory")
+    assert trial.metrics == {"peak_memory_gib": 139.5}
+    client = MlflowClient(home.tracking_uri)
+    assert client.get_run(trial.run_id).info.status == "FAILED"
+    assert history(client, trial.run_id, "step/loss") == [(0, 9.0)]
+
+
+def test_estimated_energy_is_labelled_where_people_look(home: Home) -> None:
+    tracker = start(home)
+    result = TrialResult("s1-000", CONFIG, "ok", None, {"joules_per_token": 1.0}, {"joules_per_token": "estimated"})
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_trial(result)
+    tags = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags
+    assert tags["wattune.energy"] == tags["wattune.method.joules_per_token"] == "estimated"
+    assert "estimated" in tags["mlflow.note.content"]
+
+
+def test_extrapolated_figures_are_labelled_with_their_depths(home: Home) -> None:
+    tracker = start(home)
+    part = TrialResult("s1-000-8-layers", CONFIG, "ok", None, {"tokens_per_s": 9.0})
+    proxies = (Proxy(8, part), Proxy(16, part))
+    methods = {"tokens_per_s": "extrapolated"}
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
+    (trial,) = read(home).trials
+    assert trial.methods == methods
+    note = MlflowClient(home.tracking_uri).get_run(trial.run_id).data.tags["mlflow.note.content"]
+    assert "**extrapolated** from models of 8 and 16 layers" in note
+
+
+def test_a_short_trial_is_labelled_with_its_batches(home: Home) -> None:
+    tracker = start(home)
+    parts = [replace(CONFIG, global_batch_size=batch) for batch in (4, 8)]
+    proxies = tuple(Proxy(8, TrialResult("s1-000", part, "ok")) for part in parts)
+    methods = {"tokens_per_s": "short"}
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
+    note = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags["mlflow.note.content"]
+    assert "**short** trial: steps of 4 and 8 sequences stand for steps of 16" in note
+
+
+def test_purposes_and_failures_of_the_machines_are_recorded(home: Home) -> None:
+    tracker = start(home)
+    for i, purpose in enumerate(PURPOSES):
+        tracker.start_trial(f"s1-00{i}", CONFIG, {"wattune.purpose": purpose})
+    assert [trial.purpose for trial in read(home).trials] == list(PURPOSES)
+    for i, purpose in enumerate(PURPOSES):
+        tracker.finish_trial(TrialResult(f"s1-00{i}", CONFIG, "crash", "why", purpose=purpose, infrastructure=i == 1))
+    trials = read(home).trials
+    assert [(trial.purpose, trial.infrastructure) for trial in trials] == [(p, p == PURPOSES[1]) for p in PURPOSES]
+
+
+def test_limits_of_a_batch_are_kept(home: Home) -> None:
+    tracker = start(home, params={f"p{i:03d}": "x" * 7000 for i in range(150)})
+    tracker.start_trial("s1-000", CONFIG, {f"t{i:03d}": "y" * 9000 for i in range(150)})
+    result = TrialResult("s1-000", CONFIG, "crash", "z" * 9000, losses=tuple(map(float, range(2500))))
+    tracker.finish_trial(result)
+    assert tracker.notices == []
+    search = read(home)
+    assert len(search.params) == 150
+    assert search.trials[0].cause is not None
+    client = MlflowClient(home.tracking_uri)
+    assert len(history(client, search.trials[0].run_id, "step/loss")) == 2500
+
+
+def test_what_mlflow_does_not_take_stays_on_disk_and_is_sent_in_the_end(home: Home) -> None:
+    tracker = start(home)
+    tracker.start_trial("s1-000", CONFIG, {})
+    artifacts = home.path / "artifacts"
+    shutil.move(artifacts, home.path / "moved")
+    artifacts.write_text("in the way of the artifact directory")
+    tracker.finish_trial(measured(), samples())
+    unsent = home.spool("s1") / "unsent" / "s1-000"
+    assert TrialResult.from_dict(json.loads((unsent / "result.json").read_text())) == measured()
+    assert read_samples(unsent / "samples.parquet").num_rows == 8
+    assert len(tracker.notices) == 1
+    assert str(unsent) in tracker.notices[0]
+
+    artifacts.unlink()
+    shutil.move(home.path / "moved", artifacts)
+    tracker.finish_search("finished", {})
+    assert tracker.notices == []
+    (trial,) = read(home).trials
+    assert (trial.status, trial.metrics["tokens_per_s"]) == ("ok", 1e5)
+    assert not unsent.exists()
+    client = MlflowClient(home.tracking_uri)
+    assert len(history(client, trial.run_id, "tokens_per_s")) == 1
+    assert len(history(client, trial.run_id, "power_w/gpu0")) == 4
+
+
+def test_a_trial_under_way_when_the_search_stops_is_marked(home: Home) -> None:
+    tracker = start(home)
+    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.finish_search("stopped", {})
+    search = read(home)
+    assert (search.status, search.trials[0].status) == ("stopped", "stopped")
+    client = MlflowClient(home.tracking_uri)
+    assert {client.get_run(run).info.status for run in (search.run_id, search.trials[0].run_id)} == {"KILLED"}
+
+
+def test_a_store_that_cannot_be_used_is_refused(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "junk.db").write_text("this is no database, and long enough to tell" * 50)
+    for uri in (
+        "./mlruns",
+        f"sqlite:///{tmp_path}/nowhere/m.db",
+        f"sqlite:///{tmp_path}/junk.db",
+        "http://127.0.0.1:9",
+    ):
+        with pytest.raises(InputError, match="tracking URI") as refused:
+            Tracker(uri, home)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(InputError) as refused:
+        Tracker("http://me:secret@127.0.0.1:9", home)
+    assert "secret" not in str(refused.value)
+
+
+def test_making_and_writing_the_store_prints_nothing(tmp_path: Path) -> None:
+    code = """
+from service.home import Home
+from service.record.tracking import Tracker
+home = Home.locate()
+tracker = Tracker(home.tracking_uri, home)
+tracker.start_search("s", "", {}, {}, {}, name="n", objectives={"mfu": "maximize"})
+tracker.finish_search("finished", {})
+"""
+    environment = {**os.environ, "WATTUNE_HOME": str(tmp_path / "home"), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@contextmanager
+def mlflow_server(home: Home, port: int) -> Iterator[str]:
+    """A real tracking server on loopback, which keeps its artifacts itself."""
+    options = ["--backend-store-uri", home.tracking_uri, "--artifacts-destination", str(home.path / "kept-by-server")]
+    options += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", *options],
+        env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_during_the_search_loses_nothing(
+    home: Home, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mlflow_server(home, port) as uri:
+        tracker = start(home, uri)
+        tracker.start_trial("s1-000", CONFIG, {})
+        tracker.finish_trial(measured("s1-000"), samples())
+        tracker.start_trial("s1-001", CONFIG, {})
+    tracker.finish_trial(measured("s1-001"), samples())
+    tracker.start_trial("s1-002", CONFIG, {})
+    tracker.finish_trial(measured("s1-002"), samples())
+    assert {path.name for path in (home.spool("s1") / "unsent").iterdir()} == {"s1-001", "s1-002"}
+    with mlflow_server(home, port) as uri:
+        tracker.finish_search("finished", {})
+        assert tracker.notices == []
+        search = read(home, uri)
+        assert [(t.trial_id, t.status) for t in search.trials] == [(f"s1-00{i}", "ok") for i in range(3)]
+        assert TrialConfig.from_dict(search.trials[2].config) == CONFIG
+        client = MlflowClient(uri)
+        path = client.download_artifacts(search.trials[2].run_id, "samples.parquet", str(tmp_path))
+        assert read_samples(Path(path)).equals(samples())
+    assert capfd.readouterr().out == ""

@@ -1,0 +1,269 @@
+"""What a search runs next: it explores, watches the machine, measures finalists, and goes on where it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from service.sampling.course import RETRIES, CalibrationCourse, Course, SearchCourse, Spent, Step, settled
+from service.sampling.study import SearchStudy
+from service.spec import SearchSpec, parse_spec
+from trainables.result import TrialResult
+
+SPEC: dict[str, Any] = {
+    "name": "course",
+    "model": "tiny-llama",
+    "data": "synthetic",
+    "sequence_length": 64,
+    "global_batch_size": 8,
+    "cluster": {"gpus_per_node": 2, "accelerator": "cpu"},
+    "objectives": {"tokens_per_s": "maximize", "joules_per_token": "minimize"},
+    "space": {"tensor_parallel_size": [1, 2], "zero_stage": [0, 2, 3], "micro_batch_size": [1, 2], "precision": "fp32"},
+    "sampler": "random",
+    "finalists": {"count": 0},
+    "sentinel_every": 0,
+}
+
+
+def spec_of(**changes: Any) -> SearchSpec:
+    return parse_spec(yaml.safe_dump(SPEC | changes))
+
+
+def course_of(spec: SearchSpec, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchCourse:
+    study = SearchStudy("search", spec.legal.points, spec.objectives, spec.limits, spec.sampler, spec.seed)
+    study.recall([result for result in settled(results) if result.purpose == "search"])
+    return SearchCourse(study, spec, results=results, **arguments)
+
+
+def outcome(trial_id: str, step: Step, status: str = "ok", **metrics: float) -> TrialResult:
+    """Faster layouts take more energy, so that all are on the front."""
+    rate = 100.0 + step.config.micro_batch_size + 10 * step.config.zero_stage + 3 * step.config.tensor_parallel_size
+    figures: dict[str, float | None] = {"tokens_per_s": rate, "joules_per_token": rate / 100, **metrics}
+    return TrialResult(trial_id, step.config, status, metrics=figures if status == "ok" else {}, purpose=step.purpose)
+
+
+def run(
+    course: Course, trials: int = 1000, change: Callable[[TrialResult], TrialResult] = lambda result: result
+) -> list[TrialResult]:
+    """Run the course to its end, or as many trials of it, one at a time; what became of each."""
+    results: list[TrialResult] = []
+    while len(results) < trials and (step := course.next(f"t{len(results)}")) is not None:
+        results.append(change(outcome(f"t{len(results)}", step)))
+        course.take(results[-1])
+    return results
+
+
+def purposes(results: list[TrialResult]) -> str:
+    """One letter a trial: s for search, w for the sentinel that watches, f for finalist."""
+    return "".join({"search": "s", "sentinel": "w", "finalist": "f"}[result.purpose] for result in results)
+
+
+def test_ends_when_the_trials_are_used_up() -> None:
+    assert len(run(course_of(spec_of(budget={"trials": 3})))) == 3
+
+
+def test_ends_when_the_space_is_used_up() -> None:
+    spec = spec_of(budget={"trials": 100})
+    assert {result.config for result in run(course_of(spec))} == set(spec.legal.points)
+
+
+def test_ends_when_the_wall_time_is_used_up() -> None:
+    course = course_of(spec_of(budget={"wall_time_s": 0.2}))
+    assert course.next("a") is not None
+    time.sleep(0.25)
+    assert course.next("b") is None
+
+
+def test_ends_when_the_gpu_hours_are_used_up() -> None:
+    """A trial of 0.1 s on two GPUs is 0.2 GPU-seconds."""
+    for hours, goes_on in ((0.15 / 3600, False), (10 / 3600, True)):
+        course = course_of(spec_of(budget={"gpu_hours": hours}))
+        step = course.next("a")
+        assert step is not None
+        time.sleep(0.1)
+        course.take(outcome("a", step))
+        assert course.gpu_seconds == pytest.approx(0.2, abs=0.1)
+        assert (course.next("b") is not None) == goes_on
+
+
+def test_ends_when_it_is_stopped() -> None:
+    course = course_of(spec_of())
+    assert course.next("a") is not None
+    course.stopped = True
+    assert course.next("b") is None
+
+
+def test_the_budget_is_what_is_left_of_it() -> None:
+    earlier = tuple(run(course_of(spec_of(budget={"trials": 4}))))
+    spent = Spent(wall_time_s=100.0, gpu_seconds=3600.0)
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({"trials": 4}, False),
+        ({"trials": 5}, True),
+        ({"wall_time_s": 99}, False),
+        ({"wall_time_s": 200}, True),
+        ({"gpu_hours": 1}, False),
+        ({"gpu_hours": 1.1}, True),
+    ]
+    for budget, more in cases:
+        course = course_of(spec_of(budget=budget), earlier, spent=spent)
+        assert (course.next("t") is not None) == more, budget
+
+
+def test_each_trial_is_given_the_front_so_far() -> None:
+    course = course_of(spec_of())
+    first = course.next("a")
+    assert first is not None
+    assert first.front == ()
+    course.take(outcome("a", first, tokens_per_s=10.0, joules_per_token=1.0))
+    second = course.next("b")
+    assert second is not None
+    assert second.front == ({"tokens_per_s": 10.0, "joules_per_token": 1.0},)
+    course.take(outcome("b", second, tokens_per_s=20.0, joules_per_token=0.5))
+    third = course.next("c")
+    assert third is not None
+    assert third.to_dict()["front"] == [{"tokens_per_s": 20.0, "joules_per_token": 0.5}]
+
+
+def test_the_sentinel_is_the_first_layout_that_ended_well_and_comes_back_again_and_again() -> None:
+    failing = iter(["crash", "oom"])
+    course = course_of(spec_of(sentinel_every=3, budget={"trials": 8}))
+    results = run(course, change=lambda result: replace(result, status=next(failing, "ok")))
+    assert purposes(results) == "ssssss" + "wss"
+    assert {result.config for result in results if result.purpose == "sentinel"} == {results[2].config}
+    asked = [result.config for result in results if result.purpose == "search"]
+    assert len(asked) == len(set(asked)) == 8
+    assert len(course.front()) == 6, "a sentinel is no point of the front"
+
+
+def test_how_far_the_sentinel_moved_is_known() -> None:
+    def warming(result: TrialResult) -> TrialResult:
+        return replace(result, metrics={"tokens_per_s": 90.0 if result.purpose == "sentinel" else 100.0})
+
+    course = course_of(spec_of(sentinel_every=2, budget={"trials": 4}))
+    run(course, change=warming)
+    assert {metric: move.share for metric, move in course.drifts().items()} == {"tokens_per_s": pytest.approx(-0.1)}
+    assert course_of(spec_of()).drifts() == {}
+
+
+def test_finalists_are_the_ends_of_the_front_measured_in_rounds() -> None:
+    course = course_of(spec_of(finalists={"count": 3, "repeats": 2}, budget={"trials": 6}))
+    results = run(course)
+    assert purposes(results) == "ssssss" + "ffffff"
+    explored, measured = results[:6], [result.config for result in results[6:]]
+    assert set(measured[:3]) == set(measured[3:])
+    rates = {result.config: result.metrics["tokens_per_s"] or 0.0 for result in explored}
+    assert len(set(measured)) == 3
+    assert {max(rates, key=rates.__getitem__), min(rates, key=rates.__getitem__)} < set(measured)
+    assert course.next("more") is None
+
+
+def test_finalists_wait_for_the_trials_under_way() -> None:
+    course = course_of(spec_of(finalists={"count": 1, "repeats": 2}, budget={"trials": 2}), gangs=2)
+    steps = {trial_id: course.next(trial_id) for trial_id in ("a", "b")}
+    first, second = steps["a"], steps["b"]
+    assert first is not None
+    assert second is not None
+    course.take(outcome("a", first, tokens_per_s=1.0, joules_per_token=1.0))
+    assert course.next("c") is None
+    course.take(outcome("b", second, tokens_per_s=2.0, joules_per_token=0.5))
+    side_by_side = [course.next("c"), course.next("d")]
+    assert side_by_side == [Step(second.config, "finalist")] * 2
+
+
+def test_a_search_without_a_front_has_no_finalists() -> None:
+    course = course_of(spec_of(finalists={"count": 2}, budget={"trials": 2}))
+    assert purposes(run(course, change=lambda result: replace(result, status="oom", metrics={}))) == "ss"
+
+
+def test_exploring_leaves_the_finalists_their_time() -> None:
+    """A finalist is 2 s and a window of 8 s: two of them, two times each, are 40 s."""
+    finalists = {"count": 2, "repeats": 2, "window_s": 8}
+    results = tuple(run(course_of(spec_of(budget={"trials": 4}))))
+    results = tuple(replace(r, metrics=r.metrics | {"warmup_time_s": 1.5, "trial_overhead_s": 0.5}) for r in results)
+    for wall_time_s, spent_s, purpose in ((200, 150, "search"), (200, 165, "finalist"), (60, 20, "search")):
+        spec = spec_of(finalists=finalists, budget={"wall_time_s": wall_time_s})
+        step = course_of(spec, results, spent=Spent(spent_s)).next("t")
+        assert step is not None
+        assert step.purpose == purpose
+    spec = spec_of(finalists=finalists, budget={"wall_time_s": 60})
+    step = course_of(spec, results, spent=Spent(31)).next("t")
+    assert step is not None
+    assert step.purpose == "finalist", "at most half of the time is kept for them"
+    spec = spec_of(finalists=finalists, budget={"gpu_hours": 200 / 3600})
+    step = course_of(spec, results, spent=Spent(gpu_seconds=125)).next("t")
+    assert step is not None
+    assert step.purpose == "finalist"
+    assert course_of(spec, results, spent=Spent(gpu_seconds=201)).next("t") is None
+
+
+@pytest.mark.parametrize("done", range(14))
+def test_a_search_goes_on_where_it_was(done: int) -> None:
+    """Whatever a search had done when it was broken off, the rest is what it would have run."""
+    spec = spec_of(finalists={"count": 2, "repeats": 2}, sentinel_every=4, budget={"trials": 8})
+    whole = run(course_of(spec))
+    assert purposes(whole) == "sssss" + "wsss" + "fwff" + "f"
+    course = course_of(spec, tuple(whole[:done]))
+    assert course.to_come >= len(whole) - done
+    rest = run(course)
+    assert purposes(whole[:done] + rest) == purposes(whole)
+    explored = [result.config for result in whole[:done] + rest if result.purpose == "search"]
+    assert len(set(explored)) == 8
+    if done >= 9:  # what explored is the same, and so are the finalists and their order
+        assert [result.config for result in rest] == [result.config for result in whole[done:]]
+    assert course.to_come == 0
+
+
+def faulty(result: TrialResult) -> TrialResult:
+    return replace(result, status="crash", metrics={}, infrastructure=True)
+
+
+@pytest.mark.parametrize("purpose", ["search", "sentinel", "finalist"])
+def test_a_trial_that_the_machines_failed_is_run_again_and_then_given_up(purpose: str) -> None:
+    spec = spec_of(finalists={"count": 1, "repeats": 2}, sentinel_every=4, budget={"trials": 5})
+    course = course_of(spec)
+    victims: list[TrialResult] = []
+
+    def change(result: TrialResult) -> TrialResult:
+        mine = result.purpose == purpose and (not victims or victims[0].config == result.config)
+        if not mine or len(victims) > RETRIES:
+            return result
+        victims.append(faulty(result))
+        return victims[-1]
+
+    results = run(course, change=change)
+    assert len(victims) == RETRIES + 1
+    where = results.index(victims[0])
+    assert results[where : where + RETRIES + 1] == victims, "at once"
+    assert [r.infrastructure for r in course.results].count(True) == 1, "the last failure counts"
+    assert course.results == settled(results)
+    explored = [r.config for r in course.results if r.purpose == "search"]
+    assert len(explored) == len(set(explored)) == 5
+
+
+def test_a_failure_of_the_machines_is_not_told_to_the_study() -> None:
+    course = course_of(spec_of(budget={"trials": 2}))
+    first = course.next("a")
+    assert first is not None
+    assert not course.take(faulty(outcome("a", first)))
+    again = course.next("b")
+    assert again == first
+    assert course.take(outcome("b", first))
+    resumed = course_of(spec_of(budget={"trials": 2}), (faulty(outcome("a", first)), outcome("b", first)))
+    assert [result.status for result in resumed.results] == ["ok"]
+    assert len(run(resumed)) == 1
+
+
+def test_a_calibration_runs_its_layouts_once_each() -> None:
+    spec = spec_of(budget={"trials": 1})
+    layouts = spec.legal.points[:3]
+    course = CalibrationCourse(spec, layouts)
+    assert (course.sought, course.to_come) == (3, 3)
+    results = run(course)
+    assert [result.config for result in results] == list(layouts)
+    assert {result.purpose for result in results} == {"calibration"}
+    assert course.to_come == 0

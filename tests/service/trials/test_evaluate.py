@@ -1,0 +1,451 @@
+"""The arithmetic between what a gang's ranks and the nodes' telemetry report and what the record holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from search_spaces.config import TrialConfig
+from service.spec import METRICS, SearchSpec
+from service.trials.evaluate import Span, make_request, node_windows, run, run_on_gang, windows_of_idle
+from service.trials.figures import (
+    breakdown_metrics,
+    breakdown_problems,
+    methods,
+    metrics,
+    rank_records,
+    telemetry_problems,
+    trial_metrics,
+)
+from telemetry.device_window import DeviceWindow
+from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
+from telemetry.window import WindowSummary
+from trainables.breakdown import Breakdown, break_down
+from trainables.child import Outcome
+from trainables.mailbox import Mailbox, Member
+from trainables.measure import Protocol, Stretch, Timing
+from trainables.profiling import Profile
+from trainables.result import NodeWindow, TrialResult
+from trainables.trial import Progress, RankReport
+
+SECOND = 1_000_000_000
+
+
+def make_spec(accelerator: str = "h200") -> SearchSpec:
+    return SearchSpec.model_validate(
+        {
+            "name": "arithmetic",
+            "model": "tiny-llama",
+            "data": "synthetic",
+            "sequence_length": 128,
+            "global_batch_size": 16,
+            "cluster": {"gpus_per_node": 8, "accelerator": accelerator},
+            "space": {"num_gpus": [4]},
+            "measurement": {"steady_steps": 4, "window_s": 7, "deadline_s": 99},
+            "seed": 5,
+        }
+    )
+
+
+CONFIG = TrialConfig("megatron", 4, 16)
+TIMING = Timing(
+    warmup_steps_s=(9.0, 2.0, 2.0),
+    window_steps_s=(2.0, 2.0, 4.0, 2.0),
+    start_ns=100 * SECOND,
+    end_ns=110 * SECOND,
+    compile_s=7.0,
+)
+LATER = Timing((1.0, 1.0), (1.0, 1.0, 1.0, 1.0), 120 * SECOND, 124 * SECOND, 0.0)
+
+
+def ranks(
+    count: int,
+    peaks: list[float | None],
+    device: str | None = "GPU",
+    config: TrialConfig = CONFIG,
+    profiles: list[Profile] | None = None,
+    timings: Sequence[tuple[int, Timing]] = ((16, TIMING),),
+) -> list[Outcome]:
+    """Outcomes by worker."""
+    return [
+        Outcome(
+            "ok",
+            phase="report",
+            report=RankReport(
+                rank=config.worker_rank(rank),
+                coordinates=config.coordinates(config.worker_rank(rank)),
+                device=device and f"{device}-{rank}",
+                timings={size: replace(t, start_ns=t.start_ns + rank, end_ns=t.end_ns + rank) for size, t in timings},
+                losses=(6.0, 5.0, 4.5),
+                grad_norms=(1.0, 1.0, 1.0),
+                peak_memory_gib=peaks[rank],
+                environment={"torch": "2"},
+                profile=profiles[rank] if profiles else None,
+            ),
+        )
+        for rank in range(count)
+    ]
+
+
+def reports(outcomes: list[Outcome]) -> list[RankReport]:
+    return [outcome.report for outcome in outcomes if outcome.report is not None]
+
+
+def spans(outcomes: list[Outcome]) -> list[Span]:
+    return [Span(r.device, r.timings[16].start_ns, r.timings[16].end_ns) for r in reports(outcomes)]
+
+
+def device_window(device: str, energy_j: float | None, **changes: Any) -> DeviceWindow:
+    return replace(
+        DeviceWindow(
+            device=device,
+            duration_s=10.0,
+            energy_j=energy_j,
+            energy_method="counter",
+            integrated_j=None if energy_j is None else 0.98 * energy_j,
+            throttle_s={cause: 5.0 if cause == "power_cap" else 0.0 for cause in THROTTLE_CAUSES},
+            throttle_time_s=1.0,
+            thermal_throttle_s=(1.0, 2.0),
+            throttle_method="counter",
+            power_cap_method="counter",
+            mean_hbm_power_w=None,
+            mean_sm_clock_mhz=1500.0,
+            min_sm_clock_mhz=1200.0,
+            mean_gpu_temp_c=60.0,
+            peak_gpu_temp_c=65.0,
+            min_gpu_temp_margin_c=25.0,
+            peak_hbm_temp_c=None,
+            tensor_activity=0.6,
+            dram_activity=0.3,
+            bytes_per_s=dict.fromkeys(TRAFFIC, 1e9),
+            utilisation={"pcie": 0.1, "link": None},
+            sample_count=100,
+            problems=(),
+        ),
+        **changes,
+    )
+
+
+SUMMARY = WindowSummary(tuple(device_window(f"GPU-{rank}", 2560.0) for rank in range(4)), peak_power_w=1400.0)
+NONE_IDLE = WindowSummary((), peak_power_w=None)
+
+
+def test_speed_and_efficiency_follow_from_the_window() -> None:
+    spec = make_spec()
+    found = metrics(16 * 128, reports(ranks(4, [None] * 4)), TIMING, SUMMARY, NONE_IDLE, spec)
+    tokens = 16 * 128 * 4
+    assert found["tokens_per_s"] == pytest.approx(tokens / 10)
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens / 10 / 4)
+    flops = spec.shape.flops_per_token(128) * tokens / 10
+    assert found["mfu"] == pytest.approx(flops / (4 * 989.4e12))
+    assert found["step_time_s"] == 2.0  # the median: one slow step does not move it
+    assert found["joules_per_token"] == pytest.approx(4 * 2560 / tokens)
+    assert found["energy_per_step_j"] == pytest.approx(4 * 2560 / 4)
+    assert found["mean_power_w"] == pytest.approx(4 * 256)
+    assert found["peak_power_w"] == 1400.0
+    assert found["energy_ratio"] == pytest.approx(0.98)
+    assert found["throttle_ratio"] == pytest.approx(0.1)
+    assert found["power_cap_ratio"] == pytest.approx(0.5)
+
+
+def test_the_fullest_gpu_and_the_last_loss_are_the_trial_s() -> None:
+    found = trial_metrics(reports(ranks(4, [1.0, 3.5, 2.0, 3.0])), gang_s=25.0)
+    assert (found["peak_memory_gib"], found["final_loss"]) == (3.5, 4.5)
+
+
+def test_the_gang_s_time_is_split_into_compile_warm_up_window_and_overhead() -> None:
+    found = trial_metrics(reports(ranks(4, [None] * 4)), gang_s=25.0)
+    parts = [found[name] for name in ("compile_time_s", "warmup_time_s", "window_time_s", "trial_overhead_s")]
+    assert parts == [7.0, 6.0, 10.0, 2.0]
+
+
+def step_of(matmul_s: float, idle_s: float) -> Breakdown:
+    """Of a step that multiplies matrices, communicates for a second and waits."""
+    edges = np.array([0, matmul_s, matmul_s + 1]) * SECOND
+    starts, ends = edges[:-1].astype(np.int64), edges[1:].astype(np.int64)
+    return break_down(["matmul", "send_recv"], starts, ends, matmul_s + 1 + idle_s)
+
+
+STAGES = replace(CONFIG, num_gpus=2, pipeline_parallel_size=2, rank_order=(1, 0))
+
+
+def test_each_rank_s_place_worker_and_breakdown_are_recorded_by_rank() -> None:
+    profiles = [Profile(step_of(2.0, 4.0), None, 0.5), Profile(step_of(3.0, 3.0), None, 0.7)]
+    outcomes = ranks(2, [5.0, 6.0], config=STAGES, profiles=profiles)
+    first, second = rank_records(outcomes, members(["a", "b"]))
+    assert (first.rank, first.worker, first.node_id, first.device, first.peak_memory_gib) == (0, 1, "b", "GPU-1", 6.0)
+    assert first.coordinates == {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    assert first.breakdown == profiles[1].breakdown
+    assert (second.rank, second.worker, second.coordinates["pp"]) == (1, 0, 1)
+
+
+def test_the_breakdown_is_told_as_the_mean_over_the_ranks_and_the_worst_of_them() -> None:
+    profiles = [Profile(step_of(2.0, 4.0), None, 0.5), Profile(step_of(3.0, 3.0), None, 0.7)]
+    outcomes = ranks(2, [None] * 2, config=STAGES, profiles=profiles)
+    found = breakdown_metrics(rank_records(outcomes, members(["a", "a"])))
+    assert found["breakdown_matmul_s"] == 2.5
+    assert found["breakdown_exposed_send_recv_s"] == found["breakdown_exposed_communication_s"] == 1.0
+    assert (found["breakdown_idle_s"], found["breakdown_max_idle_s"]) == (3.5, 4.0)
+    assert found["breakdown_span_s"] == 7.0
+    assert all(name.startswith("breakdown_") and name.endswith("_s") for name in found)
+    assert breakdown_problems(outcomes) == []
+
+
+def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:
+    failed = Profile(None, "the profiler failed: RuntimeError: it saw no kernel", 0.1)
+    outcomes = ranks(2, [None] * 2, config=STAGES, profiles=[failed, Profile(step_of(1.0, 1.0), None, 0.1)])
+    assert breakdown_problems(outcomes) == [f"no breakdown of rank 1: {failed.problem}"]
+    assert rank_records(outcomes, members(["a", "a"]))[1].breakdown is None
+    assert breakdown_metrics(rank_records(ranks(2, [None] * 2), members(["a", "a"]))) == {}
+
+
+def test_the_breakdown_s_own_time_is_no_overhead() -> None:
+    profiles = [Profile(step_of(1.0, 1.0), None, seconds) for seconds in (0.5, 0.7)]
+    found = trial_metrics(reports(ranks(2, [None] * 2, config=STAGES, profiles=profiles)), gang_s=25.0)
+    assert found["breakdown_time_s"] == 0.7
+    assert found["trial_overhead_s"] == pytest.approx(1.3)
+
+
+def test_every_metric_that_a_spec_can_name_is_given() -> None:
+    of_ranks = reports(ranks(4, [None] * 4))
+    window = metrics(2048, of_ranks, TIMING, SUMMARY, NONE_IDLE, make_spec())
+    assert set(METRICS) <= set(window | trial_metrics(of_ranks, gang_s=25.0))
+
+
+def test_what_is_not_known_is_none() -> None:
+    unknown = replace(SUMMARY, devices=(device_window("node", None, energy_method=None),), peak_power_w=None)
+    of_ranks = reports(ranks(4, [None] * 4, device=None))
+    found = metrics(16 * 128, of_ranks, TIMING, unknown, NONE_IDLE, make_spec("cpu"))
+    found |= trial_metrics(of_ranks, gang_s=25.0)
+    names = ("mfu", "joules_per_token", "mean_power_w", "peak_power_w", "peak_hbm_temp_c", "peak_memory_gib")
+    assert [found[name] for name in names] == [None] * len(names)
+    assert found["tokens_per_s"] == pytest.approx(16 * 128 * 4 / 10)
+    assert "joules_per_token" not in methods(unknown, NONE_IDLE)
+
+
+def test_a_saturated_fabric_is_told() -> None:
+    busy = replace(SUMMARY, devices=(device_window("GPU-0", 1.0, utilisation={"pcie": 0.1, "link": 0.95}),))
+    assert telemetry_problems(busy, NONE_IDLE) == ["GPU-0: link is saturated, at 95% of its peak"]
+
+
+def test_energy_per_token_is_labelled_as_the_energy_is() -> None:
+    assert methods(SUMMARY, NONE_IDLE)["joules_per_token"] == "counter"
+    estimated = replace(SUMMARY, devices=(device_window("node", 10.0, energy_method="estimated"),))
+    assert methods(estimated, None)["joules_per_token"] == "estimated"
+    assert methods(estimated, None)["mean_power_w"] == "estimated"
+
+
+def members(nodes: list[str]) -> list[Member]:
+    return [Member(rank, rank, node, "host", 1 if rank == 0 else None) for rank, node in enumerate(nodes)]
+
+
+def test_each_node_has_its_own_window_with_the_gpus_that_worked() -> None:
+    windows = node_windows(spans(ranks(4, [None] * 4)), members(["a", "a", "b", "b"]), {})
+    assert windows == (
+        NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("GPU-0", "GPU-1")),
+        NodeWindow("b", TIMING.start_ns + 2, TIMING.end_ns + 2, ("GPU-2", "GPU-3")),
+    )
+
+
+def test_workers_that_a_trial_leaves_idle_are_not_measured() -> None:
+    windows = node_windows(spans(ranks(3, [None] * 3)), members(["a", "b", "a", "b", "c", "c"]), {})
+    assert [(window.node_id, window.devices) for window in windows] == [("a", ("GPU-0", "GPU-2")), ("b", ("GPU-1",))]
+
+
+class NodeTelemetry:
+    """Answers for a node as `telemetry.actor.Telemetry` does, with the figures it was given for `TIMING`."""
+
+    def __init__(self, energy_j: dict[str, float], problem: str = "", kind: str = "nvidia") -> None:
+        self.energy_j, self.problem, self.kind = energy_j, problem, kind
+
+    def describe(self) -> dict[str, Any]:
+        return {"devices": [{"uuid": device, "kind": self.kind} for device in self.energy_j]}
+
+    def window(self, start_ns: int, end_ns: int, devices: tuple[str, ...]) -> WindowSummary:
+        assert (start_ns, end_ns) in ((t.start_ns, t.end_ns) for t in (TIMING, LATER))  # of the node's first rank
+        length = (end_ns - start_ns) / (TIMING.end_ns - TIMING.start_ns)
+        windows = [
+            device_window(
+                device, self.energy_j[device] * length, problems=(f"{device}: {self.problem}",) if self.problem else ()
+            )
+            for device in devices
+        ]
+        return WindowSummary(tuple(windows), peak_power_w=300.0)
+
+
+@pytest.mark.timeout(120)
+def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None:
+    telemetry = {"a": start(NodeTelemetry, {"cpu-of-a": 1.0}, "", "cpu")}
+    outcomes = ranks(2, [None] * 2, device=None)
+    windows = node_windows(spans(outcomes), members(["a", "a"]), telemetry)
+    assert windows == (NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("cpu-of-a",)),)
+    assert windows_of_idle(windows, members(["a", "a", "a"]), telemetry) == ()
+    cpu = metrics(2048, reports(outcomes), TIMING, SUMMARY, NONE_IDLE, make_spec("cpu"))
+    assert cpu["idle_energy_j"] is None
+    gpus = metrics(2048, reports(ranks(2, [None] * 2)), TIMING, SUMMARY, NONE_IDLE, make_spec())
+    assert gpus["idle_energy_j"] == 0.0
+
+
+def test_a_request_carries_the_spec_s_own_words() -> None:
+    spec = make_spec()
+    request = make_request("t1", CONFIG, spec)
+    assert (request.trial_id, request.config, request.model) == ("t1", CONFIG, spec.shape)
+    assert (request.data, request.sequence_length, request.seed) == ("synthetic", 128, 5)
+    assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5, breakdown=True)
+    assert (request.deadline_s, request.batches) == (99.0, ())
+
+
+def test_many_microbatches_are_timed_by_fewer_but_not_those_of_finalists() -> None:
+    many = replace(CONFIG, global_batch_size=128)  # 32 on each replica
+    for purpose in ("search", "sentinel", "calibration"):
+        short = make_request("t1", many, make_spec(), purpose)
+        assert (short.config, short.batches, short.protocol.window_s) == (many, (24, 8), 3.5)
+    whole = make_request("t1", many, make_spec(), "finalist")
+    assert (whole.batches, whole.protocol.window_s) == ((), make_spec().finalists.window_s)
+    assert whole.deadline_s == pytest.approx(99.0 * 128 / 24)
+    assert make_request("t1", CONFIG, make_spec(), "finalist").deadline_s == 99.0  # it was in full before, too
+    spec = make_spec()
+    measurement = spec.measurement.model_copy(update={"short_trials": False})
+    whole = make_request("t1", many, spec.model_copy(update={"measurement": measurement}))
+    assert (whole.batches, whole.protocol.window_s) == ((), 7.0)
+
+
+def start(actor: Any, *arguments: Any) -> Any:
+    return ray.remote(actor).options(num_cpus=0, max_concurrency=100).remote(*arguments)
+
+
+def answering(outcomes: list[Outcome], idle: int = 0) -> Any:
+    """A gang's mailbox, with workers that hand in these outcomes for its first trial, and more that are left idle."""
+    workers = len(outcomes) + idle
+    mailbox = start(Mailbox, workers)
+
+    @ray.remote(num_cpus=0)
+    def work(mailbox: Any) -> None:
+        for member in members(["a"] * workers):
+            ray.get(mailbox.join.remote("first", member))
+        order = ray.get(mailbox.next.remote(0, 0))
+        for rank, outcome in enumerate(outcomes):
+            ray.get(mailbox.hand_in.remote(rank, order.number, outcome))
+
+    work.remote(mailbox)
+    return mailbox
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None:
+    spec = make_spec()
+    telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
+    result = run_on_gang(
+        make_request("t1", CONFIG, spec), spec, answering(ranks(4, [1.0] * 4)), telemetry, {"gpu": "H200"}
+    )
+    assert (result.trial_id, result.config, result.status) == ("t1", CONFIG, "ok")
+    assert result.metrics["joules_per_token"] == pytest.approx(4 * 2560 / (16 * 128 * 4))
+    assert result.methods["joules_per_token"] == "counter"
+    assert result.step_times_s == TIMING.window_steps_s
+    assert result.losses == (6.0, 5.0, 4.5)
+    assert [(rank.rank, rank.worker, rank.device) for rank in result.ranks] == [(i, i, f"GPU-{i}") for i in range(4)]
+    assert [window.devices for window in result.windows] == [("GPU-0", "GPU-1", "GPU-2", "GPU-3")]
+    assert result.environment == {"gpu": "H200", "torch": "2"}
+    assert result.cause is not None
+    assert "GPU-1: was reset" in result.cause
+    assert TrialResult.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.timeout(120)
+def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) -> None:
+    spec = make_spec().model_copy(update={"global_batch_size": 128})
+    config = replace(CONFIG, global_batch_size=128)
+    telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
+    outcomes = ranks(4, [1.0] * 4, timings=[(24, TIMING), (8, LATER)])
+    result = run("t1", config, spec, answering(outcomes), telemetry, {}, "sentinel")
+    assert (result.status, result.config, result.purpose) == ("ok", config, "sentinel")
+    # Steps of 24 and of 8 sequences take 2.5 s and 1 s on average.
+    assert result.metrics["tokens_per_s"] == pytest.approx(128 * 128 / (2.5 + 1.5 * (128 - 24) / 16))
+    assert result.metrics["window_time_s"] == 14.0
+    assert result.methods["tokens_per_s"] == "short"
+    assert result.metrics["power_cap_ratio"] == pytest.approx(0.5)
+    assert [proxy.result.config.global_batch_size for proxy in result.proxies] == [8, 24]
+    assert [proxy.result.windows[0].start_ns for proxy in result.proxies] == [LATER.start_ns, TIMING.start_ns]
+    assert result.windows == result.proxies[1].result.windows
+    assert result.cause is not None
+    assert result.cause.startswith("at 24 sequences: GPU-0: was reset")
+    assert "at 8 sequences: GPU-0: was reset" in result.cause
+    assert TrialResult.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.timeout(120)
+def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
+    spec, request = make_spec(), make_request("t1", replace(CONFIG, num_gpus=2), make_spec())
+    drawn = {"GPU-0": 3000.0, "GPU-1": 3000.0, "GPU-2": 700.0, "GPU-3": 800.0}
+
+    def with_energies(energy_j: dict[str, float]) -> TrialResult:
+        telemetry = {"a": start(NodeTelemetry, energy_j, "was hot")}
+        return run_on_gang(request, spec, answering(ranks(2, [1.0] * 2), idle=2), telemetry, {})
+
+    result = with_energies(drawn)
+    assert result.metrics["idle_energy_j"] == pytest.approx(1500)
+    assert result.metrics["joules_per_token"] == pytest.approx(6000 / (16 * 128 * 4))
+    assert result.methods["idle_energy_j"] == "counter"
+    assert [window.devices for window in result.windows] == [("GPU-0", "GPU-1")]
+    assert result.cause == "GPU-0: was hot; GPU-1: was hot; idle GPU-2: was hot; idle GPU-3: was hot"
+    shared = with_energies(drawn | {"GPU-4": 5000.0})  # which may be another gang's
+    assert shared.metrics["idle_energy_j"] is None
+    assert "idle_energy_j" not in shared.methods
+    assert shared.cause == "GPU-0: was hot; GPU-1: was hot; no idle_energy_j: the node's GPUs are not all the gang's"
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
+    outcomes = [Outcome("aborted"), Outcome("oom", "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
+    spec, config = make_spec(), replace(CONFIG, num_gpus=2)
+    result = run_on_gang(make_request("t2", config, spec), spec, answering(outcomes), {}, {})
+    assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")
+    assert (result.metrics, result.windows, result.infrastructure) == ({}, (), False)
+
+
+def steady(mailbox: Any, lost: bool = False) -> None:
+    """A gang of one worker whose trial is steady, at 10 s a step, and goes on until it is ended or the gang is lost."""
+
+    @ray.remote(num_cpus=0)
+    def work(mailbox: Any) -> None:
+        ray.get(mailbox.join.remote("first", members(["a"])[0]))
+        order = ray.get(mailbox.next.remote(0, 0))
+        agreed = Stretch((10.0,) * 3, LATER.start_ns, LATER.end_ns)
+        ray.get(mailbox.note.remote(0, order.number, Progress("window", "GPU-0", 204.8, agreed)))
+        if lost:
+            ray.get(mailbox.give_up.remote("the node was lost"))
+        ray.get(mailbox.aborted.remote(order.number))
+
+    work.remote(mailbox)
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_session: Any) -> None:
+    mailbox, config, front = start(Mailbox, 1), replace(CONFIG, num_gpus=1), [{"tokens_per_s": 300.0}]
+    front[0] |= {"joules_per_token": 0.1, "throttle_ratio": 0.0}
+    telemetry = {"a": start(NodeTelemetry, {"GPU-0": 6000.0})}
+    steady(mailbox)
+    result = run("t1", config, make_spec(), mailbox, telemetry, {}, "search", front)
+    assert (result.status, result.purpose, result.infrastructure) == ("pruned", "search", False)
+    assert result.cause is not None
+    assert result.cause.startswith("dominated: tokens_per_s 206.3, joules_per_token ")
+    assert set(result.metrics) == {"bound_tokens_per_s", "bound_joules_per_token", "bound_throttle_ratio"}
+    assert (result.methods, result.windows, result.step_times_s) == ({}, (), ())
+    assert TrialResult.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("purpose", ["finalist", "sentinel", "calibration"])
+def test_only_trials_that_explore_are_ended_early(purpose: str, ray_session: Any) -> None:
+    mailbox, config = start(Mailbox, 1), replace(CONFIG, num_gpus=1)
+    steady(mailbox, lost=True)
+    front = [{"tokens_per_s": 1e9, "joules_per_token": 0.0, "throttle_ratio": 0.0}]
+    result = run("t1", config, make_spec(), mailbox, {}, {}, purpose, front)
+    assert (result.status, result.cause, result.purpose) == ("crash", "the node was lost", purpose)
+    assert result.infrastructure
+    assert result.metrics == {}

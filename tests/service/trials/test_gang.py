@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import ActorUnschedulableError, RayActorError
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelShape
+from service.spec import ClusterSpec, SearchSpec
+from service.trials.evaluate import run
+from service.trials.gang import Gang, Pool, close_gangs, resources_per_worker, start_pool
+from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
+from telemetry.devices import cpu_uuid
+from trainables.child import Outcome
+from trainables.data import SYNTHETIC
+from trainables.mailbox import Mailbox, Member
+from trainables.measure import Protocol
+from trainables.trial import TrialRequest
+
+CLUSTER = ClusterSpec(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
+MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
+CONFIG = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
+ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
+REQUEST = TrialRequest("trial", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
+
+Begin = Callable[..., Any]
+trial_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def telemetry(ray_session: Any) -> Iterator[Fleet]:
+    actors = start_telemetry()
+    yield actors
+    stop_telemetry(actors)
+
+
+@pytest.fixture(scope="module")
+def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry)
+    yield gang
+    close_gangs([gang])
+
+
+@pytest.fixture
+def begin(gang: Gang) -> Begin:
+    """Send the gang a trial; the answer is a reference to its outcomes, members and seconds."""
+
+    def send(config: TrialConfig = CONFIG, **changes: Any) -> Any:
+        name = f"trial-{next(trial_numbers)}"
+        return gang.mailbox.evaluate.remote(replace(REQUEST, trial_id=name, config=config, **changes))
+
+    return send
+
+
+def outcomes_of(reference: Any, timeout_s: float = 120) -> list[Outcome]:
+    outcomes, members, seconds = ray.get(reference, timeout=timeout_s)
+    assert [member.rank for member in members] == [0, 1]
+    assert seconds > 0
+    return outcomes
+
+
+def statuses(reference: Any) -> list[tuple[str, str | None]]:
+    return [(outcome.status, outcome.cause) for outcome in outcomes_of(reference)]
+
+
+def workers() -> list[psutil.Process]:
+    """The gang's worker processes: those under this session's Ray that keep a fork server for trials."""
+    return [process for process in psutil.Process().children(recursive=True) if is_worker(process)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return process.name().startswith("ray::") and bool(fork_servers(process))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def fork_servers(worker: psutil.Process) -> list[psutil.Process]:
+    return [child for child in worker.children() if "trainables.child" in " ".join(child.cmdline())]
+
+
+def trial_process(worker: psutil.Process) -> psutil.Process:
+    """The process in which a worker's rank of the trial under way trains, once it really does."""
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        for process in fork_servers(worker)[0].children():
+            if process.cpu_times().user > 1.5:
+                return process
+        time.sleep(0.05)
+    raise AssertionError("no trial is under way")
+
+
+@pytest.mark.timeout(240)
+def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None:
+    assert statuses(begin()) == [("ok", None)] * 2
+    before = {worker.pid for worker in workers()}
+    assert len(before) == 2
+    layouts = [
+        replace(CONFIG, engine="deepspeed", zero_stage=3),
+        replace(CONFIG, pipeline_parallel_size=2),
+        replace(CONFIG, engine="deepspeed", zero_stage=2),
+        replace(CONFIG, zero_stage=3),
+    ]
+    for layout in layouts:
+        outcomes = outcomes_of(begin(layout))
+        assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("ok", None)] * 2, layout.label
+        first, second = (outcome.report for outcome in outcomes)
+        assert first is not None
+        assert second is not None
+        assert (first.rank, second.rank) == (0, 1)
+        assert first.losses == second.losses
+        assert [timing.window_steps_s for timing in first.timings.values()] == [
+            timing.window_steps_s for timing in second.timings.values()
+        ]
+    assert {worker.pid for worker in workers()} == before
+
+
+SPEC = SearchSpec.model_validate(
+    {
+        "name": "tiny",
+        "model": asdict(MODEL),
+        "data": SYNTHETIC,
+        "sequence_length": 32,
+        "global_batch_size": 96,
+        "cluster": CLUSTER.model_dump(),
+        "space": {"precision": "fp32"},
+        "measurement": {"window_s": 0.4, "warmup_max_s": 0.2, "steady_steps": 2, "warmup_tolerance": 0.9},
+    }
+)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", [{"engine": "megatron", "pipeline_parallel_size": 2}, {"engine": "deepspeed"}])
+def test_a_short_trial_times_two_batches_in_one_go(layout: dict[str, Any], gang: Gang, telemetry: Any) -> None:
+    config = TrialConfig(num_gpus=2, global_batch_size=96, zero_stage=1, precision="fp32", **layout)
+    result = run(f"short-{config.engine}", config, SPEC, gang.mailbox, telemetry, {})
+    assert (result.status, result.cause) == ("ok", None)
+    assert result.methods["tokens_per_s"] == "short"
+    few, many = (proxy.result for proxy in result.proxies)
+    rounds = [run.config.gradient_accumulation_steps for run in (few, many, result)]
+    assert rounds == [4, 12, 96] if config.pipeline_parallel_size == 2 else [2, 6, 48]
+    times = [run.metrics["step_time_s"] or 0 for run in (few, many, result)]
+    assert times[0] < times[1] < times[2]
+    assert few.windows[0].start_ns > many.windows[0].end_ns
+    assert result.metrics["breakdown_span_s"]
+
+
+@pytest.mark.timeout(240)
+def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang: Gang, telemetry: Any) -> None:
+    unbeatable = [{"tokens_per_s": 1e12, "joules_per_token": 1e-12}]
+    endless = SPEC.measurement.model_copy(update={"window_s": 1e9, "short_trials": False})
+    spec = SPEC.model_copy(update={"measurement": endless})
+    result = run("hopeless", replace(CONFIG, global_batch_size=96), spec, gang.mailbox, telemetry, {}, front=unbeatable)
+    assert result.status == "pruned"
+    assert result.cause is not None
+    assert result.cause.startswith("dominated: tokens_per_s ")
+    assert 0 < (result.metrics["bound_tokens_per_s"] or 0) < 1e12
+    assert run("next", replace(CONFIG, global_batch_size=96), SPEC, gang.mailbox, telemetry, {}).status == "ok"
+
+
+@pytest.mark.timeout(240)
+def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gang, telemetry: Fleet) -> None:
+    watching: Any = telemetry[ray.get_runtime_context().get_node_id()]
+    trial = begin(protocol=ENDLESS)
+    give_up = time.monotonic() + 60
+    name, works = f"trial-{next(trial_numbers) - 1}", dict[str, Work]()
+    while not (name in works and works[name].tokens_per_s) and time.monotonic() < give_up:
+        works = {work.trial_id: work for work in ray.get(watching.state.remote()).works}
+    work = works[name]
+    assert (work.device, work.layout, work.phase) == (cpu_uuid(), CONFIG.label, "warmup")
+    ray.get(gang.mailbox.give_up.remote("seen"))
+    assert statuses(trial) == [("crash", "seen")]
+
+
+@pytest.mark.timeout(240)
+def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> None:
+    stages = replace(CONFIG, pipeline_parallel_size=2, stage_layers=(1, 1))
+    losses = []
+    for order, places in ((None, [0, 1]), ((1, 0), [1, 0])):
+        reports = [outcome.report for outcome in outcomes_of(begin(replace(stages, rank_order=order)))]
+        assert [report and (report.rank, report.coordinates["pp"]) for report in reports] == [(p, p) for p in places]
+        losses += [report.losses[:10] for report in reports if report is not None]
+    assert all(found == pytest.approx(losses[0], rel=1e-5) for found in losses)
+
+
+@pytest.mark.timeout(240)
+def test_a_trial_on_one_rank_leaves_the_other_idle(begin: Begin) -> None:
+    assert statuses(begin(replace(CONFIG, num_gpus=1))) == [("ok", None)]
+    assert statuses(begin()) == [("ok", None)] * 2
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_runs_out_of_memory_alone_ends_the_trial_with_its_cause(begin: Begin) -> None:
+    # Only the first of two pipeline stages holds the table of positions; the second waits for what it never gets.
+    too_large = replace(MODEL, family="gpt", kv_heads=4, max_sequence_length=2**40)
+    pipeline = replace(CONFIG, pipeline_parallel_size=2)
+    assert statuses(begin()) == [("ok", None)] * 2
+    began = time.monotonic()
+    ((status, cause),) = statuses(begin(pipeline, model=too_large))
+    assert status == "oom"
+    assert cause is not None
+    assert cause.startswith("rank 0: build: RuntimeError: ")
+    assert "can't allocate memory" in cause
+    assert time.monotonic() - began < 30
+    assert statuses(begin()) == [("ok", None)] * 2
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) -> None:
+    assert statuses(begin()) == [("ok", None)] * 2
+    before = workers()
+    trial = begin(protocol=ENDLESS)
+    trial_process(before[1]).kill()
+    began = time.monotonic()
+    ((status, cause),) = statuses(trial)
+    assert status == "crash"
+    assert cause in [f"rank {rank}: the process was killed by SIGKILL in phase warmup" for rank in (0, 1)]
+    assert time.monotonic() - began < 30
+    assert statuses(begin()) == [("ok", None)] * 2
+    assert [worker.pid for worker in workers()] == [worker.pid for worker in before]
+
+
+@pytest.mark.timeout(240)
+def test_a_trial_past_its_deadline_is_a_hang_and_the_gang_goes_on(begin: Begin) -> None:
+    ((status, cause),) = statuses(begin(protocol=ENDLESS, deadline_s=6))
+    assert status == "hang"
+    assert cause is not None
+    assert cause.endswith(": no result after 6 s, in phase warmup")
+    assert statuses(begin()) == [("ok", None)] * 2
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begin) -> None:
+    assert statuses(begin()) == [("ok", None)] * 2
+    before = workers()
+    trial = begin(protocol=ENDLESS)
+    orphans = [trial_process(worker) for worker in before]
+    before[1].kill()
+    began = time.monotonic()
+    assert statuses(trial) == [("crash", "a worker process of the gang died; the gang was started anew")]
+    assert statuses(begin()) == [("ok", None)] * 2
+    assert time.monotonic() - began < 60
+    assert not any(process.is_running() for process in (*before, *orphans))
+
+
+@pytest.mark.timeout(60)
+def test_a_pool_lends_each_gang_to_one_trial_at_a_time(ray_session: Any) -> None:
+    actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
+    mailboxes = [actors[0].remote(1) for _ in range(2)]
+    ray.get([mailbox.join.remote("start", Member(0, 0, "node", "host", 1)) for mailbox in mailboxes])
+    pool = actors[1].remote(mailboxes)
+    first, second = (ray.get(pool.lease.remote(name, 30), timeout=30) for name in ("a", "b"))
+    assert {first, second} == set(mailboxes)
+    third = pool.lease.remote("c", 30)
+    assert ray.wait([third], timeout=0.5) == ([], [third])
+    ray.get([pool.release.remote("b"), pool.release.remote("b")], timeout=30)
+    assert ray.get(third, timeout=30) == second
+    assert ray.get(pool.lease.remote("d", 0.5), timeout=30) is None
+
+
+@pytest.mark.timeout(60)
+def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None:
+    actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
+    starting = actors[0].remote(2)
+    ray.get(starting.join.remote("start", Member(0, 0, "node", "host", 1)))
+    pool = actors[1].remote([starting])
+    waiting = pool.lease.remote("a", 30)
+    assert ray.wait([waiting], timeout=0.5) == ([], [waiting])
+    ray.get(starting.join.remote("start", Member(1, 1, "node", "host", None)))
+    assert ray.get(waiting, timeout=30) == starting
+
+
+def killed(actor: Any) -> None:
+    """Kill an actor's process, as a machine short of memory does."""
+    os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
+    pool: Any = start_pool([gang])
+    mailbox: Any = ray.get(pool.lease.remote("a", 60))
+    trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="a", protocol=ENDLESS))
+    trial_process(workers()[0])
+    killed(mailbox)
+    with pytest.raises(RayActorError):
+        ray.get(trial, timeout=60)
+    ray.get(pool.release.remote("a"), timeout=60)
+    assert ray.get(pool.lease.remote("b", 120)) == mailbox
+    assert run("b", replace(CONFIG, global_batch_size=96), SPEC, mailbox, telemetry, {}).status == "ok"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fleet) -> None:
+    pool: Any = start_pool([gang])
+    mailbox: Any = ray.get(pool.lease.remote("c", 120))
+    ray.get(pool.release.remote("c"))
+    killed(mailbox)  # once its gang has been offered
+    assert ray.get(pool.lease.remote("d", 120)) == mailbox
+    ray.get(mailbox.ready.options(max_task_retries=-1).remote(), timeout=120)
+    assert run("d", replace(CONFIG, global_batch_size=96), SPEC, mailbox, telemetry, {}).status == "ok"
+
+
+@pytest.mark.timeout(60)
+def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
+    ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[float] = []
+
+    class Failing:
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            starts.append(time.monotonic())
+
+        def fit(self) -> None:
+            raise RuntimeError("no workers today")
+
+    monkeypatch.setattr("service.trials.gang.TorchTrainer", Failing)
+    gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"))
+    killed(gang.mailbox)
+    time.sleep(4)
+    close_gangs([gang])
+    assert len(starts) >= 3
+    assert all(later - earlier > 0.9 for earlier, later in pairwise(starts))
+
+
+@pytest.fixture
+def join(ray_session: Any) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Has one more node, of 4 CPUs, join the tests' Ray; kill the process, and it is lost."""
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4"]
+        command += [f"--address={ray_session.address_info['gcs_address']}", "--disable-usage-stats"]
+        command += ["--min-worker-port=0", "--max-worker-port=0"]
+        nodes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.poll() is None:  # asked to, it leaves the cluster at once, where a lost one is missed later
+            (raylet,) = (child for child in psutil.Process(node.pid).children() if child.name() == "raylet")
+            raylet.terminate()
+            psutil.wait_procs([raylet], timeout=10)
+        lose(node)
+    give_up = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) > 1:  # or whoever comes next may count on them
+        assert time.monotonic() < give_up
+        time.sleep(0.2)
+
+
+def lose(node: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a node."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(node.pid)
+        for process in (tree, *tree.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    node.wait()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("replaced", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_gang_on_a_node_that_joined_later_is_measured_there(
+    replaced: bool, telemetry: Fleet, join: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    before = set(telemetry)
+    # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
+    gang = Gang("wide", 2, CLUSTER.model_copy(update={"cpus_per_worker": 3}), tmp_path, telemetry)
+    pool: Any = start_pool([gang])
+    node = join()
+    config = replace(CONFIG, global_batch_size=96)
+    try:
+        mailbox: Any = ray.get(pool.lease.remote("a", 120))
+        assert mailbox is not None
+        if replaced:
+            ray.get(pool.release.remote("a"))
+            mailbox = ray.get(pool.lease.remote("b", 120))
+            trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="b", protocol=ENDLESS))
+            time.sleep(5)
+            (lost,) = set(telemetry) - before
+            lose(node)
+            join()
+            ((outcome,), _, _) = ray.get(trial, timeout=120)
+            assert outcome.infrastructure
+            ray.get(pool.release.remote("b"))
+            mailbox = ray.get(pool.lease.remote("c", 120))
+            with pytest.raises((RayActorError, ActorUnschedulableError)):  # not a wait for ever
+                ray.get(telemetry[lost].describe.remote(), timeout=60)
+            before.add(lost)
+        result = run("measured", config, SPEC, mailbox, telemetry, {})
+        assert (result.status, result.cause) == ("ok", None)
+        assert (result.metrics["joules_per_token"] or 0) > 0
+        nodes = {window.node_id for proxy in result.proxies for window in proxy.result.windows}
+        assert len(nodes) == 2
+        (joined,) = nodes - before
+        assert (telemetry.name, joined) in find_telemetry()
+        for window in result.windows:
+            samples: Any = telemetry[window.node_id].samples.remote(window.start_ns, window.end_ns, window.devices)
+            assert ray.get(samples).num_rows > 0
+    finally:
+        close_gangs([gang])
+
+
+def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:
+    assert resources_per_worker(CLUSTER) == {"CPU": 0.5}
+    h200 = ClusterSpec(gpus_per_node=8, accelerator="h200", cpus_per_worker=2)
+    assert resources_per_worker(h200) == {"CPU": 2, "GPU": 1}

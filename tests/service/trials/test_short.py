@@ -1,0 +1,73 @@
+"""Which steps stand for a whole global batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.config import SCHEDULES, TrialConfig
+from search_spaces.models import PRESETS
+from search_spaces.rules import Workload, refusal
+from service.trials.short import SAVED, batches
+
+PLAIN = TrialConfig("megatron", 4, 256, zero_stage=1)  # 64 microbatches on each of four replicas
+PIPELINE = replace(PLAIN, pipeline_parallel_size=4)  # 256 microbatches
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        (PLAIN, (6, 2)),
+        (replace(PLAIN, micro_batch_size=2), (6, 2)),
+        (replace(PLAIN, engine="deepspeed"), (6, 2)),
+        (replace(PLAIN, global_batch_size=96), (6, 2)),
+        (replace(PLAIN, global_batch_size=92), None),
+        (PIPELINE, (24, 8)),
+        (replace(PIPELINE, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2), (24, 8)),
+        (replace(PIPELINE, global_batch_size=92), None),
+        (replace(PIPELINE, pipeline_schedule="gpipe"), None),
+        (replace(PLAIN, pipeline_schedule="gpipe"), (6, 2)),  # without a pipeline that says nothing
+    ],
+)
+def test_two_numbers_of_microbatches_stand_for_many(config: TrialConfig, counts: tuple[int, int] | None) -> None:
+    sizes = batches(config)
+    assert sizes == (counts and tuple(count * config.micro_batch_size * config.data_parallel_size for count in counts))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    pp=st.sampled_from([1, 2, 4, 8]),
+    dp=st.sampled_from([1, 2, 3]),
+    mbs=st.sampled_from([1, 2, 4]),
+    rounds=st.integers(1, 400),
+    schedule=st.sampled_from(SCHEDULES),
+)
+def test_smaller_batches_are_legal_and_save_what_they_should(
+    pp: int, dp: int, mbs: int, rounds: int, schedule: str
+) -> None:
+    stages: dict[str, Any] = {
+        "pipeline_schedule": schedule,
+        "virtual_pipeline_stages": 1 if schedule in ("1f1b", "gpipe") else 2,
+    }
+    config = TrialConfig(
+        "megatron",
+        pp * dp,
+        rounds * dp * mbs,
+        micro_batch_size=mbs,
+        pipeline_parallel_size=pp,
+        **stages if pp > 1 else {},
+    )
+    sizes = batches(config)
+    if sizes is None:
+        assert schedule == "gpipe" or rounds < 24 * pp
+        return
+    assert sizes[0] % sizes[1] == 0
+    assert SAVED * sum(sizes) <= config.global_batch_size
+    for size in sizes:
+        smaller = replace(config, global_batch_size=size)
+        assert smaller.gradient_accumulation_steps >= 2 * pp
+        assert refusal(smaller, Workload(PRESETS["llama3-8b"], 8192, size)) is None
