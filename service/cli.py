@@ -16,7 +16,10 @@ from typing import Any
 import click
 import yaml
 
-from service.answers.ranking import Candidate, SearchInfo, answer, best, export, notices, pareto
+from service.answers.candidates import Candidate
+from service.answers.export import export
+from service.answers.overview import SearchInfo, notices
+from service.answers.ranking import answer, best, pareto
 from service.answers.tables import breakdown_table, candidates_table, searches_table, with_unit
 from service.client import Wattune
 from service.errors import InputError, SearchError

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service import home
-from service.answers import ranking
-from service.answers.ranking import Candidate, SearchInfo
+from service.answers import overview, ranking
+from service.answers.candidates import Candidate
+from service.answers.overview import SearchInfo
 from service.errors import InputError
 from service.record.results import Results, TrialRecord
 
@@ -45,7 +46,7 @@ class Wattune:
 
     def searches(self) -> list[SearchInfo]:
         """All searches, the latest first. Their status is that of `status`."""
-        return [_noticed(ranking.describe(record)) for record in self._results.searches()]
+        return [_noticed(overview.describe(record)) for record in self._results.searches()]
 
     def status(self, search: str) -> SearchInfo:
         """Where a search stands.
@@ -53,7 +54,7 @@ class Wattune:
         Of a search that never got to say that it ended: `interrupted` if it ran from this state directory; with an
         `address`, what became of its job.
         """
-        info = _noticed(ranking.describe(self._results.search(search)))
+        info = _noticed(overview.describe(self._results.search(search)))
         if self.address and info.status == "running":
             from service import jobs
 

@@ -1,7 +1,6 @@
 """Which layouts are best: the Pareto front and queries on it, from the record of a search alone.
 
-What is ranked is a `Candidate`: one explored trial or, of a layout that was measured again as a finalist, the mean of
-those trials. Figures are only compared with figures that are as little in doubt.
+Figures are only compared with figures that are as little in doubt.
 """
 
 from __future__ import annotations
@@ -11,18 +10,14 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from search_spaces.config import TrialConfig
+from service.answers.candidates import METHODS, Candidate, candidates, doubt
 from service.errors import InputError
 from service.fronts import knee, pareto_front
 from service.record.results import SearchRecord, TrialRecord
-from trainables import deepspeed_config, megatron_args
 
 DIRECTIONS = {
     "tokens_per_s": "maximize",
@@ -52,8 +47,6 @@ DIRECTIONS = {
     ),
 }
 """Which way a metric is better, of those for which one way is."""
-
-CONFIDENCE = 0.95
 _CONDITION = re.compile(r"^\s*(\w+)\s*(<=|>=|==|<|>)\s*(\S+)\s*$")
 _WITHIN = re.compile(r"^\s*(\w+)\s+(\d+(?:\.\d+)?)\s*%\s*$")
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
@@ -63,67 +56,6 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_MEASURED = "measured"  # by a counter, by sampling, integrated from samples, or in a short trial
-_METHODS = (_MEASURED, "extrapolated", "estimated")
-_FROM = {"extrapolated": " from models of fewer layers", "estimated": ""}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout as it is ranked: one explored trial, or the mean of a finalist's trials.
-
-    `intervals` has, for each metric that several trials have, half the width of the 95% confidence interval of its
-    mean, in the metric's unit. `purpose` is that of the trials, `search` or `finalist`.
-    """
-
-    label: str
-    config: dict[str, Any]
-    metrics: dict[str, float]
-    methods: dict[str, str]
-    trials: tuple[TrialRecord, ...]
-    purpose: str = "search"
-    intervals: dict[str, float] = field(default_factory=dict)
-
-    def __hash__(self) -> int:
-        return hash(tuple(trial.trial_id for trial in self.trials))
-
-    @property
-    def trial_id(self) -> str:
-        """Id of the first of its trials."""
-        return self.trials[0].trial_id
-
-    @property
-    def confirmed(self) -> bool:
-        """Whether it was measured again as a finalist."""
-        return self.purpose == "finalist"
-
-
-@dataclass(frozen=True)
-class SearchInfo:
-    """One line of a listing.
-
-    `trials` counts explored trials by status, `repeats` all others by purpose. `best` has the best value of each
-    objective; those in `estimated` and `extrapolated` are not measured.
-    """
-
-    id: str
-    name: str
-    status: str
-    started: datetime
-    trials: dict[str, int]
-    repeats: dict[str, int]
-    best: dict[str, float]
-    estimated: tuple[str, ...]
-    extrapolated: tuple[str, ...]
-    model: str
-    accelerator: str
-    data: str
-
-    def method(self, metric: str) -> str | None:
-        """How an objective's values came about, if they are not measured."""
-        if metric in self.estimated:
-            return "estimated"
-        return "extrapolated" if metric in self.extrapolated else None
 
 
 class Ranking:
@@ -137,14 +69,14 @@ class Ranking:
         """The values of a metric; only those of the method that is the least in doubt."""
         if metric not in self._comparable:
             having = [one for one in self.candidates if metric in one.metrics]
-            least = min((_doubt(one.methods.get(metric)) for one in having), default=0)
-            alike = [one for one in having if _doubt(one.methods.get(metric)) == least]
+            least = min((doubt(one.methods.get(metric)) for one in having), default=0)
+            alike = [one for one in having if doubt(one.methods.get(metric)) == least]
             self._comparable[metric] = {one: one.metrics[metric] for one in alike}
         return self._comparable[metric]
 
     def method(self, metric: str) -> str:
         """measured, extrapolated or estimated: what the comparable values of a metric have in common."""
-        return _METHODS[min((_doubt(one.methods.get(metric)) for one in self.comparable(metric)), default=0)]
+        return METHODS[min((doubt(one.methods.get(metric)) for one in self.comparable(metric)), default=0)]
 
     @cached_property
     def objectives(self) -> dict[str, tuple[dict[Candidate, float], float]]:
@@ -161,13 +93,13 @@ class Ranking:
 
     def meets(self, candidate: Candidate, condition: str) -> bool:
         """Whether a condition, 'metric<=number', holds, which it does not for a metric that is missing."""
-        metric, holds, bound = _condition(condition)
+        metric, holds, bound = parse_condition(condition)
         values = self.comparable(metric)
         return candidate in values and holds(values[candidate], bound)
 
     def keeps(self, candidate: Candidate, constraint: str) -> bool:
         """Whether a constraint of the search holds; one on a metric that no candidate has is not applied."""
-        return not self.comparable(_condition(constraint)[0]) or self.meets(candidate, constraint)
+        return not self.comparable(parse_condition(constraint)[0]) or self.meets(candidate, constraint)
 
     def complete(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those of `candidates` that have every objective that can be ranked."""
@@ -198,52 +130,6 @@ class Ranking:
         ordered = self.ordered(candidates, metric, direction)
         values = self.comparable(metric)
         return [one for one in ordered if abs(values[one] - values[ordered[0]]) <= share * abs(values[ordered[0]])]
-
-
-def explored(search: SearchRecord) -> list[Candidate]:
-    """The trials of the search itself that ended well, each as it was measured then."""
-    return [
-        Candidate(trial.label, trial.config, trial.metrics, trial.methods, (trial,))
-        for trial in search.trials
-        if trial.status == "ok" and trial.purpose == "search"
-    ]
-
-
-def candidates(search: SearchRecord) -> list[Candidate]:
-    """All that is ranked: the explored trials and, in place of those of layouts that were measured again, the means.
-
-    Trials of other purposes, failed ones and those that were stopped early take no part.
-    """
-    repeats = finalists(search)
-    again = {layout: [trial for trial in trials if trial.status == "ok"] for layout, trials in repeats.items()}
-    once = [one for one in explored(search) if not again.get(TrialConfig.from_dict(one.config))]
-    return [*once, *(_mean(trials) for trials in again.values() if trials)]
-
-
-def finalists(search: SearchRecord) -> dict[TrialConfig, list[TrialRecord]]:
-    """The trials of each layout that was measured again, as far as they have ended.
-
-    Failed ones are included, but not those that the machines failed, which are run again.
-    """
-    repeats: dict[TrialConfig, list[TrialRecord]] = {}
-    for trial in search.trials:
-        if trial.purpose == "finalist" and trial.status not in ("running", "stopped") and not trial.infrastructure:
-            repeats.setdefault(TrialConfig.from_dict(trial.config), []).append(trial)
-    return repeats
-
-
-def confidence_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of some measurements and half the width of its 95% confidence interval, None of a single one.
-
-    By Student's t, as few measurements are all that there are.
-    """
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, None
-    from scipy.special import stdtrit
-
-    t = stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
-    return mean, float(t * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def pareto(search: SearchRecord) -> list[Candidate]:
@@ -289,7 +175,7 @@ def answer(
     if bool(maximize) + bool(minimize) + knee > 1:
         raise InputError("best: give one of maximize, minimize and knee")
     ranked = candidates(search)
-    asked = [*filter(None, [maximize or minimize]), *(_condition(text)[0] for text in where)]
+    asked = [*filter(None, [maximize or minimize]), *(parse_condition(text)[0] for text in where)]
     for metric in [*asked, *(_nearness(text, search)[0] for text in within)]:
         _check_known(search, ranked, metric)
 
@@ -305,7 +191,7 @@ def answer(
             metric = next(iter(ranking.objectives), "")
             direction = search.objectives.get(metric, direction)
         ordered = ranking.ordered(admitted, metric, direction)
-        return ordered, _noise(ordered, metric)
+        return ordered, noise(ordered, metric)
 
     confirmed = [one for one in ranked if one.confirmed]
     chosen, told = choices(confirmed)
@@ -323,114 +209,11 @@ def answer(
     return others[0], told_of_others
 
 
-def notices(search: SearchRecord, metric: str | None = None) -> list[str]:
-    """What a reader of the ranking must know: what the search had to tell, what could not be compared or told apart,
-    and what is estimated.
-
-    Covers the search's objectives and constraints, and `metric` where `best` was asked for another one.
-    """
-    ok = candidates(search)
-    ranking = Ranking(search, ok)
-    told = [*search.notices, *_repeats(search)]
-    for name in dict.fromkeys([*search.objectives, *([metric] if metric else [])]):
-        having = [one for one in ok if name in one.metrics]
-        ranked = ranking.comparable(name)
-        left_out = Counter(_METHODS[_doubt(one.methods.get(name))] for one in having if one not in ranked)
-        if not having:
-            told += [f"{name} was not measured by any trial: ranked without it"] if ok else []
-        elif (method := ranking.method(name)) != _MEASURED:
-            told.append(f"{name} is {method}{_FROM[method]}, not measured")
-        if short := sum(one.methods.get(name) == "short" for one in having):
-            told.append(f"{name} is extrapolated from steps of fewer microbatches on {short} of {len(ok)} trials")
-        for method, count in left_out.items():
-            told.append(f"{name} is {method} on {count} of {len(ok)} trials: these are not ranked")
-        if having and len(having) < len(ok):
-            told.append(f"{name} is missing on {len(ok) - len(having)} of {len(ok)} trials: these are not ranked")
-    for text in search.constraints:
-        if ok and not ranking.comparable(_condition(text)[0]):
-            told.append(f"constraint {text} was not applied: no trial has this metric")
-    again = Ranking(search, [one for one in ok if one.confirmed])
-    for name, direction in search.objectives.items():
-        told += _noise(again.ordered(again.admitted(), name, direction), name)
-    return told
-
-
 def within_noise(one: Candidate, other: Candidate, metric: str) -> bool:
     """Whether the confidence intervals of a metric meet, of two candidates that have one."""
     if metric not in one.intervals or metric not in other.intervals:
         return False
     return abs(one.metrics[metric] - other.metrics[metric]) <= one.intervals[metric] + other.intervals[metric]
-
-
-def describe(search: SearchRecord) -> SearchInfo:
-    """The search as one line of a listing."""
-    ranked = candidates(search)
-    ranking = Ranking(search, [one for one in ranked if one.confirmed] or ranked)
-    admitted, best = ranking.admitted(), {}
-    for metric, direction in search.objectives.items():
-        if ordered := ranking.ordered(admitted, metric, direction):
-            best[metric] = ordered[0].metrics[metric]
-    return SearchInfo(
-        id=search.id,
-        name=search.name,
-        status=search.status,
-        started=search.started,
-        trials=dict(Counter(trial.status for trial in search.trials if trial.purpose == "search")),
-        repeats=dict(Counter(trial.purpose for trial in search.trials if trial.purpose != "search")),
-        best=best,
-        estimated=tuple(metric for metric in best if ranking.method(metric) == "estimated"),
-        extrapolated=tuple(metric for metric in best if ranking.method(metric) == "extrapolated"),
-        **{fact: str(search.params.get(fact, "")) for fact in ("model", "accelerator", "data")},
-    )
-
-
-def export(search: SearchRecord, candidate: Candidate) -> dict[str, Any]:
-    """All that is needed to launch the layout and to judge it, JSON-safe."""
-    return {
-        "search_id": search.id,
-        "search": search.name,
-        "trial_id": candidate.trial_id,
-        "purpose": candidate.purpose,
-        "trials": [trial.trial_id for trial in candidate.trials],
-        "workload": search.params,
-        "config": candidate.config,
-        **_launch(TrialConfig.from_dict(candidate.config)),
-        "metrics": candidate.metrics,
-        "intervals": candidate.intervals,
-        "methods": candidate.methods,
-    }
-
-
-def _launch(config: TrialConfig) -> dict[str, Any]:
-    """The layout as its framework takes it, and what of it the framework has no word for."""
-    if config.engine == "deepspeed":
-        return {
-            "deepspeed": deepspeed_config.configuration(config),
-            "not_expressible": deepspeed_config.not_expressible(config),
-        }
-    return {"megatron_lm": megatron_args.arguments(config), "not_expressible": megatron_args.not_expressible(config)}
-
-
-def _mean(trials: Sequence[TrialRecord]) -> Candidate:
-    """Repeats of one layout as one candidate; each metric over the trials whose method is the least in doubt."""
-    first = trials[0]
-    metrics, methods, intervals = {}, {}, {}
-    for metric in dict.fromkeys(name for trial in trials for name in trial.metrics):
-        having = [trial for trial in trials if metric in trial.metrics]
-        least = min(_doubt(trial.methods.get(metric)) for trial in having)
-        alike = [trial for trial in having if _doubt(trial.methods.get(metric)) == least]
-        metrics[metric], half_width = confidence_interval([trial.metrics[metric] for trial in alike])
-        if half_width is not None:
-            intervals[metric] = half_width
-        if method := alike[0].methods.get(metric):
-            methods[metric] = method
-    label = TrialConfig.from_dict(first.config).label
-    return Candidate(label, first.config, metrics, methods, tuple(trials), first.purpose, intervals)
-
-
-def _doubt(method: str | None) -> int:
-    """Place in `_METHODS` of how a figure came about."""
-    return _METHODS.index(method) if method in _METHODS else 0
 
 
 def _sign(direction: str) -> float:
@@ -445,7 +228,7 @@ def _bent(ranking: Ranking, front: list[Candidate]) -> tuple[list[Candidate], li
     return [front[knee(ranking.costs(front))]], told
 
 
-def _noise(ordered: Sequence[Candidate], metric: str) -> list[str]:
+def noise(ordered: Sequence[Candidate], metric: str) -> list[str]:
     """A notice if the best two on a metric differ by less than their confidence intervals."""
     if len(ordered) < 2:
         return []
@@ -455,25 +238,7 @@ def _noise(ordered: Sequence[Candidate], metric: str) -> list[str]:
     return [f"{metric} of {first.label} and of {second.label} are within noise of each other"]
 
 
-def _repeats(search: SearchRecord) -> list[str]:
-    """Notices on what was measured again, and on repeats that failed."""
-    repeats = finalists(search)
-    good = {layout: sum(trial.status == "ok" for trial in trials) for layout, trials in repeats.items()}
-    counts = sorted({count for count in good.values() if count})
-    told = []
-    if counts:
-        times = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-        confirmed = sum(count > 0 for count in good.values())
-        layouts = f"{confirmed} layout{'s' * (confirmed > 1)}"
-        told.append(f"measured again: {layouts}, {times} times each; best answers from these alone")
-    for layout, trials in repeats.items():
-        if failed := Counter(trial.status for trial in trials if trial.status != "ok"):
-            how = ", ".join(f"{count} {status}" for status, count in failed.items())
-            told.append(f"{layout.label}: of {len(trials)} repeats, {how}")
-    return told
-
-
-def _condition(text: str) -> tuple[str, Callable[[float, float], bool], float]:
+def parse_condition(text: str) -> tuple[str, Callable[[float, float], bool], float]:
     match = _CONDITION.match(text)
     try:
         if match and not math.isnan(bound := float(match[3])):

@@ -12,7 +12,9 @@ import numpy as np
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import is_numeric, varying
-from service.answers.ranking import Candidate, Ranking, explored, notices
+from service.answers.candidates import Candidate, explored
+from service.answers.overview import notices
+from service.answers.ranking import Ranking
 from service.answers.tables import heading, number, render
 from service.fronts import REFERENCE, hypervolume, pareto_front, scaled
 from service.record.results import SearchRecord, TrialRecord

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from service.answers.ranking import Candidate, SearchInfo
+from service.answers.candidates import Candidate
+from service.answers.overview import SearchInfo
 from service.record.results import SearchRecord
 
 # Metric -> heading and number format.

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from search_spaces.config import TrialConfig
 from search_spaces.memory import estimate
-from service.answers.ranking import Candidate, Ranking, candidates, within_noise
+from service.answers.candidates import Candidate, candidates
+from service.answers.ranking import Ranking, within_noise
 from service.answers.tables import number, with_unit
 from service.errors import InputError
 from service.spec import SearchSpec, SpaceSpec

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig
-from service.answers import ranking
-from service.answers.ranking import Candidate
+from service.answers import candidates, export, overview, ranking
+from service.answers.candidates import Candidate
 from service.errors import InputError
 from service.record.results import TrialRecord
 from tests.service.records import CONFIG, DEFAULT, search, trial
@@ -51,12 +51,12 @@ def test_an_estimate_is_never_ranked_against_a_measured_figure() -> None:
     assert ids(ranking.pareto(record)) == ["fast", "frugal"]
     assert ranking.best(record, minimize="joules_per_token").trials == (FRUGAL,)
     assert ranking.best(record, maximize="tokens_per_s", where=["joules_per_token<2"]).trials == (FRUGAL,)
-    assert "joules_per_token" in ranking.notices(record)[0]
+    assert "joules_per_token" in overview.notices(record)[0]
     alone = search(guessed)
     assert ranking.best(alone, minimize="joules_per_token").trials == (guessed,)
-    assert ranking.notices(alone) == ["joules_per_token is estimated, not measured"]
-    assert ranking.describe(alone).estimated == ("joules_per_token",)
-    assert ranking.describe(record).best["joules_per_token"] == 1
+    assert overview.notices(alone) == ["joules_per_token is estimated, not measured"]
+    assert overview.describe(alone).estimated == ("joules_per_token",)
+    assert overview.describe(record).best["joules_per_token"] == 1
 
 
 def test_figures_of_depth_proxies_are_never_ranked_against_measured_ones() -> None:
@@ -66,14 +66,14 @@ def test_figures_of_depth_proxies_are_never_ranked_against_measured_ones() -> No
     record = search(thought, FAST, FRUGAL)
     assert ids(ranking.pareto(record)) == ["fast", "frugal"]
     assert ranking.best(record, maximize="tokens_per_s").trials == (FAST,)
-    assert "tokens_per_s is extrapolated on 1 of 3 trials: these are not ranked" in ranking.notices(record)
+    assert "tokens_per_s is extrapolated on 1 of 3 trials: these are not ranked" in overview.notices(record)
     alone = search(thought, slower)
     assert ranking.best(alone, maximize="tokens_per_s").trials == (thought,)
-    assert ranking.notices(alone) == [
+    assert overview.notices(alone) == [
         "tokens_per_s is extrapolated from models of fewer layers, not measured",
         "joules_per_token is extrapolated from models of fewer layers, not measured",
     ]
-    info = ranking.describe(alone)
+    info = overview.describe(alone)
     assert info.extrapolated == ("tokens_per_s", "joules_per_token")
     assert [info.method(metric) for metric in DEFAULT] == ["extrapolated", "extrapolated", None]
 
@@ -88,7 +88,7 @@ def test_an_objective_that_nobody_measured_is_left_out_and_told() -> None:
     a, b = trial("a", tokens_per_s=2, joules_per_token=2), trial("b", tokens_per_s=1, joules_per_token=1)
     record = search(a, b, trial("c", tokens_per_s=1, joules_per_token=2))
     assert ids(ranking.pareto(record)) == ["a", "b"]
-    assert ranking.notices(record) == ["throttle_ratio was not measured by any trial: ranked without it"]
+    assert overview.notices(record) == ["throttle_ratio was not measured by any trial: ranked without it"]
 
 
 def test_a_trial_without_an_objective_that_others_have_is_not_on_the_front() -> None:
@@ -97,14 +97,14 @@ def test_a_trial_without_an_objective_that_others_have_is_not_on_the_front() -> 
     assert ids(ranking.pareto(record)) == ["fast"]
     assert ranking.best(record).trials == (FAST,)
     assert ranking.best(record, maximize="tokens_per_s").trials == (lacking,)
-    assert ranking.notices(record) == ["joules_per_token is missing on 1 of 2 trials: these are not ranked"]
+    assert overview.notices(record) == ["joules_per_token is missing on 1 of 2 trials: these are not ranked"]
 
 
 def test_the_constraints_of_the_search_hold() -> None:
     record = search(FAST, FRUGAL, constraints=("joules_per_token<=2", "peak_memory_gib<=70"))
     assert ids(ranking.pareto(record)) == ["frugal"]
     assert ranking.best(record, maximize="tokens_per_s").trials == (FRUGAL,)
-    assert ranking.notices(record) == ["constraint peak_memory_gib<=70 was not applied: no trial has this metric"]
+    assert overview.notices(record) == ["constraint peak_memory_gib<=70 was not applied: no trial has this metric"]
 
 
 def test_best_is_the_first_objective_by_default_and_ties_go_to_the_others() -> None:
@@ -150,7 +150,7 @@ def test_unknown_metrics_and_empty_choices_are_refused() -> None:
 
 
 def test_export_holds_what_launching_needs() -> None:
-    exported = json.loads(json.dumps(ranking.export(search(FAST), ranking.best(search(FAST)))))
+    exported = json.loads(json.dumps(export.export(search(FAST), ranking.best(search(FAST)))))
     assert TrialConfig.from_dict(exported["config"]) == CONFIG
     assert (exported["search_id"], exported["trial_id"]) == ("s1", "fast")
     assert exported["workload"]["model"] == "tiny-llama"
@@ -165,7 +165,7 @@ def test_export_holds_what_launching_needs() -> None:
 def test_export_of_a_megatron_layout_has_its_arguments() -> None:
     layout = TrialConfig("megatron", 8, 16, tensor_parallel_size=2, pipeline_parallel_size=4, compile=True)
     record = search(replace(FAST, config=layout.to_dict()))
-    exported = ranking.export(record, ranking.best(record))
+    exported = export.export(record, ranking.best(record))
     arguments = " ".join(exported["megatron_lm"])
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in arguments
     assert set(exported["not_expressible"]) == {"compile"}
@@ -189,7 +189,7 @@ def test_whatever_was_recorded_the_answers_are_comparable_and_agree(
 ) -> None:
     trials = [trial(str(i), energy, status, **values) for i, (status, energy, values) in enumerate(recorded)]
     record = search(*trials)
-    ok = ranking.explored(record)
+    ok = candidates.explored(record)
     objectives = [name for name in DEFAULT if any(name in one.metrics for one in ok)]
     front = ranking.pareto(record)
     assert all(one in ok and set(objectives) <= set(one.metrics) for one in front)
@@ -222,7 +222,7 @@ def again(layout: TrialConfig, *speeds: float, purpose: str = "finalist", energy
 
 
 def test_a_finalist_is_the_mean_of_its_repeats_without_its_search_trial() -> None:
-    (only,) = ranking.candidates(search(*again(TP, 80, 82, 84)))
+    (only,) = candidates.candidates(search(*again(TP, 80, 82, 84)))
     assert only.config == TP.to_dict()
     assert only.purpose == "finalist"
     assert [one.metrics["tokens_per_s"] for one in only.trials] == [80, 82, 84]
@@ -234,8 +234,8 @@ def test_a_finalist_is_the_mean_of_its_repeats_without_its_search_trial() -> Non
 
 
 def test_a_single_measurement_has_no_interval() -> None:
-    assert ranking.confidence_interval([7.0]) == (7.0, None)
-    assert ranking.candidates(search(*again(TP, 80)))[0].intervals == {}
+    assert candidates.confidence_interval([7.0]) == (7.0, None)
+    assert candidates.candidates(search(*again(TP, 80)))[0].intervals == {}
 
 
 def test_repeats_are_averaged_over_what_is_the_least_in_doubt() -> None:
@@ -243,7 +243,7 @@ def test_repeats_are_averaged_over_what_is_the_least_in_doubt() -> None:
     trials[2] = replace(
         trials[2], metrics=trials[2].metrics | {"joules_per_token": 9}, methods={"joules_per_token": "estimated"}
     )
-    (only,) = ranking.candidates(search(*trials))
+    (only,) = candidates.candidates(search(*trials))
     assert only.metrics["joules_per_token"] == 1
     assert only.methods == {"joules_per_token": "counter"}
     assert only.metrics["tokens_per_s"] == 81
@@ -254,11 +254,11 @@ def test_best_answers_from_finalists_alone_and_says_so() -> None:
     chosen, told = ranking.answer(record)
     assert chosen.label == TP.label
     assert told == [f"{CONFIG.label} was measured once only, or it would be the answer"]
-    assert ranking.notices(record) == ["measured again: 1 layout, 3 times each; best answers from these alone"]
+    assert overview.notices(record) == ["measured again: 1 layout, 3 times each; best answers from these alone"]
     assert [(one.label, one.confirmed) for one in ranking.pareto(record)] == [(CONFIG.label, False), (TP.label, True)]
-    assert ranking.describe(record).best["tokens_per_s"] == 82
-    assert ranking.describe(record).repeats == {"finalist": 3}
-    assert ranking.describe(record).trials == {"ok": 2}
+    assert overview.describe(record).best["tokens_per_s"] == 82
+    assert overview.describe(record).repeats == {"finalist": 3}
+    assert overview.describe(record).trials == {"ok": 2}
 
 
 def test_what_no_finalist_meets_is_answered_by_the_others_and_told() -> None:
@@ -276,37 +276,39 @@ def test_a_condition_on_what_no_finalist_has_is_not_taken_for_met() -> None:
 def test_a_layout_whose_repeats_all_failed_stays_as_it_was_explored() -> None:
     trials = [replace(one, status="crash") if one.purpose == "finalist" else one for one in again(TP, 80, 82)]
     record = search(*trials)
-    assert [one.purpose for one in ranking.candidates(record)] == ["search"]
-    assert ranking.notices(record) == [f"{TP.label}: of 2 repeats, 2 crash"]
+    assert [one.purpose for one in candidates.candidates(record)] == ["search"]
+    assert overview.notices(record) == [f"{TP.label}: of 2 repeats, 2 crash"]
 
 
 def test_finalists_within_their_intervals_are_not_called_better() -> None:
     told = f"tokens_per_s of {PP.label} and of {TP.label} are within noise of each other"
     close = search(*again(TP, 80, 82, 84), *again(PP, 81, 83, 85))
-    assert told in ranking.notices(close)
+    assert told in overview.notices(close)
     assert told in ranking.answer(close)[1]
     apart = search(*again(TP, 80, 80.1, 80.2), *again(PP, 85, 85.1, 85.2))
-    assert not [notice for notice in ranking.notices(apart) if "noise" in notice]
+    assert not [notice for notice in overview.notices(apart) if "noise" in notice]
 
 
 @pytest.mark.parametrize("purpose", ["sentinel", "calibration"])
 def test_other_purposes_are_not_ranked(purpose: str) -> None:
     record = search(*again(TP, 1e9, 1e9, purpose=purpose))
-    assert [one.metrics["tokens_per_s"] for one in ranking.candidates(record)] == [100]
-    assert ranking.describe(record).repeats == {purpose: 2}
+    assert [one.metrics["tokens_per_s"] for one in candidates.candidates(record)] == [100]
+    assert overview.describe(record).repeats == {purpose: 2}
 
 
 def test_what_was_stopped_early_is_not_ranked() -> None:
     stopped = trial("stopped", status="pruned", tokens_per_s=1e9, joules_per_token=0, throttle_ratio=0)
     assert ids(ranking.pareto(search(stopped, FAST))) == ["fast"]
-    assert ranking.describe(search(stopped, FAST)).trials == {"pruned": 1, "ok": 1}
+    assert overview.describe(search(stopped, FAST)).trials == {"pruned": 1, "ok": 1}
 
 
 def test_short_trials_are_ranked_with_whole_ones_and_told() -> None:
     short = replace(FAST, trial_id="short", methods={"tokens_per_s": "short"})
     record = search(short, FRUGAL)
     assert ids(ranking.pareto(record)) == ["short", "frugal"]
-    assert ranking.notices(record) == ["tokens_per_s is extrapolated from steps of fewer microbatches on 1 of 2 trials"]
+    assert overview.notices(record) == [
+        "tokens_per_s is extrapolated from steps of fewer microbatches on 1 of 2 trials"
+    ]
 
 
 def test_within_a_share_of_the_best_of_another_metric() -> None:

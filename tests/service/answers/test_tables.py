@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.answers.ranking import Candidate
+from service.answers.candidates import Candidate
 from service.answers.tables import breakdown_table, candidates_table, number
 from tests.service.records import search
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.config import TrialConfig
-from service.answers.ranking import describe
+from service.answers.overview import describe
 from service.errors import InputError
 from service.home import Home
 from service.record.results import Results
