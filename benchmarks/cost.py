@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import spearmanr
+
 from benchmarks.committed import measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
@@ -112,7 +114,11 @@ def summary(measured: Sequence[Observation], sheet: Calibration, seeds: int, des
         held_out += found
     rows += _rows(f"fitted to {COUNT}", held_out)
     headings = ["coefficients", "engine", "points", "step time", "largest", "power", "largest"]
-    return f"{render(headings, rows)}\nfitted: {seeds} seeds, mean error in step time of the worst: {worst:.1%}"
+    pairs = [(predict(one.config, one.work, sheet).step_time_s, one.step_time_s) for one in known]
+    return (
+        f"{render(headings, rows)}\nfitted: {seeds} seeds, mean error in step time of the worst: {worst:.1%}\n"
+        f"data sheet: rank correlation of step times {spearmanr(*zip(*pairs, strict=True)).statistic:.2f}"
+    )
 
 
 def _told(known: Sequence[Observation], sheet: Calibration, chance: random.Random, designed: bool) -> list[Observation]:
@@ -140,15 +146,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("tables", nargs="*", type=Path)
     parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args(argv)
-    sheet = data_sheet("h200")
-    assert sheet is not None
-    sets = {"committed measurements": records()}
+    sets = {"committed measurements": (records(), data_sheet("h200"))}
     for path in arguments.tables:
         try:
-            sets[path.name] = sweep(path)
+            sets[path.name] = sweep(path), data_sheet(load_spec(path.with_suffix(".yaml")).cluster.accelerator)
         except (OSError, ValueError) as error:
             parser.error(str(error))
-    for name, measured in sets.items():
+    for name, (measured, sheet) in sets.items():
+        if sheet is None:
+            parser.error(f"{name}: nothing is known of its accelerator")
         found = summary(measured, sheet, arguments.seeds, designed=name.endswith(".csv"))
         print(f"\n{name}\n\n{table(measured, sheet)}\n\n{found}")
 

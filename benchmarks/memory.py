@@ -9,6 +9,7 @@ Points that ran out of memory have the share of what a GPU can hold that the mod
 
 A table is one of benchmarks/data, with a search spec of the same name beside it. Of tables there is also how many of
 the layouts that ran, and that ran out, are in each band; and how far off the model is once trials have corrected it.
+A table without `peak_memory_gib` has the bands alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.committed import FAULTS, RECORDS, Measurement, measurements, workload
+from benchmarks.committed import FAULTS, RECORDS, Measurement, measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.memory import Band, MemoryEstimate, MemoryModel, band, estimate
@@ -39,7 +40,7 @@ class Point:
     """One layout as it was measured.
 
     `pipeline_rank`: whose GPUs `reserved_gib` is of, the largest of theirs; None for all GPUs. `reserved_gib` is None
-    where memory ran out.
+    where memory ran out, and where it was not measured.
     """
 
     config: TrialConfig
@@ -47,6 +48,7 @@ class Point:
     pipeline_rank: int | None
     reserved_gib: float | None
     fitted: bool = field(compare=False)
+    ran_out: bool = False
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -96,18 +98,18 @@ def points() -> list[Point]:
 
 def tabled(path: Path) -> list[Point]:
     """The points of a table that ran or ran out of memory."""
-    spec, results = load_spec(path.with_suffix(".yaml")), Table(path).results
-    work = workload(spec)
+    work, results = load_spec(path.with_suffix(".yaml")).workload, Table(path).results
     ran = {config: result.metrics.get("peak_memory_gib") for config, result in results.items() if result.status == "ok"}
-    measured = ran | {config: None for config, result in results.items() if result.status == "oom"}
-    return [Point(config, work, None, gib, path.name in FITTED) for config, gib in measured.items()]
+    found = [Point(config, work, None, gib, path.name in FITTED) for config, gib in ran.items()]
+    out = [config for config, result in results.items() if result.status == "oom"]
+    return found + [Point(config, work, None, None, path.name in FITTED, ran_out=True) for config in out]
 
 
 def _points(measured: Measurement) -> Iterator[Point]:
     """One for each pipeline rank, where the record has the ranks."""
     config, work, result, fitted = measured.config, measured.work, measured.result, measured.file in FITTED
     if result["status"] == "oom":
-        yield Point(config, work, None, None, fitted)
+        yield Point(config, work, None, None, fitted, ran_out=True)
     elif result["status"] == "ok" and "ranks" not in result:
         yield Point(config, work, None, result["metrics"]["peak_memory_gib"], fitted)
     elif result["status"] == "ok":
@@ -128,7 +130,7 @@ def table(measured: Iterable[Point]) -> str:
                 shape,
                 "" if stage is None or point.config.pipeline_parallel_size == 1 else str(stage),
                 str(point.config.gradient_accumulation_steps),
-                "ran out" if point.reserved_gib is None else f"{point.reserved_gib:.1f}",
+                "ran out" if point.ran_out else "ran" if point.reserved_gib is None else f"{point.reserved_gib:.1f}",
                 f"{point.predicted_gib:.1f}",
                 "" if error is None else f"{error:+.1%}",
                 f"{point.share:.0%}",
@@ -159,7 +161,7 @@ def summary(measured: Iterable[Point]) -> str:
 
 def outcomes(measured: Iterable[Point]) -> str:
     """How many layouts of each band ran and ran out."""
-    counts = Counter((band(point.config, point.work), point.reserved_gib is None) for point in measured)
+    counts = Counter((band(point.config, point.work), point.ran_out) for point in measured)
     rows = [[name, str(counts[name, False]), str(counts[name, True])] for name in get_args(Band)]
     return render(["band", "ran", "ran out"], rows)
 
@@ -198,9 +200,10 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{table(measured)}\n\n{summary(measured)}")
     for path in tables:
         measured = tabled(path)
-        print(
-            f"{path.name}\n\n{table(measured)}\n\n{summary(measured)}\n\n{outcomes(measured)}\n\n{corrected(measured)}"
-        )
+        parts = [path.name, table(measured), outcomes(measured)]
+        if all(point.ran_out or point.reserved_gib is not None for point in measured):
+            parts[2:] = [summary(measured), outcomes(measured), corrected(measured)]
+        print("\n\n".join(parts))
 
 
 if __name__ == "__main__":

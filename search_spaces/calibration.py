@@ -91,9 +91,10 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Calibration:
 
 
 _DATA_SHEETS = {
-    # Energy and idle power are in no data sheet: of H200 as its trials have them, of MI250 a guess.
+    # Energy and idle power are in no data sheet: of H200 as its trials have them, of A100 and MI250 a guess.
     "h100": _gpu("h100", joules_per_flop=1.2e-12, idle_w=215.0),
     "h200": _gpu("h200", joules_per_flop=1.2e-12, idle_w=215.0),
+    "a100": _gpu("a100", joules_per_flop=1.2e-12, idle_w=120.0),
     "mi250": _gpu("mi250", joules_per_flop=1.2e-12, idle_w=100.0),
     # CPUs differ too much for a data sheet: a guess at a core, right for small models within a factor of three.
     "cpu": Calibration(

@@ -31,6 +31,9 @@ ACCELERATORS: dict[str, Accelerator] = {
     # GPU, as in NVIDIA's DGX H100.
     "h100": Accelerator(79.6, 989.4e12, True, True, 66.9e12, 3.35e12, 450e9, 50e9, 700.0),
     "h200": Accelerator(140.4, 989.4e12, True, True, 66.9e12, 4.8e12, 450e9, 50e9, 700.0),
+    # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it; one 200 Gbit/s adapter a GPU, as in NVIDIA's
+    # DGX A100.
+    "a100": Accelerator(80.0, 312e12, False, True, 19.5e12, 2.039e12, 300e9, 25e9, 400.0),
     # AMD Instinct MI250 data sheet: 128 GB, 362.1 TFLOP/s, 3.2 TB/s and 500 W a card, two devices (GCDs) a card. Links:
     # Infinity Fabric, 400 GB/s between the two of a card, about 100 GB/s to the others; a 200 Gbit/s adapter a card.
     "mi250": Accelerator(64.0, 181.05e12, False, False, 45.3e12, 1.64e12, 100e9, 12.5e9, 250.0),

@@ -183,18 +183,24 @@ class MemoryModel:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
+        self.needed: dict[TrialConfig, tuple[float, float]] = {}
+        """Of the trials seen, the share that they were estimated to need, and what it was then; of those that ran out
+        although they should have fitted, one."""
         self._shares: dict[TrialConfig, float | None] = {}
         self._ratios: dict[str, list[float]] = {}
         self._factors: dict[str, float] = {}
 
     def observe(self, config: TrialConfig, measured_gib: float | None) -> None:
         """What a trial reserved on its fullest GPU (`peak_memory_gib`); None if it ran out of memory."""
+        share = self.estimated(config)
         if measured_gib is not None:
             ratio = measured_gib * 2**30 / estimate(config, self.work).peak_bytes
-        elif (share := self._share(config)) is not None and share < 1:
+        elif share is not None and share < 1:
             ratio = 1 / share  # at least
         else:
             return
+        if share is not None:
+            self.needed[config] = share, share * ratio
         ratios = self._ratios.setdefault(config.engine, [])
         ratios.append(ratio)
         weight = len(ratios) / (len(ratios) + PRIOR_TRIALS)
@@ -203,14 +209,15 @@ class MemoryModel:
     def share(self, config: TrialConfig) -> float | None:
         """`MemoryEstimate.share` of what is really run, corrected. Above one it does not fit; None where that is not
         known."""
-        share = self._share(config)
+        share = self.estimated(config)
         return None if share is None else share * self._factors.get(config.engine, 1.0)
 
     def band(self, config: TrialConfig) -> Band | None:
         """`band` of the corrected share."""
         return judge(config, self.work.model, self.share(config))
 
-    def _share(self, config: TrialConfig) -> float | None:
+    def estimated(self, config: TrialConfig) -> float | None:
+        """`share` before any correction."""
         if config not in self._shares:
             self._shares[config] = estimate(config, self.work.run).share
         return self._shares[config]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from statistics import NormalDist
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -19,6 +18,7 @@ from search_spaces.memory import MemoryModel
 from search_spaces.space import is_numeric, varying
 from service.record.store import sqlite_file
 from service.sampling.surrogate import Coordinates, SurrogateSampler
+from service.sampling.uniform import UniformSampler
 from service.spec import excess
 from trainables.result import TrialResult
 
@@ -30,20 +30,16 @@ STARTUP_TRIALS = 8
 SURROGATE_TRIALS = 100
 """Trials after which `auto` goes over to TPE, of which a suggestion takes no longer with every trial."""
 
-MEMORY_DEVIATION = 0.03
-"""Standard deviation of a layout's share of memory around the one that is expected."""
-
 FITS, EXCEEDS, LEAST = -1.0, 1.0, 0.01
 """A constraint's value where the size of the violation is not known, and its smallest where it is."""
 
 
 def make_sampler(name: str, seed: int) -> BaseSampler:
-    """One of Optuna's samplers; each takes several objectives and, random apart, constraints."""
+    """One of Optuna's samplers that take several objectives and constraints."""
     samplers = {
         "tpe": lambda: TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS),
         "gp": lambda: GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS),
         "nsga2": lambda: NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS),
-        "random": lambda: RandomSampler(seed=seed),
     }
     return samplers[name]()
 
@@ -151,9 +147,13 @@ class SearchStudy:
                 self._coordinates(point): [metrics.get(metric) for metric in self.objectives]
                 for point, metrics in (predicted or {}).items()
             }
-            inner: BaseSampler = SurrogateSampler(self.distributions, self._candidates, figures, self.seed)
+            inner: BaseSampler = SurrogateSampler(
+                self.distributions, self._candidates, self._needed, figures, self.seed
+            )
+        elif sampler in ("random", "exhaustive"):
+            inner = UniformSampler(self.distributions, self._candidates, self.seed)
         else:
-            inner = make_sampler("random" if sampler == "exhaustive" else sampler, self.seed)
+            inner = make_sampler(sampler, self.seed)
         self.sampler = SnappingSampler(inner, self.distributions, self._nearest, self._first)
         self.study.sampler = self.sampler
 
@@ -260,16 +260,20 @@ class SearchStudy:
         )
 
     def _candidates(self) -> dict[Coordinates, float | None]:
-        """What may be handed out, with the probability that it fits in memory, None where that is not known.
+        """What may be handed out, with the share of memory that it is estimated to need, None where that is not known.
 
         Points that are expected not to fit are left out while there are others.
         """
         if self.memory is None:
             return dict.fromkeys(self.unseen)
         shares = {where: self.memory.share(point) for where, point in self.unseen.items()}
-        fitting = {where: share for where, share in shares.items() if share is None or share <= 1} or shares
-        limit = NormalDist(1.0, MEMORY_DEVIATION)
-        return {where: None if share is None else 1 - limit.cdf(share) for where, share in fitting.items()}
+        fitting = [where for where, share in shares.items() if share is None or share <= 1] or shares
+        return {where: self.memory.estimated(self.unseen[where]) for where in fitting}
+
+    def _needed(self) -> dict[Coordinates, tuple[float, float]]:
+        """What was found of the memory of points: see `MemoryModel.needed`."""
+        found = {} if self.memory is None else self.memory.needed
+        return {self._coordinates(point): shares for point, shares in found.items()}
 
     def _first(self) -> dict[str, Any] | None:
         """The next of the points to begin with."""

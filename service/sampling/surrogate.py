@@ -36,6 +36,9 @@ SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 UNMEASURED = 0.03
 
+MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED = 0.01, (0.001, 0.003, 0.01, 0.03, 0.1), 0.01
+"""The same of the memory that layouts need. Of a sweep that it had not seen, the model's estimates were a tenth off."""
+
 SUM, REACH = 0.9, 0.5
 """Share of the kernel that is a sum over the axes, and its length scale, in that of an axis from end to end."""
 
@@ -49,25 +52,27 @@ class SurrogateSampler(BaseSampler):
     A Gaussian process (Rasmussen and Williams 2006, algorithm 2.1) models by how much the logarithm of each objective
     is off what was predicted, or off its mean where nothing was. Its kernel is mostly a sum over the axes, as a setting
     costs about the same share beside any others (Duvenaud et al. 2011), the rest a product. Trials without figures of
-    their own are taken to come out as expected. Constraints are modelled likewise: what a candidate may add counts by
-    the probability that it keeps them (Gardner et al. 2014).
+    their own are taken to come out as expected. Constraints are modelled likewise, memory by how much its logarithm is
+    off the estimates: what a candidate may add counts by the probability that it keeps them (Gardner et al. 2014).
     """
 
     def __init__(
         self,
         space: Mapping[str, BaseDistribution],
         candidates: Callable[[], Mapping[Coordinates, float | None]],
+        needed: Callable[[], Mapping[Coordinates, tuple[float, float]]],
         predicted: Mapping[Coordinates, Sequence[float | None]],
         seed: int,
     ) -> None:
-        """`candidates` has the probability of each that it fits in memory, None where that is not known.
+        """`candidates` has the share of a GPU's memory that each is estimated to need, None where that is not known;
+        `needed` has that of layouts that were tried, and what it was then found to be, where they ran out at least one.
 
         `predicted` has the objectives of layouts, in the study's order, None where there is no prediction.
         """
         self.space, self.axes = dict(space), list(space)
         self.ordered = np.array([isinstance(axis, FloatDistribution) for axis in space.values()])
         self.spans = np.array([axis.high - axis.low for axis in space.values() if isinstance(axis, FloatDistribution)])
-        self.candidates, self.predicted = candidates, predicted
+        self.candidates, self.needed, self.predicted = candidates, needed, predicted
         self.random = np.random.default_rng(seed)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -85,8 +90,8 @@ class SurrogateSampler(BaseSampler):
         points = list(candidates)
         if len(points) > CANDIDATES:
             points = self._promising(study, points)
-        fits = np.array([candidates[point] for point in points], float)
-        best = int(self._gain(study, points, fits).argmax()) if len(points) > 1 else 0
+        shares = np.array([candidates[point] for point in points], float)
+        best = int(self._gain(study, points, shares).argmax()) if len(points) > 1 else 0
         return dict(zip(self.axes, points[best], strict=True))
 
     def _promising(self, study: Study, points: list[Coordinates]) -> list[Coordinates]:
@@ -100,7 +105,7 @@ class SurrogateSampler(BaseSampler):
                 chosen |= set(order[: CANDIDATES // 2 // len(study.directions)].tolist())
         return [points[i] for i in sorted(chosen)]
 
-    def _gain(self, study: Study, points: list[Coordinates], fits: np.ndarray) -> np.ndarray:
+    def _gain(self, study: Study, points: list[Coordinates], shares: np.ndarray) -> np.ndarray:
         """Hypervolume that each of `points` is expected to add, up to a common factor."""
         trials = [trial for trial in study.get_trials(deepcopy=False) if len(trial.params) == len(self.axes)]
         told = [trial for trial in trials if trial.state == TrialState.COMPLETE]
@@ -130,15 +135,26 @@ class SurrogateSampler(BaseSampler):
         if not means:
             return self.random.random(len(points))
 
-        chance = np.where(np.isnan(fits), 1.0, fits)
+        estimated = bool(np.isfinite(shares).all())
+        chance = self._fits(points, shares) if estimated else np.ones(len(points))
         for name in told[0].constraints if told else ():
             values = np.array([t.constraints[name] for t in (measured + failed if name in FAILURES else measured)])
-            if len(set(values)) > 1 and not (name == "memory" and np.isfinite(fits).all()):
+            if len(set(values)) > 1 and not (name == "memory" and estimated):
                 mean, deviation = process.expect(values)
                 chance *= ndtr(-mean / deviation)[len(seen) :]
         kept = [max(trial.constraints.values()) <= 0 for trial in measured]
         front = np.array(figures).T[kept]
         return chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
+
+    def _fits(self, points: list[Coordinates], shares: np.ndarray) -> np.ndarray:
+        """Probability of each of `points` that it fits in memory, of which it is estimated to need `shares`."""
+        needed = self.needed()
+        before, after = np.log(np.array(list(needed.values()), float).reshape(-1, 2).T)
+        seen = list(needed)
+        process = _Process(self._likeness(seen, seen + points), MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED)
+        mean, deviation = process.expect(after, np.append(before, np.log(shares)))
+        chance: np.ndarray = ndtr(-mean / deviation)[len(seen) :]
+        return chance
 
     def _likeness(self, some: list[Coordinates], others: list[Coordinates]) -> np.ndarray:
         """Correlation of what two layouts are off by, for each of `some` and each of `others`."""
@@ -173,9 +189,15 @@ def _has_figures(trial: FrozenTrial) -> bool:
 class _Process:
     """A Gaussian process over places of which the first have been seen."""
 
-    def __init__(self, likeness: np.ndarray) -> None:
-        """`likeness` [seen, places]."""
-        self.likeness = likeness
+    def __init__(
+        self,
+        likeness: np.ndarray,
+        offset: float = OFFSET,
+        scales: Sequence[float] = SCALES,
+        unmeasured: float = UNMEASURED,
+    ) -> None:
+        """`likeness` [seen, places]; the others are variances, as above."""
+        self.likeness, self.offset, self.scales, self.unmeasured = likeness, offset, scales, unmeasured
 
     def expect(self, values: np.ndarray, ahead: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of a figure at each place.
@@ -187,16 +209,16 @@ class _Process:
         if ahead is None:
             ahead, unit = np.full(self.likeness.shape[1], values.mean()), values.std()
         off = (values - ahead[:known]) / unit
-        scale = max(SCALES, key=lambda scale: self._likelihood(scale, off)) if known else UNMEASURED
+        scale = max(self.scales, key=lambda scale: self._likelihood(scale, off)) if known else self.unmeasured
         if known < len(self.likeness):
             off = np.append(off, self._posterior(scale, off)[0][known : len(self.likeness)])
         mean, variance = self._posterior(scale, off)
         return ahead + unit * mean, unit * np.sqrt(np.maximum(variance, 0.0) + NOISE)
 
     def _posterior(self, scale: float, off: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        covariance = scale * self.likeness[: len(off)] + OFFSET
+        covariance = scale * self.likeness[: len(off)] + self.offset
         solved = cho_solve(self._factor(scale, len(off)), covariance) if len(off) else covariance
-        return off @ solved, scale + OFFSET - (covariance * solved).sum(axis=0)
+        return off @ solved, scale + self.offset - (covariance * solved).sum(axis=0)
 
     def _likelihood(self, scale: float, off: np.ndarray) -> float:
         """Logarithm of the density of `off`, up to a constant."""
@@ -204,4 +226,4 @@ class _Process:
         return float(-off @ cho_solve(factor, off) / 2 - np.log(np.diag(factor[0])).sum())
 
     def _factor(self, scale: float, known: int) -> tuple[np.ndarray, bool]:
-        return cho_factor(scale * self.likeness[:known, :known] + OFFSET + NOISE * np.eye(known), lower=True)
+        return cho_factor(scale * self.likeness[:known, :known] + self.offset + NOISE * np.eye(known), lower=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -459,7 +460,9 @@ def test_out_of_memory_is_told_by_how_much_and_teaches_what_fits() -> None:
         memory.observe(failing, 1.1 * 138)
     assert share(memory, largest) > 1
     assert largest not in study._candidates()
-    assert all(chance is not None and chance > 0.5 for chance in study._candidates().values())
+    assert all(estimated is not None and estimated < 1 for estimated in study._candidates().values())
+    estimated, needed = study._needed()[study._coordinates(failing)]
+    assert estimated < 1 < needed
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -524,3 +527,10 @@ def wanted_by(study: SearchStudy) -> list[tuple[int, ...]]:
     sampler.snap = snap
     run(study, 4)
     return wanted
+
+
+def test_random_draws_evenly() -> None:
+    """Also of points with a gap between them, next to which a value drawn on its axis would fall more often."""
+    points = [TrialConfig("megatron", 8, 64, tensor_parallel_size=size) for size in (1, 4, 8)]
+    first = Counter(SearchStudy("search", points, OBJECTIVES, [], "random", seed).ask() for seed in range(150))
+    assert all(first[point] in range(30, 71) for point in points)

@@ -41,11 +41,12 @@ class Search:
     def __init__(
         self,
         predicted: Mapping[Coordinates, Sequence[float | None]] | None = None,
-        fits: Mapping[Coordinates, float | None] | None = None,
+        shares: Mapping[Coordinates, float] | None = None,
         directions: tuple[str, ...] = ("maximize",),
     ) -> None:
-        self.left: dict[Coordinates, float | None] = dict.fromkeys(POINTS) | dict(fits or {})
-        self.sampler = SurrogateSampler(SPACE, lambda: self.left, predicted or {}, seed=0)
+        self.left: dict[Coordinates, float | None] = dict.fromkeys(POINTS) | dict(shares or {})
+        self.needed: dict[Coordinates, tuple[float, float]] = {}
+        self.sampler = SurrogateSampler(SPACE, lambda: self.left, lambda: self.needed, predicted or {}, seed=0)
         self.study = optuna.create_study(
             directions=[StudyDirection[way.upper()] for way in directions], sampler=self.sampler
         )
@@ -127,8 +128,23 @@ def test_of_many_candidates_the_best_predicted_are_weighed(monkeypatch: pytest.M
 def test_what_may_not_fit_counts_for_less() -> None:
     first, second = by_speed(POINTS)[:2]
     predicted = {point: [speed(point)] for point in POINTS}
-    assert Search(predicted, {first: 0.95}).wants() == first
-    assert Search(predicted, dict.fromkeys(POINTS, 1.0) | {first: 0.1}).wants() == second
+    assert Search(predicted, dict.fromkeys(POINTS, 0.5)).wants() == first
+    assert Search(predicted, dict.fromkeys(POINTS, 0.5) | {first: 0.99}).wants() == second
+
+
+def test_memory_that_was_estimated_wrongly_is_learnt_along_an_axis() -> None:
+    """The fast engine needs more than estimated and runs out: its fullest layouts are left alone, others are not."""
+    predicted = {point: [speed(point)] for point in POINTS}
+    shares = {point: 0.75 - 0.02 * point[1] - 0.2 * (2 - point[2]) for point in POINTS}
+    first = by_speed(POINTS)[0]
+    search = Search(predicted, shares)
+    assert search.wants() == first
+    for point in (first, (0, 1.0, 2.0)):
+        search.needed[point] = shares[point], 1.0
+        search.left.pop(point)
+    wanted = search.wants()
+    assert wanted[0] == 0
+    assert wanted[2] < 2.0
 
 
 def test_limits_and_memory_are_learnt_from_what_violated_them() -> None:
