@@ -153,6 +153,9 @@ def effect(config: TrialConfig, work: Workload) -> dict[str, Any]:
         reduced = "every step, to shards"
     else:
         reduced = "every microbatch, to shards"
+    # DeepSpeed's ZeRO-1 sums bf16 in fp32 after the last backward pass.
+    in_fp32 = config.precision == "bf16" and config.reduce_precision == "fp32" and not config.offload_optimizer
+    early = sharded and not pipeline and not (config.zero_stage == 1 and in_fp32)
     sequence_parallel = megatron and config.sequence_parallel and config.tensor_parallel_size > 1
     return {
         "engine": config.engine,
@@ -165,9 +168,7 @@ def effect(config: TrialConfig, work: Workload) -> dict[str, Any]:
         "shards": config.shard_ranks // config.data_parallel_replicate_size if sharded else 1,
         "parameters": sharded and config.zero_stage == 3,
         "gradients": reduced,
-        "gradients overlapped": (
-            config.overlap_grad_reduce if config.shard_ranks > 1 and (megatron or (sharded and not pipeline)) else None
-        ),
+        "gradients overlapped": config.overlap_grad_reduce if config.shard_ranks > 1 and (megatron or early) else None,
         "gathering overlapped": (
             config.overlap_param_gather if sharded and (megatron or config.zero_stage == 3) else None
         ),
