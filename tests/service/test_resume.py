@@ -202,7 +202,7 @@ def test_a_search_killed_three_times_ends_as_one_left_alone(
     arguments = ["run", str(spec_file), "--search-id", "broken"]
     for word, times in ((" start ", 1), (RESULT, 2), (RESULT, 2)):
         run_and_kill(home, *arguments, word=word, times=times)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 30
         while left := left_of(home):
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
