@@ -26,7 +26,15 @@ from typing import get_args
 from benchmarks.committed import FAULTS, RECORDS, Measurement, measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
-from search_spaces.memory import Band, MemoryEstimate, MemoryModel, band, estimate
+from search_spaces.memory import (
+    Band,
+    MemoryEstimate,
+    MemoryModel,
+    band,
+    estimate,
+    hidden_between,
+    passes_in_flight,
+)
 from search_spaces.workload import Workload
 from service.answers.tables import render
 from service.spec import load_spec
@@ -84,9 +92,8 @@ def idle_buffers(config: TrialConfig, work: Workload, rank: int) -> float:
     stages, rounds = config.pipeline_parallel_size, config.gradient_accumulation_steps
     if config.engine != "megatron" or stages == 1:
         return 0.0
-    split = config.tensor_parallel_size if config.sequence_parallel else 1
-    hidden = 2 * config.micro_batch_size * work.sequence_length * work.model.hidden / split
-    activations = 0 if rank == 0 else rounds - min(rounds, stages - rank)
+    hidden = 2 * config.micro_batch_size * work.sequence_length * hidden_between(config, work.model)
+    activations = 0 if rank == 0 else rounds - passes_in_flight(config, rank)
     gradients = 0 if rank == stages - 1 else rounds - 1
     return (activations + gradients) * hidden
 

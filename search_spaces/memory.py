@@ -254,7 +254,7 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
         layers = sum(config.stage_layers[stage] for stage in mine)
     held = _held(config, model, layers, first, last)
     states = _deepspeed_states(config, held) if config.engine == "deepspeed" else _megatron_states(config, held)
-    in_flight = _in_flight(config, rank)
+    in_flight = passes_in_flight(config, rank)
     kept, whole = block
     logits, spare = _logits(config, model, tokens) if last else (0.0, 0.0)
     communication = _communication(config, model, held, tokens, first, last, in_flight)
@@ -354,7 +354,7 @@ def _deepspeed_states(config: TrialConfig, held: _Held) -> _States:
     return _States(weights + 4 * shards, summed * whole, 8 * shards, 0.0 if apart else 4 * shards)
 
 
-def _in_flight(config: TrialConfig, rank: int) -> int:
+def passes_in_flight(config: TrialConfig, rank: int) -> int:
     """Passes through a stage that a rank keeps activations of at once (Narayanan et al. 2021, Qi et al. 2023)."""
     ranks, rounds, virtual = (
         config.pipeline_parallel_size,
@@ -376,6 +376,12 @@ def _in_flight(config: TrialConfig, rank: int) -> int:
     return min(rounds * virtual, (virtual - 1) * together + ahead + 1)
 
 
+def hidden_between(config: TrialConfig, model: ModelShape) -> float:
+    """Hidden values of a token that each rank has between blocks and stages: sequence parallelism splits tokens, which
+    comes to the same."""
+    return model.hidden / (config.tensor_parallel_size if config.sequence_parallel else 1)
+
+
 def _block_activations(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float, float]:
     """Bytes that a block keeps of a microbatch for its backward pass, with and without regard to recomputation.
 
@@ -385,7 +391,7 @@ def _block_activations(config: TrialConfig, model: ModelShape, tokens: int) -> t
     """
     tensor, context = config.tensor_parallel_size, config.context_parallel_size
     hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
-    outside = hidden / (tensor if config.sequence_parallel else 1)
+    outside = hidden_between(config, model)
     heads = hidden / tensor
     attention = 2 * heads + keys
     if context > 1 and config.engine == "megatron":  # keys and values of whole sequences, once a head
@@ -436,12 +442,12 @@ def _communication(
 ) -> float:
     """Bytes of parts of the model, and of hidden states, on their way between ranks."""
     width = _width(config)
-    hidden = _exchanged(config, first, last, in_flight) * tokens * model.hidden * width
+    hidden = _exchanged(config, first, last, in_flight) * tokens * hidden_between(config, model) * width
     if config.engine == "megatron":
         # FSDP2 has of the largest part what is gathered, before and after it is taken apart, and its gradients, as they
         # come, on their way, and arrived.
         copies = 3 * width + 2 * _reduced_width(config)
-        return hidden / (config.tensor_parallel_size if config.sequence_parallel else 1) + copies * held.largest
+        return hidden + copies * held.largest
     buckets = 2 * min(config.bucket_size, held.whole) if config.zero_stage else 0
     return hidden + width * buckets
 

@@ -108,7 +108,8 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
 def _study(spec: SearchSpec, search_id: str, home: Home, recorded: Results) -> SearchStudy:
     """The search's study, with what is known of its machines and from the searches before it."""
     calibration = load_calibration(home, spec.cluster.accelerator)
-    same = {"parameters": spec.shape.parameters, "accelerator": spec.cluster.accelerator}
+    facts = _params(spec)
+    same = {name: facts[name] for name in ("parameters", "accelerator")}
     return open_study(spec, search_id, home.optuna_storage, calibration, recorded.finished(same))
 
 

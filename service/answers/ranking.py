@@ -47,6 +47,7 @@ DIRECTIONS = {
     ),
 }
 """Which way a metric is better, of those for which one way is."""
+
 _CONDITION = re.compile(r"^\s*(\w+)\s*(<=|>=|==|<|>)\s*(\S+)\s*$")
 _WITHIN = re.compile(r"^\s*(\w+)\s+(\d+(?:\.\d+)?)\s*%\s*$")
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
@@ -239,6 +240,7 @@ def noise(ordered: Sequence[Candidate], metric: str) -> list[str]:
 
 
 def parse_condition(text: str) -> tuple[str, Callable[[float, float], bool], float]:
+    """Metric, comparison and bound of 'METRIC<=NUMBER'. Raises `InputError` for anything else."""
     match = _CONDITION.match(text)
     try:
         if match and not math.isnan(bound := float(match[3])):

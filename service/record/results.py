@@ -121,7 +121,7 @@ class Results:
             experiment = client.get_experiment_by_name(store.EXPERIMENT)
             if experiment is None:
                 return []
-            return list(store.find_runs(client, experiment.experiment_id, tags, params or {}))
+            return list(store.find_runs(client, experiment.experiment_id, tags, params))
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -117,11 +117,11 @@ def reachable(tracking_uri: str) -> bool:
 
 
 def find_runs(
-    client: MlflowClient, experiment_id: str, tags: Mapping[str, str], params: Mapping[str, Any]
+    client: MlflowClient, experiment_id: str, tags: Mapping[str, str], params: Mapping[str, Any] | None = None
 ) -> Iterator[Run]:
     """Every run of the experiment that has these tags and parameters, oldest first."""
     wanted = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
-    wanted += [f"params.`{key}` = '{to_param(value)}'" for key, value in params.items()]
+    wanted += [f"params.`{key}` = '{to_param(value)}'" for key, value in (params or {}).items()]
     clause = " and ".join(wanted)
     token: str | None = None
     while True:

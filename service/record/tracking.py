@@ -247,7 +247,7 @@ class Tracker:
     def _adopt_or_create(self, trial_id: str, start: Mapping[str, Any]) -> None:
         """A run may exist although the reply that it was created got lost."""
         tags = {store.SEARCH_ID: self._search_id, store.TRIAL_ID: trial_id}
-        for run in store.find_runs(self._client, self._experiment_id, tags, {}):
+        for run in store.find_runs(self._client, self._experiment_id, tags):
             self._runs[trial_id] = run.info.run_id
             return
         self._create_trial(trial_id, start)
