@@ -106,7 +106,8 @@ def device_window(
     integrated_j = samples.ask(power_column, readings.integral)
     energy_j = integrated_j
     if samples.has("energy_mj"):
-        energy_j = samples.ask("energy_mj", partial(readings.energy_j, drawn_j=drawn_j))
+        refreshed_ns = _refreshed_ns(rows)
+        energy_j = samples.ask("energy_mj", partial(readings.energy_j, drawn_j=drawn_j, refreshed_ns=refreshed_ns))
     throttle_s = {cause: samples.count(f"throttle_{cause}_ns", readings.throttled_s) for cause in THROTTLE_CAUSES}
     power_cap_method = "counter"
     if not samples.has("throttle_power_cap_ns") and (capped := samples.flagged(POWER_CAP_BITS)):
@@ -291,3 +292,9 @@ def _readings_of(rows: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Times (int64 ns) and values of a column's readings."""
     known = rows.select(["time_ns", column]).drop_null()
     return known["time_ns"].to_numpy(), known[column].to_numpy()
+
+
+def _refreshed_ns(rows: pa.Table) -> np.ndarray:
+    """When the value of each reading of the energy counter was new: at the latest when it was read."""
+    known = rows.filter(pc.field("energy_mj").is_valid())
+    return pc.coalesce(known["energy_ns"], known["time_ns"]).to_numpy()

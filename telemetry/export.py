@@ -18,7 +18,8 @@ PREFIX = "wattune_"
 COLUMNS = tuple(
     field.name
     for field in SCHEMA
-    if field.name not in ("time_ns", "index") and (pa.types.is_integer(field.type) or pa.types.is_floating(field.type))
+    if field.name not in ("time_ns", "energy_ns", "index")
+    and (pa.types.is_integer(field.type) or pa.types.is_floating(field.type))
 )
 """The columns of `telemetry.samples.SCHEMA` that are exported: all that are measured."""
 

@@ -136,15 +136,17 @@ def energy_j(
     start_ns: int,
     end_ns: int,
     drawn_j: Callable[[int, int], float | None],
+    refreshed_ns: np.ndarray | None = None,
 ) -> float:
     """Growth of an energy counter over a window. `drawn_j` integrates sampled power between two times, or has none.
 
-    Around an edge the counter is taken to grow as sampled power says, so that the sliver between an edge and its
-    reading counts at the power it had; evenly where readings are at most MAX_GAP_NS apart and there is no power.
+    The driver refreshes the counter only every so often (100 ms on Hopper): a reading is of the moment `refreshed_ns`
+    [n], never later than the reading itself, which is taken in its place where nothing is known of it. Then a reading
+    may be as old as that period; readings on a fixed grid of 100 ms are of nearly the same age at both edges, which
+    cancels as far as power is the same there. A reading that repeats the one before is no refresh and is passed over.
 
-    The driver refreshes the counter only every so often (100 ms on Hopper). A reading that repeats the one before is no
-    new tick and is passed over. A reading may be as old as that period; readings on a fixed grid of 100 ms are of
-    nearly the same age at both edges, which cancels.
+    Around an edge the counter is taken to grow as sampled power says, so that the sliver between an edge and its
+    refresh counts at the power it had; evenly where readings are at most MAX_GAP_NS apart and there is no power.
 
     Raises Unusable where a fault may hide: a counter that stood still or grew faster than any device draws, by
     less than half or more than twice what sampled power says, or may have been reset between two readings.
@@ -173,7 +175,28 @@ def energy_j(
             raise Unusable(f"was read {apart_s:.1f} s apart around an edge, without the power in between")
         return evenly(before_ns, edge_ns, after_ns)
 
+    if refreshed_ns is not None:
+        tick_ns, tick_mj = _refreshes(tick_ns, tick_mj, refreshed_ns[moved], end_ns, drawn_j)
     return counter_growth(tick_ns, tick_mj, start_ns, end_ns, share) / 1000
+
+
+def _refreshes(
+    read_ns: np.ndarray,
+    read_mj: np.ndarray,
+    refreshed_ns: np.ndarray,
+    end_ns: int,
+    drawn_j: Callable[[int, int], float | None],
+) -> tuple[np.ndarray, np.ndarray]:
+    """A counter's refreshes in place of its readings, carried on to the window's end by sampled power.
+
+    The readings themselves where their refreshes are not in order, or no power is known after the last one.
+    """
+    rest_j = drawn_j(int(refreshed_ns[-1]), end_ns) if refreshed_ns[-1] < end_ns else 0.0
+    if rest_j is None or np.any(np.diff(refreshed_ns) <= 0):
+        return read_ns, read_mj
+    if refreshed_ns[-1] >= end_ns:
+        return refreshed_ns, read_mj
+    return np.append(refreshed_ns, end_ns), np.append(read_mj, read_mj[-1] + np.uint64(1000 * rest_j))
 
 
 def _stood_still(still_ns: int) -> Unusable:

@@ -58,6 +58,7 @@ SCHEMA = pa.schema(
         ("index", pa.int32()),
         ("kind", pa.string()),
         ("energy_method", pa.string()),
+        ("energy_ns", pa.int64()),
         *((name, pa.float64()) for name in (*GAUGES, *MEANS)),
         *((name, pa.uint64()) for name in COUNTERS),
         ("throttle_reasons", pa.uint64()),
@@ -65,8 +66,9 @@ SCHEMA = pa.schema(
     ]
 )
 """`time_ns` is the node's `time.monotonic_ns()`, `device` a GPU's UUID or `cpu:<hostname>`, `kind` `nvidia`, `amd` or
-`cpu`, `energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`; `throttle_reasons` is the
-driver's bitmask, `xid` the number of the latest XID error."""
+`cpu`, `energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`, `energy_ns`, on the clock of
+`time_ns`, when its value was new, where that is known; `throttle_reasons` is the driver's bitmask, `xid` the number of
+the latest XID error."""
 
 _ROW = pa.struct(list(SCHEMA))
 

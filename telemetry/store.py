@@ -12,6 +12,9 @@ import pyarrow.parquet as pq
 
 from telemetry.samples import GAUGES, MEANS, SCHEMA
 
+LATER = ("energy_ns",)
+"""Columns that files written by earlier versions lack."""
+
 
 def write_samples(table: pa.Table, path: Path) -> None:
     """Write samples as Parquet (zstd). The file appears whole or not at all."""
@@ -21,9 +24,16 @@ def write_samples(table: pa.Table, path: Path) -> None:
 
 
 def read_samples(path: Path) -> pa.Table:
-    """The samples that `write_samples` wrote. Raises ValueError if the file holds something else."""
+    """The samples that `write_samples` wrote. Raises ValueError if the file holds something else.
+
+    A column that came into the schema after the file was written is null.
+    """
     try:
-        return pq.read_table(path).cast(SCHEMA)
+        table = pq.read_table(path)
+        for place, field in enumerate(SCHEMA):
+            if field.name in LATER and field.name not in table.column_names:
+                table = table.add_column(place, field, pa.nulls(table.num_rows, field.type))
+        return table.cast(SCHEMA)
     except (pa.ArrowInvalid, ValueError) as error:
         raise ValueError(f"{path} does not hold telemetry samples: {str(error).splitlines()[0]}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -40,4 +40,13 @@ class Device(Protocol):
         What takes the driver milliseconds is read only if `full`, and then first, next to the sample's time: counters,
         of which readings around a window are enough.
         """
+        ...
+
+
+@runtime_checkable
+class Ticking(Protocol):
+    """A device whose counters are refreshed now and then, at moments that it has to look for."""
+
+    def align(self, until_ns: int) -> None:
+        """Look for such a moment, if that is due. Called after every reading, with the time before which to be done."""
         ...

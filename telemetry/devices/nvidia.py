@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from telemetry.devices.base import DeviceInfo
@@ -64,6 +65,18 @@ _PCIE_LANE_BYTES_PER_S = {
 _LINK_SPEED_FIELD = 164
 _COMMON_LINK_SPEED_FIELD = 90
 
+REFRESH_NS = 100_000_000
+"""How often Hopper refreshes its energy counter, by a clock of its own."""
+
+REFRESH_SEEN_NS = 5_000_000
+"""How exactly a refresh is seen. A reading in its midst takes 15 ms, and tells the value before or after it."""
+
+REFRESH_DRIFT = 50e-6
+"""More than the GPU's clock drifts from the host's: 25e-6 on one H200."""
+
+REFRESH_WATCH_S = 60.0
+"""How often a refresh is looked for; after five times that without one, the moment is not known any more."""
+
 MAX_BYTES_PER_S = 1e13
 """More than any fabric of one GPU carries: a rate above it was misread."""
 
@@ -118,6 +131,7 @@ class NvidiaDevice:
         for column, field_id in throttle_field_ids(driver_version).items():
             (fields if column == "throttle_sw_thermal_ns" else costly)[column] = _Field(field_id)
         self._gpm = _answer(nvml, lambda: _Gpm(nvml, handle))
+        self._refresh = _Refresh(_Fields(nvml, handle, {"energy_mj": _COSTLY_FIELDS["energy_mj"]}))
         self._wrapping: dict[str, _WrappingBytes] = {}
         if self._gpm is None:
             costly |= _LINK_FIELDS
@@ -152,7 +166,7 @@ class NvidiaDevice:
     def read(self, full: bool) -> dict[str, Any]:
         sample: dict[str, Any] = self._xids.read() if self._xids else {}
         if full:
-            sample |= self._ask(self._costly_fields) or {}
+            sample |= {"energy_ns": self._refresh.latest()} | (self._ask(self._costly_fields) or {})
         asked_ns = time.monotonic_ns()
         fields = self._ask(self._fields)
         if fields is None:
@@ -165,6 +179,10 @@ class NvidiaDevice:
             if self._gpm:
                 sample |= self._gpm.read()
         return sample
+
+    def align(self, until_ns: int) -> None:
+        with suppress(self._nvml.NVMLError):  # the next tick tells
+            self._refresh.follow(until_ns)
 
     def _ask(self, fields: _Fields) -> dict[str, float | int | None] | None:
         try:
@@ -308,6 +326,58 @@ class _Gpm:
                 known = 0 <= value * MIB <= MAX_BYTES_PER_S
                 reading[column] = self._totals[column].add(round(value * MIB * seconds) if known else None)
         return reading
+
+
+class _Refresh:
+    """When a GPU refreshes its energy counter, which NVML does not tell: a field's timestamp is that of the call.
+
+    The counter is read until it moves: at first for some periods, then now and then about when it is expected to. Of a
+    GPU with another period nothing is known.
+    """
+
+    def __init__(self, energy: _Fields) -> None:
+        self._energy = energy
+        self._seen_ns: int | None = None
+        self._looked_ns = 0
+        for _ in range(3):  # one refresh in a hundred is seen late
+            first = self._watch(time.monotonic_ns() + 2 * REFRESH_NS)
+            second = None if first is None else self._watch(first + 2 * REFRESH_NS)
+            if first is None or second is None:
+                return
+            if abs(second - first - REFRESH_NS) <= REFRESH_SEEN_NS:
+                self._seen_ns = self._looked_ns = second
+                return
+
+    def latest(self) -> int | None:
+        """When the counter, read now, was refreshed, if that is known. Waits some ms where one is under way."""
+        now_ns = time.monotonic_ns()
+        if self._seen_ns is None or now_ns - self._seen_ns > 5 * REFRESH_WATCH_S * 1e9:
+            return None
+        since_ns = (now_ns - self._seen_ns + REFRESH_SEEN_NS) % REFRESH_NS - REFRESH_SEEN_NS
+        if since_ns < REFRESH_SEEN_NS:
+            time.sleep((REFRESH_SEEN_NS - since_ns) / 1e9)
+        return now_ns - since_ns
+
+    def follow(self, until_ns: int) -> None:
+        """Look for the next refresh, if that is due and it must come before `until_ns`."""
+        now_ns = time.monotonic_ns()
+        if self._seen_ns is None or now_ns - self._looked_ns < REFRESH_WATCH_S * 1e9:
+            return
+        unsure_ns = REFRESH_SEEN_NS + round(REFRESH_DRIFT * (now_ns - self._seen_ns))
+        expected_ns = now_ns + unsure_ns + REFRESH_NS - (now_ns + unsure_ns - self._seen_ns) % REFRESH_NS
+        if expected_ns + unsure_ns <= until_ns:
+            self._looked_ns = now_ns
+            time.sleep((expected_ns - unsure_ns - now_ns) / 1e9)
+            self._seen_ns = self._watch(expected_ns + unsure_ns) or self._seen_ns
+
+    def _watch(self, until_ns: int) -> int | None:
+        """When the counter moved; None if it did not before then, or cannot be read."""
+        before = self._energy.read().get("energy_mj")
+        while before is not None and (asked_ns := time.monotonic_ns()) < until_ns:
+            if self._energy.read().get("energy_mj") != before:
+                return asked_ns
+            time.sleep(0.001)
+        return None
 
 
 class _WrappingBytes:

@@ -28,7 +28,8 @@ TRACE = "WATTUNE_REPLAY"
 LOOP = "WATTUNE_REPLAY_LOOP"
 """The environment variable that, set to 1, has the trace start again whenever it ends."""
 
-_OF_THE_SAMPLER = ("time_ns", "node", "device", "index", "kind", "energy_method")
+# What a replay has of its own, or not at all: when its counter was new is of another time.
+_NOT_PLAYED = ("time_ns", "node", "device", "index", "kind", "energy_method", "energy_ns")
 
 # A column's name and values, and where a row has one; without the last it has one in every row.
 _Column = tuple[str, memoryview, memoryview | None]
@@ -63,9 +64,7 @@ class Track:
         self.lap_ns = end_ns - begin_ns + period_ns
         self.count = len(time_ns)
         self._since_ns = (time_ns - begin_ns).data
-        names = [
-            name for name in rows.column_names if name not in _OF_THE_SAMPLER and rows[name].null_count < self.count
-        ]
+        names = [name for name in rows.column_names if name not in _NOT_PLAYED and rows[name].null_count < self.count]
         self.columns = [_column(rows, name) for name in names]
         self.states = [column for column in self.columns if column[0] not in (*COUNTERS, *MEANS)]
         counters = [name for name in names if name in COUNTERS]

@@ -7,6 +7,7 @@
    FAKE_HANG    seconds that a batched call takes, of GPU 0 alone
    FAKE_GPM     1 if the GPU has GPM, 2 if its samples take 60 ms, 3 if it fails
    FAKE_ENERGY, FAKE_CAP, FAKE_PCIE, FAKE_TENSOR, FAKE_ECC   what counters and GPM have come to
+   FAKE_REFRESH ms after which a counter of 700 W is refreshed, every 100 ms by the monotonic clock, or every FAKE_PERIOD
    FAKE_XID     numbers of the XID errors since the last look, separated by spaces
    FAKE_LINKS   active NVLinks            FAKE_SPEED       their common speed
    FAKE_CALLS   file to which each batched call adds the ids that it asked for, a call for the utilisation "utilisation" */
@@ -182,6 +183,13 @@ int nvmlGpmMetricsGet(GpmRequest *request) {
     return SUCCESS;
 }
 
+static unsigned long long energy_mj(void) {
+    long long period = number("FAKE_PERIOD", "100"), phase = atoi(setting("FAKE_REFRESH", "-1"));
+    struct timespec now;
+    if (phase < 0) return number("FAKE_ENERGY", "70000");
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return ((now.tv_sec * 1000LL + now.tv_nsec / 1000000 - phase) / period) * period * 700;
+}
 static void count(FieldValue *field, unsigned long long value) {
     field->valueType = ULONGLONG;
     field->value.ull = value;
@@ -204,7 +212,7 @@ int nvmlDeviceGetFieldValues(void *device, int length, FieldValue *fields) {
         field->nvmlReturn = state(device);
         if (state(device) != SUCCESS) continue;
         switch (field->fieldId) {
-            case 83: count(field, number("FAKE_ENERGY", "70000")); break;
+            case 83: count(field, energy_mj()); break;
             case 185: gauge(field, field->scopeId == 2 ? 88012 : 690123); break;
             case 186: gauge(field, 700456); break;
             case 82: gauge(field, 71); break;

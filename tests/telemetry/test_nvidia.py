@@ -64,6 +64,29 @@ rows = buffer.between(0, time.monotonic_ns()).to_pylist()
 print(json.dumps([{name: value for name, value in row.items() if value is not None} for row in rows]))
 """
 
+# The genuine sampler over counters whose refreshes drift: it looks for them twice between two steps of the drift.
+DRIFT = """
+import json, os, time
+from telemetry.devices import discover, nvidia
+from telemetry.sampler import Sampler
+from telemetry.samples import SampleBuffer
+nvidia.REFRESH_WATCH_S = 0.3
+devices, buffer = discover(), SampleBuffer(10_000)
+sampler, rows = Sampler(devices, buffer, "n"), []
+sampler.start()
+for number in range(35):
+    refresh = 20 + 3 * number
+    os.environ["FAKE_REFRESH"] = str(refresh)
+    time.sleep(0.22)
+    marked = time.monotonic_ns()
+    sampler.mark()
+    time.sleep(0.23)
+    latest = buffer.between(marked, time.monotonic_ns()).to_pylist()
+    rows += [row | {"refresh": refresh} for row in latest if row["energy_mj"] is not None]
+sampler.stop()
+print(json.dumps(rows))
+"""
+
 
 @pytest.fixture(scope="module")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -168,6 +191,7 @@ def test_a_sample_under_the_genuine_binding(fake_driver: Path, driver: str, firs
     traffic = {name: full[name] for name in ("pcie_rx_bytes", "pcie_tx_bytes", "link_rx_bytes", "link_tx_bytes")}
     assert full == tick | traffic | {
         "energy_mj": 70_000,
+        "energy_ns": None,
         "throttle_thermal_policy_ns": 75,
         "throttle_hw_thermal_ns": (first + 1) * 10**9,
         "throttle_hw_brake_ns": (first + 2) * 10**9,
@@ -189,6 +213,33 @@ def test_costly_fields_are_asked_for_in_full_readings_alone_and_energy_first(fak
     assert costly == ["83", "75", "270", "271"]
 
 
+def away_ms(row: Mapping[str, Any], refresh_ms: int) -> float:
+    """From when the counter was refreshed to when that is told to have been: it counts 700 W, from `refresh_ms` on."""
+    return row["energy_ns"] / 1e6 - (row["energy_mj"] / 700 + refresh_ms)
+
+
+@pytest.mark.parametrize("refresh", [0, 37, 95])
+def test_a_reading_tells_when_its_energy_was_new(fake_driver: Path, refresh: int) -> None:
+    reads = reads_of_one(fake_driver, *[step(sleep=0.023)] * 12, refresh=refresh)
+    away = [away_ms(read, refresh) for read in reads]
+    assert max(map(abs, away)) < 20
+    assert sorted(map(abs, away))[len(away) // 2] < 6
+
+
+def test_nothing_is_told_of_a_counter_with_another_period(fake_driver: Path) -> None:
+    reads = reads_of_one(fake_driver, *[step(sleep=0.03)] * 4, refresh=0, period=20)
+    assert [read["energy_ns"] for read in reads] == [None] * 4
+
+
+def test_refreshes_that_drift_from_the_host_s_clock_are_followed(fake_driver: Path) -> None:
+    """By 3 ms each time between two looks, once round."""
+    rows, _ = run(fake_driver, DRIFT, {"refresh": 20, "gpus": 2})
+    for uuid in ("GPU-0", "GPU-1"):
+        away = [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid]
+        assert len(away) == 35
+        assert sorted(map(abs, away))[30] < 20, away
+
+
 def test_what_is_not_supported_is_left_out_and_not_asked_again(fake_driver: Path, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     settings = {"fields": "none", "calls": calls}
@@ -196,7 +247,7 @@ def test_what_is_not_supported_is_left_out_and_not_asked_again(fake_driver: Path
     assert seen["infos"][0]["power_limit_w"] is None
     assert seen["infos"][0]["pcie_peak_bytes_per_s"] is None
     assert seen["reads"] == [[{}]] * 3
-    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["90", "186", "utilisation"]
+    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["90", "83", "186", "utilisation"]
     assert log == ""
 
 

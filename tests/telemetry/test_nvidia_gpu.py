@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from telemetry.devices.nvidia import NvidiaDevice, discover
+from telemetry.devices.nvidia import REFRESH_NS, NvidiaDevice, discover
 from telemetry.sampler import FULL_PERIOD_S, Sampler
 from telemetry.samples import SCHEMA, SampleBuffer
 from telemetry.window import summarise
@@ -237,3 +237,20 @@ def test_link_bytes_are_those_copied(gpus: list[NvidiaDevice], torch: Any) -> No
     assert grown["link_rx_bytes"] < 0.3 * moved
     assert gpu.info.link_peak_bytes_per_s is not None
     assert moved / FULL_PERIOD_S < gpu.info.link_peak_bytes_per_s
+
+
+def test_the_energy_counter_is_refreshed_when_it_is_said_to_be(gpus: list[NvidiaDevice], nvml: Any) -> None:
+    """Against a loop that reads it until it moves, 100 ms and less after each reading."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(gpus[0].info.index)
+    away_ms = []
+    for number in range(20):
+        time.sleep(0.2 + 0.013 * number)
+        told_ns = gpus[0].read(True)["energy_ns"]
+        before = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        asked_ns = time.monotonic_ns()
+        while nvml.nvmlDeviceGetTotalEnergyConsumption(handle) == before:
+            time.sleep(0.001)
+            asked_ns = time.monotonic_ns()
+        away_ms.append((asked_ns - told_ns + REFRESH_NS // 2) % REFRESH_NS / 1e6 - REFRESH_NS / 2e6)
+    print(f"refreshes are seen {min(away_ms):+.1f} to {max(away_ms):+.1f} ms from when they are told")
+    assert sorted(map(abs, away_ms))[15] < 8
