@@ -141,15 +141,16 @@ def test_small_gangs_run_side_by_side_and_failures_do_not_end_the_search(
 
 @contextlib.contextmanager
 def killing(actor: str) -> Iterator[None]:
-    """Kill this actor's process of the search that is run meanwhile, once its first trial has forked."""
+    """Kill this actor's process of the search that is run meanwhile, once its first trial is under way."""
     over = threading.Event()
+    earlier = titles_of_descendants().items()  # processes of searches before may take a while to end
 
     def kill() -> None:
         while not over.wait(0.2):
-            titles = {process: title_of(process) for process in psutil.Process().children(recursive=True)}
-            if any("trainables.child" in title and children(process) for process, title in titles.items()):
+            titles = dict(titles_of_descendants().items() - earlier)
+            if any("trainables.child" in title and at_work(process) for process, title in titles.items()):
                 for process, title in titles.items():
-                    if title.startswith(f"ray::{actor}"):  # one of an earlier search may still be there
+                    if title.startswith(f"ray::{actor}"):
                         process.kill()
                 return
 
@@ -162,16 +163,20 @@ def killing(actor: str) -> Iterator[None]:
         thread.join()
 
 
-def title_of(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
+def titles_of_descendants() -> dict[psutil.Process, str]:
+    """Of all processes that this one has started; those of Ray change when it reuses them."""
+    titles = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            titles[process] = " ".join(process.cmdline())
+    return titles
 
 
-def children(process: psutil.Process) -> list[psutil.Process]:
+def at_work(server: psutil.Process) -> bool:
+    """Whether a fork of this server is more than the first one, which does nothing."""
     with contextlib.suppress(psutil.Error):
-        return process.children()
-    return []
+        return any(child.cpu_times().user > 0.2 for child in server.children())
+    return False
 
 
 @pytest.mark.slow
