@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.models import PRESETS
 from trainables.model import Parts
-from trainables.recompute import recomputed
+from trainables.recompute import Recomputed, RecomputedOnce, _Again, recomputed
 
 
 class Operators(TorchDispatchMode):
@@ -56,3 +59,60 @@ def test_selective_computes_no_matrix_product_and_no_attention_again() -> None:
     assert full["mm"] > plain["mm"]
     assert full[attention] == 2
     assert selective["silu"] == full["silu"] == plain["silu"] + 1
+
+
+def split(wrap: Callable[[nn.Module], nn.Module]) -> tuple[list[Tensor], Counter[str], list[int]]:
+    """Gradients of two blocks by a backward pass in zero bubble's parts, the operators that found them, and how many
+    blocks hold what they computed again: before the first part, after it, and in the end."""
+    parts = Parts(PRESETS["tiny-llama"], torch.arange(32), seed=0)
+    blocks = nn.Sequential(*(wrap(parts.block(layer)) for layer in range(2)))
+    x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    held = []
+    with Operators() as operators:
+        output = blocks(x)
+        held.append(holding())
+        (of_input,), groups = stage_backward_input([output], [output.detach()], [x], blocks.parameters())
+        held.append(holding())
+        stage_backward_weight(blocks.parameters(), groups)
+    del output, groups
+    held.append(holding())
+    assert of_input is not None
+    return [of_input, *(p.grad for p in blocks.parameters() if p.grad is not None)], operators.calls, held
+
+
+def holding() -> int:
+    gc.collect()
+    return sum(bool(found.tensors) for found in gc.get_objects() if isinstance(found, _Again))
+
+
+def test_zero_bubble_computes_a_block_again_once_and_lets_go_of_it() -> None:
+    expected, plain, _ = split(lambda block: block)
+    found, once, held = split(RecomputedOnce)
+    assert held == [0, 2, 0]
+    assert len(found) == len(expected) == 19
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert once["silu"] == 2 * plain["silu"] == 4
+    _, each, _ = split(lambda block: Recomputed(block, set()))
+    assert each["silu"] > 3 * once["silu"]  # once for each group of weights: what it is not used for
+
+
+def test_which_recomputation_zero_bubble_gets() -> None:
+    block = nn.Linear(1, 1)
+    assert recomputed(block, "none", split_backward=True) is block
+    assert isinstance(recomputed(block, "full", split_backward=True), RecomputedOnce)
+    assert isinstance(recomputed(block, "full"), Recomputed)
+
+
+def test_a_block_that_computes_something_else_again_is_an_error() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x.exp() if self.calls == 1 else x.exp().exp()
+
+    output = RecomputedOnce(Fickle())(torch.ones(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match="kept 1 tensors, and 2 when it was computed again"):
+        output.backward()
