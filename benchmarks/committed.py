@@ -27,6 +27,12 @@ FAULT_LAYERS = {"oom in the optimizer": 40}
 """Layers of the models that `benchmarks.failures` makes, where they are not two."""
 
 
+def is_superseded(config: TrialConfig) -> bool:
+    """Whether engines did something else for the layout when the tables were measured: under zero bubble, blocks were
+    computed again once for each of their weights."""
+    return config.pipeline_schedule.endswith("zero_bubble") and config.recompute == "full"
+
+
 @dataclass(frozen=True)
 class Measurement:
     """A layout that was run, in which file the figures are, and the trial's result, with `status` and `metrics` and, in

@@ -20,7 +20,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from benchmarks.committed import measurements
+from benchmarks.committed import is_superseded, measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.cost import Calibration, data_sheet, predict
@@ -48,6 +48,8 @@ def sweep(path: Path) -> list[Observation]:
     ran = [result for result in Table(path).results.values() if result.status == "ok"]
     found = []
     for result in ran:
+        if is_superseded(result.config):
+            continue
         config = replace(result.config, global_batch_size=work.global_batch_size)
         found.append(_observation(config, work, result.metrics))
     return found

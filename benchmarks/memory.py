@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.committed import FAULTS, RECORDS, Measurement, measurements
+from benchmarks.committed import BENCHMARKS, FAULTS, RECORDS, Measurement, is_superseded, measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.memory import (
@@ -39,8 +39,11 @@ from search_spaces.workload import Workload
 from service.answers.tables import render
 from service.spec import load_spec
 
-FITTED = (FAULTS, "layouts_4xh200.jsonl", "llama3_12l_4xh200.csv")
-"""Records and tables by which a constant of the model was set."""
+FITTED = (FAULTS, "layouts_4xh200.jsonl")
+"""Records by which a constant of the model was set."""
+
+FITTED_TABLE = BENCHMARKS / "data" / "llama3_12l_4xh200.csv"
+"""The table by whose layouts one was set."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,13 @@ def points() -> list[Point]:
 
 def tabled(path: Path) -> list[Point]:
     """The points of a table that ran or ran out of memory."""
-    work, results = load_spec(path.with_suffix(".yaml")).workload, Table(path).results
+    work = load_spec(path.with_suffix(".yaml")).workload
+    results = {config: result for config, result in Table(path).results.items() if not is_superseded(config)}
+    fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.model else {}
     ran = {config: result.metrics.get("peak_memory_gib") for config, result in results.items() if result.status == "ok"}
-    found = [Point(config, work, None, gib, path.name in FITTED) for config, gib in ran.items()]
+    found = [Point(config, work, None, gib, config in fitted) for config, gib in ran.items()]
     out = [config for config, result in results.items() if result.status == "oom"]
-    return found + [Point(config, work, None, None, path.name in FITTED, ran_out=True) for config in out]
+    return found + [Point(config, work, None, None, config in fitted, ran_out=True) for config in out]
 
 
 def _points(measured: Measurement) -> Iterator[Point]:

@@ -256,9 +256,9 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
     states = _deepspeed_states(config, held) if config.engine == "deepspeed" else _megatron_states(config, held)
     in_flight = passes_in_flight(config, rank)
     kept, whole = block
-    logits, spare = _logits(config, model, tokens) if last else (0.0, 0.0)
+    logits, waiting, spare = _logits(config, model, tokens) if last else (0.0, 0.0, 0.0)
     communication = _communication(config, model, held, tokens, first, last, in_flight)
-    again = whole - kept
+    again = (whole - kept) * _computed_again(config, rank, layers // len(mine))
     # What blocks send and compute again comes after the loss, in what that has given back.
     spare, communication = max(0.0, spare - communication), max(0.0, communication - spare)
     spare, again = max(0.0, spare - again), max(0.0, again - spare)
@@ -269,9 +269,13 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
     ):
         # Gradients of a block fit where other microbatches kept the widest of their tensors.
         room = kept * layers * (in_flight / len(mine) - 1)
+    gradients = states.gradients
+    if config.engine == "megatron" and _forward_first(config, in_flight):
+        # The first backward pass finds no gradients of this step yet, the second one microbatch less.
+        gradients -= min(gradients, kept * layers / len(mine) + waiting)
     return RankMemory(
         parameters=states.parameters,
-        gradients=states.gradients,
+        gradients=gradients,
         optimizer=states.optimizer,
         activations=kept * layers * in_flight / len(mine) + again,
         logits=logits,
@@ -368,12 +372,28 @@ def passes_in_flight(config: TrialConfig, rank: int) -> int:
     if config.pipeline_schedule == "1f1b":
         return min(rounds, ranks - rank)
     if config.pipeline_schedule == "zbv_zero_bubble":
-        return 2 * min(rounds, ranks)
+        return min(rounds, 2 * ranks - 1 - rank) + min(rounds, rank + 1)  # down the V, and up
     # As torch's interleaved schedules count their warm-up. Zero bubble leaves the weight gradients of as many passes as
     # there are ranks before this one for later.
     together = rounds // max(1, rounds // ranks)
     ahead = 2 * (ranks - 1 - rank) if config.pipeline_schedule == "interleaved_1f1b" else ranks - 1
     return min(rounds * virtual, (virtual - 1) * together + ahead + 1)
+
+
+def _forward_first(config: TrialConfig, in_flight: int) -> bool:
+    """Whether a rank has been through all microbatches of a step before its first backward pass."""
+    whole = not config.pipeline_schedule.endswith("zero_bubble")  # of which passes in flight may wait for their weights
+    passes = config.gradient_accumulation_steps * config.virtual_pipeline_stages
+    return whole and config.pipeline_parallel_size > 1 and in_flight == passes
+
+
+def _computed_again(config: TrialConfig, rank: int, layers: int) -> int:
+    """Blocks of which a rank has what it computed again, of stages of so many layers: the one under way.
+
+    Zero bubble goes back through whole stages, and has each until its weight gradients, of as many passes as there are
+    ranks before this one later.
+    """
+    return layers * (rank + 1) if config.pipeline_schedule.endswith("zero_bubble") else 1
 
 
 def hidden_between(config: TrialConfig, model: ModelShape) -> float:
@@ -417,11 +437,9 @@ def _block_activations(config: TrialConfig, model: ModelShape, tokens: int) -> t
     return min(whole, tokens * (_width(config) * (3 * outside + attention + products) + masks)), whole
 
 
-def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float, float]:
-    """Bytes of logits and their gradients, and those of them that are free again before the blocks' backward passes.
-
-    GPipe has the logits of all microbatches before the first backward pass.
-    """
+def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float, float, float]:
+    """Bytes of logits and their gradients, those of each microbatch of GPipe, which has the logits of all before the
+    first backward pass, and those that are free again before the blocks' backward passes."""
     shared = config.engine == "megatron" and config.tensor_parallel_size > 1
     count = tokens * model.vocab / (config.tensor_parallel_size if shared else 1)
     if config.compile and not shared:
@@ -432,9 +450,10 @@ def _logits(config: TrialConfig, model: ModelShape, tokens: int) -> tuple[float,
             loss = SHARED_LOSS_BYTES
         if config.pipeline_parallel_size > 1:  # torch's pipeline holds the logits themselves until the pass comes back
             loss += DEEPSPEED_PIPELINE_LOSS_BYTES if config.engine == "deepspeed" else _width(config)
-    gpipe = config.pipeline_parallel_size > 1 and config.pipeline_schedule == "gpipe"
-    waiting = config.gradient_accumulation_steps - 1 if gpipe else 0
-    return count * (loss + waiting * later), count * spare
+    waiting = 0
+    if config.pipeline_parallel_size > 1 and config.pipeline_schedule == "gpipe":
+        waiting = config.gradient_accumulation_steps - 1
+    return count * (loss + waiting * later), count * later * min(waiting, 1), count * spare
 
 
 def _communication(

@@ -29,6 +29,10 @@ EAGER_ROTARY = 24
 EAGER_COPIES = 20
 """The same of what sequence parallelism gathers and scatters, for one of the hidden states. Fitted."""
 
+GATHERED_ATTENTION = 1.9
+"""Time of causal attention that is not square, which torch leaves to FlashAttention-2, in that of square attention,
+which it has from cuDNN on Hopper. Fitted."""
+
 AUTOCAST_NORMS = 25
 """The same of autocast's norms for one of the hidden states of a block, which are in fp32, and of the copies in bf16
 for each product."""
@@ -247,7 +251,8 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Cali
 def _attention(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Calibration) -> Load:
     """Causal attention forward: half of all pairs of tokens, of which context-parallel ranks have equal shares."""
     work = 2.0 * tokens * sequence * model.hidden / cut.tensor / _speed(cut, c, fp8=False)
-    return Load(attention=work / c.attention_flops, flops=work)
+    slower = GATHERED_ATTENTION if cut.context > 1 and cut.engine == "megatron" else 1.0
+    return Load(attention=slower * work / c.attention_flops, flops=work)
 
 
 def _values(cut: Cut, model: ModelShape) -> float:
