@@ -47,13 +47,13 @@ SPEC = make_spec()
 @pytest.mark.parametrize(
     ("config", "spec", "found"),
     [
-        (CONFIG, SPEC, (2, 4)),
+        (CONFIG, SPEC, (4, 8)),
         (CONFIG, make_spec(borderline="risk"), None),
         (replace(CONFIG, micro_batch_size=1, recompute="full"), SPEC, None),  # it fits
-        (PIPELINE, make_spec(global_batch_size=64), (4, 8)),
+        (PIPELINE, make_spec(global_batch_size=64), (8, 16)),
         (CONFIG, make_spec(cluster={"gpus_per_node": 4, "accelerator": "gpu"}), None),  # whose memory nobody knows
         (CONFIG, make_spec(depth_proxy=[2, 4]), None),  # what runs fits
-        (CONFIG, make_spec(depth_proxy=[15, 30]), (2, 4)),
+        (CONFIG, make_spec(depth_proxy=[15, 30]), (4, 8)),
     ],
 )
 def test_what_may_not_fit_is_probed(config: TrialConfig, spec: SearchSpec, found: tuple[int, int] | None) -> None:
@@ -140,8 +140,8 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("purpose", "layer_gib", "status", "asked"),
     [
-        ("search", 3.0, "ok", [4, 2, 32]),
-        ("search", 9.0, "oom", [4, 2]),
+        ("search", 3.0, "ok", [8, 4, 32]),
+        ("search", 9.0, "oom", [8, 4]),
         ("finalist", 9.0, "ok", [32]),  # it has run before
     ],
 )
@@ -157,5 +157,5 @@ def test_what_does_not_fit_is_not_launched(
     assert ("probe_time_s" in result.metrics) == (purpose == "search")
     if status == "oom":
         assert result.cause is not None
-        assert result.cause.startswith("probe: rank 0 takes 28.0 GiB with 2 layers and 46.0 with 4: with 32 it needs 2")
-        assert [proxy.layers for proxy in result.proxies] == [2, 4]
+        assert result.cause.startswith("probe: rank 0 takes 46.0 GiB with 4 layers and 82.0 with 8: with 32 it needs 2")
+        assert [proxy.layers for proxy in result.proxies] == [4, 8]
