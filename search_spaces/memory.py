@@ -25,7 +25,7 @@ MEASURED_SHARE = 1.03
 """Share above which a layout is taken not to fit: one, and the mean error of the formula."""
 
 UNMEASURED_SHARE = 1.15
-"""The same where the formula was never held against measurements."""
+"""The same of kinds of layouts by which no part of the formula was set."""
 
 PRIOR_TRIALS = 3
 """Trials for which the formula counts beside those of a search."""
@@ -224,7 +224,7 @@ class MemoryModel:
 
 
 def _is_measured(config: TrialConfig, model: ModelShape) -> bool:
-    """Whether layouts of this kind are among those of docs/memory.md."""
+    """Whether the formula was set by layouts of this kind; see docs/memory.md."""
     plain = (config.precision, config.pipeline_schedule, config.offload_optimizer) == ("bf16", "1f1b", False)
     sharded_experts = model.num_experts > 0 and (config.engine == "deepspeed" or config.expert_parallel_size > 1)
     return (

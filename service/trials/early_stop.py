@@ -52,6 +52,8 @@ def bounds(spec: SearchSpec, gpus: int, steps: Stretch, energy_j: float | None) 
     """
     count, mean = len(steps.steps_s), statistics.fmean(steps.steps_s)
     spread = SPREADS * statistics.stdev(steps.steps_s) / mean / count**0.5
+    if spread >= 1:
+        return {}
     step_s = min(steps.steps_s) * (1 - max(TIME_NOISE, spread))
     best: dict[str, float | None] = spec.speed(spec.tokens_per_step / step_s, gpus) | {"step_time_s": step_s}
     if energy_j is not None:

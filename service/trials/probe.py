@@ -16,8 +16,8 @@ from trainables.result import Proxy
 from trainables.trial import TrialRequest
 
 LAYERS_PER_STAGE = (4, 8)
-"""With fewer, blocks still fit in what the loss has given back, and a layer more seems to take more than it does: by two
-and four layers, 12 layers that took 134 GiB were foretold 148 (H200)."""
+"""With fewer, blocks still fit in what the loss has given back, and a line through them is too steep: by two and four
+layers, twelve that took 134 GiB were foretold 148 (H200)."""
 
 STEPS = Protocol(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window_s=1e-9, window_min_steps=1)
 """Three steps: the first makes the optimizer's states, without which the peak of those after it is not reached."""

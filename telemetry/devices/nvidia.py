@@ -71,6 +71,9 @@ REFRESH_NS = 100_000_000
 REFRESH_SEEN_NS = 5_000_000
 """How exactly a refresh is seen. A reading in its midst takes 15 ms, and tells the value before or after it."""
 
+REFRESH_LEAD_NS = 12_000_000
+"""A reading that is begun less than this before a refresh may not end before it."""
+
 REFRESH_DRIFT = 50e-6
 """More than the GPU's clock drifts from the host's: 25e-6 on one H200."""
 
@@ -81,7 +84,7 @@ MAX_BYTES_PER_S = 1e13
 """More than any fabric of one GPU carries: a rate above it was misread."""
 
 SLOW_SAMPLE_NS = 50_000_000
-"""A sample of GPM that took longer to take is of no known moment."""
+"""A sample of GPM, or a look at the energy counter, that took longer to take is of no known moment."""
 
 
 def throttle_field_ids(driver_version: str) -> dict[str, int]:
@@ -131,7 +134,8 @@ class NvidiaDevice:
         for column, field_id in throttle_field_ids(driver_version).items():
             (fields if column == "throttle_sw_thermal_ns" else costly)[column] = _Field(field_id)
         self._gpm = _answer(nvml, lambda: _Gpm(nvml, handle))
-        self._refresh = _Refresh(_Fields(nvml, handle, {"energy_mj": _COSTLY_FIELDS["energy_mj"]}))
+        energy = _Fields(nvml, handle, {"energy_mj": _COSTLY_FIELDS["energy_mj"]})
+        self._refresh = _answer(nvml, lambda: _Refresh(energy))
         self._wrapping: dict[str, _WrappingBytes] = {}
         if self._gpm is None:
             costly |= _LINK_FIELDS
@@ -166,7 +170,10 @@ class NvidiaDevice:
     def read(self, full: bool) -> dict[str, Any]:
         sample: dict[str, Any] = self._xids.read() if self._xids else {}
         if full:
-            sample |= {"energy_ns": self._refresh.latest()} | (self._ask(self._costly_fields) or {})
+            refreshed_ns = self._refresh.latest() if self._refresh else None
+            sample |= self._ask(self._costly_fields) or {}
+            if refreshed_ns is not None and time.monotonic_ns() - refreshed_ns < REFRESH_NS:
+                sample["energy_ns"] = refreshed_ns
         asked_ns = time.monotonic_ns()
         fields = self._ask(self._fields)
         if fields is None:
@@ -181,8 +188,9 @@ class NvidiaDevice:
         return sample
 
     def align(self, until_ns: int) -> None:
-        with suppress(self._nvml.NVMLError):  # the next tick tells
-            self._refresh.follow(until_ns)
+        if self._refresh:
+            with suppress(self._nvml.NVMLError):  # the next tick tells
+                self._refresh.follow(until_ns)
 
     def _ask(self, fields: _Fields) -> dict[str, float | int | None] | None:
         try:
@@ -332,7 +340,7 @@ class _Refresh:
     """When a GPU refreshes its energy counter, which NVML does not tell: a field's timestamp is that of the call.
 
     The counter is read until it moves: at first for some periods, then now and then about when it is expected to. Of a
-    GPU with another period nothing is known.
+    GPU with another period nothing is known. Raises NVMLError if the GPU does not answer.
     """
 
     def __init__(self, energy: _Fields) -> None:
@@ -353,7 +361,7 @@ class _Refresh:
         now_ns = time.monotonic_ns()
         if self._seen_ns is None or now_ns - self._seen_ns > 5 * REFRESH_WATCH_S * 1e9:
             return None
-        since_ns = (now_ns - self._seen_ns + REFRESH_SEEN_NS) % REFRESH_NS - REFRESH_SEEN_NS
+        since_ns = (now_ns - self._seen_ns + REFRESH_LEAD_NS) % REFRESH_NS - REFRESH_LEAD_NS
         if since_ns < REFRESH_SEEN_NS:
             time.sleep((REFRESH_SEEN_NS - since_ns) / 1e9)
         return now_ns - since_ns
@@ -375,7 +383,7 @@ class _Refresh:
         before = self._energy.read().get("energy_mj")
         while before is not None and (asked_ns := time.monotonic_ns()) < until_ns:
             if self._energy.read().get("energy_mj") != before:
-                return asked_ns
+                return asked_ns if time.monotonic_ns() - asked_ns < SLOW_SAMPLE_NS else None
             time.sleep(0.001)
         return None
 

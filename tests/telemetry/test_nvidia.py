@@ -75,14 +75,15 @@ devices, buffer = discover(), SampleBuffer(10_000)
 sampler, rows = Sampler(devices, buffer, "n"), []
 sampler.start()
 for number in range(35):
-    refresh = 20 + 3 * number
+    refresh = 20 + 2 * number
     os.environ["FAKE_REFRESH"] = str(refresh)
     time.sleep(0.22)
     marked = time.monotonic_ns()
     sampler.mark()
     time.sleep(0.23)
     latest = buffer.between(marked, time.monotonic_ns()).to_pylist()
-    rows += [row | {"refresh": refresh} for row in latest if row["energy_mj"] is not None]
+    known = [{name: value for name, value in row.items() if value is not None} for row in latest]
+    rows += [row | {"refresh": refresh} for row in known if "energy_mj" in row]
 sampler.stop()
 print(json.dumps(rows))
 """
@@ -191,7 +192,6 @@ def test_a_sample_under_the_genuine_binding(fake_driver: Path, driver: str, firs
     traffic = {name: full[name] for name in ("pcie_rx_bytes", "pcie_tx_bytes", "link_rx_bytes", "link_tx_bytes")}
     assert full == tick | traffic | {
         "energy_mj": 70_000,
-        "energy_ns": None,
         "throttle_thermal_policy_ns": 75,
         "throttle_hw_thermal_ns": (first + 1) * 10**9,
         "throttle_hw_brake_ns": (first + 2) * 10**9,
@@ -226,18 +226,24 @@ def test_a_reading_tells_when_its_energy_was_new(fake_driver: Path, refresh: int
     assert sorted(map(abs, away))[len(away) // 2] < 6
 
 
+def test_after_a_call_that_hung_nobody_knows_when_the_energy_was_new(fake_driver: Path) -> None:
+    before, at, after = reads_of_one(fake_driver, step(), step(hang=0.12), step(hang=0), refresh=50)
+    assert at["energy_mj"] is not None
+    assert [read.get("energy_ns") is not None for read in (before, at, after)] == [True, False, True]
+
+
 def test_nothing_is_told_of_a_counter_with_another_period(fake_driver: Path) -> None:
     reads = reads_of_one(fake_driver, *[step(sleep=0.03)] * 4, refresh=0, period=20)
-    assert [read["energy_ns"] for read in reads] == [None] * 4
+    assert [read.get("energy_ns") for read in reads] == [None] * 4
 
 
 def test_refreshes_that_drift_from_the_host_s_clock_are_followed(fake_driver: Path) -> None:
-    """By 3 ms each time between two looks, once round."""
+    """By 2 ms each time between two looks, most of the way round. A busy machine misses some, and then says nothing."""
     rows, _ = run(fake_driver, DRIFT, {"refresh": 20, "gpus": 2})
     for uuid in ("GPU-0", "GPU-1"):
-        away = [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid]
-        assert len(away) == 35
-        assert sorted(map(abs, away))[30] < 20, away
+        away = [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid and "energy_ns" in row]
+        assert len(away) > 15
+        assert sorted(map(abs, away))[len(away) * 3 // 4] < 20, away
 
 
 def test_what_is_not_supported_is_left_out_and_not_asked_again(fake_driver: Path, tmp_path: Path) -> None:

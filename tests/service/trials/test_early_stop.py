@@ -52,6 +52,10 @@ def test_steps_that_vary_more_than_a_gpu_s_leave_more_room() -> None:
     assert wide["joules_per_token"] < 0.9 * BEST["joules_per_token"]
 
 
+def test_of_steps_that_vary_as_much_as_they_take_nothing_can_be_said() -> None:
+    assert bounds(spec(), 2, steps(1.0, 1.0, 10.0), energy_j=30_000.0) == {}
+
+
 @pytest.mark.parametrize(
     ("objectives", "bounded"),
     [
