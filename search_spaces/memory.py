@@ -269,6 +269,9 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
     ):
         # Gradients of a block fit where other microbatches kept the widest of their tensors.
         room = kept * layers * (in_flight / len(mine) - 1)
+    slack = max(0.0, states.late - max(0.0, room) - spare)
+    if _copy_finds_no_room(config):
+        slack = 4 * _shards(config, held)
     gradients = states.gradients
     if config.engine == "megatron" and _forward_first(config, in_flight):
         # The first backward pass finds no gradients of this step yet, the second one microbatch less.
@@ -281,7 +284,7 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
         logits=logits,
         communication=communication,
         constant=CONSTANT_BYTES,
-        slack=max(0.0, states.late - max(0.0, room) - spare),
+        slack=slack,
     )
 
 
@@ -378,6 +381,13 @@ def passes_in_flight(config: TrialConfig, rank: int) -> int:
     together = rounds // max(1, rounds // ranks)
     ahead = 2 * (ranks - 1 - rank) if config.pipeline_schedule == "interleaved_1f1b" else ranks - 1
     return min(rounds * virtual, (virtual - 1) * together + ahead + 1)
+
+
+def _copy_finds_no_room(config: TrialConfig) -> bool:
+    """Whether the flat copy of summed gradients that DeepSpeed's ZeRO-1 and 2 make for the update comes on top of all
+    else: so it was with full recomputation in steps of several microbatches, and not otherwise."""
+    several = config.gradient_accumulation_steps > 1
+    return config.engine == "deepspeed" and config.zero_stage in (1, 2) and config.recompute == "full" and several
 
 
 def _forward_first(config: TrialConfig, in_flight: int) -> bool:

@@ -51,7 +51,7 @@ class RecomputedOnce(nn.Module):
     """A block that is computed again once for all backward passes through it, of which zero bubble has one for the
     gradient of its input and one for those of each weight (Qi et al. 2023).
 
-    torch's checkpoint computes it again for each: 2.3 times the step's time, on H200. What is computed again is held
+    torch's checkpoint computes it again for each, for twice the step's time on H200. What is computed again is held
     until the last of them.
     """
 

@@ -242,6 +242,16 @@ def test_gradients_come_after_what_all_microbatches_kept() -> None:
     assert all(one.gradients < other.gradients for one, other in zip(ranks_of(gpipe), ranks_of(long), strict=True))
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_deepspeed_copies_gradients_for_the_update_where_little_is_given_back(zero: int) -> None:
+    """A copy of the shard's, in fp32, with full recomputation in steps of several microbatches."""
+    config = layout("deepspeed", dp=4, zero_stage=zero, recompute="full", micro_batch_size=2)
+    (rank,) = ranks_of(config)
+    assert rank.slack == PRESETS["llama3-8b"].parameters  # 4 bytes for each, of four shards
+    for other in (replace(config, global_batch_size=8), replace(config, recompute="none")):
+        assert ranks_of(other)[0].slack < rank.slack
+
+
 def test_zero_bubble_holds_whole_stages_that_it_computed_again() -> None:
     plain = layout(pipeline_parallel_size=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2)
     plain = replace(plain, recompute="full")
@@ -450,21 +460,15 @@ def test_what_ran_out_is_never_called_safe(measured: list[Point]) -> None:
     assert max(point.share for point in measured if point.reserved_gib is not None) < 1
 
 
-def test_a_sweep_of_kinds_by_which_nothing_was_set() -> None:
-    """Context parallelism and pipeline schedules, on two GPUs. DeepSpeed takes 10 to 12% more than predicted for four
-    layouts that recompute."""
+def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
+    """Context parallelism and pipeline schedules, on two GPUs."""
     sweep = tabled(BENCHMARKS / "data" / "llama3_12l_2xh200.csv")
     new = [point for point in sweep if not point.fitted]
     assert len(new) == 65
     assert not any(point.ran_out for point in new)
-    errors = {
-        engine: [abs(point.error) for point in new if point.config.engine == engine and point.error is not None]
-        for engine in ("megatron", "deepspeed")
-    }
-    assert statistics.mean(errors["megatron"]) < 0.03
-    assert statistics.mean(errors["deepspeed"]) < 0.06
-    assert max(errors["megatron"]) < 0.1
-    assert max(errors["deepspeed"]) < 0.12
+    errors = [abs(point.error) for point in new if point.error is not None]
+    assert statistics.mean(errors) < 0.04
+    assert max(errors) < 0.1
     assert {band(point.config, point.work) for point in new} == {"fits", "borderline"}
 
 
