@@ -30,7 +30,7 @@ FAULT_LAYERS = {"oom in the optimizer": 40}
 def is_superseded(config: TrialConfig) -> bool:
     """Whether engines did something else for the layout when the tables were measured: under zero bubble, blocks were
     computed again once for each of their weights."""
-    return config.pipeline_schedule.endswith("zero_bubble") and config.recompute == "full"
+    return config.splits_backward and config.recompute == "full"
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,11 @@ class TrialConfig:
         """Stages of the whole pipeline, virtual ones counted."""
         return self.pipeline_parallel_size * self.virtual_pipeline_stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule makes the gradients of inputs and of weights apart: zero bubble."""
+        return self.pipeline_schedule.endswith("zero_bubble")
+
     def layers_by_stage(self, layers: int) -> tuple[range, ...]:
         """The blocks of each stage, in the model's order; `layers` is the model's number of blocks."""
         counts = self.stage_layers or (layers // self.pipeline_stages,) * self.pipeline_stages

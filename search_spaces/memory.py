@@ -392,9 +392,9 @@ def _copy_finds_no_room(config: TrialConfig) -> bool:
 
 def _forward_first(config: TrialConfig, in_flight: int) -> bool:
     """Whether a rank has been through all microbatches of a step before its first backward pass."""
-    whole = not config.pipeline_schedule.endswith("zero_bubble")  # of which passes in flight may wait for their weights
-    passes = config.gradient_accumulation_steps * config.virtual_pipeline_stages
-    return whole and config.pipeline_parallel_size > 1 and in_flight == passes
+    if config.pipeline_parallel_size == 1 or config.splits_backward:  # then passes in flight may wait for their weights
+        return False
+    return in_flight == config.gradient_accumulation_steps * config.virtual_pipeline_stages
 
 
 def _computed_again(config: TrialConfig, rank: int, layers: int) -> int:
@@ -403,7 +403,7 @@ def _computed_again(config: TrialConfig, rank: int, layers: int) -> int:
     Zero bubble goes back through whole stages, and has each until its weight gradients, of as many passes as there are
     ranks before this one later.
     """
-    return layers * (rank + 1) if config.pipeline_schedule.endswith("zero_bubble") else 1
+    return layers * (rank + 1) if config.splits_backward else 1
 
 
 def hidden_between(config: TrialConfig, model: ModelShape) -> float:

@@ -93,14 +93,14 @@ def interleaving_rounds_divide(config: TrialConfig, work: Workload) -> str | Non
 
 def zero_bubble_is_not_compiled(config: TrialConfig, work: Workload) -> str | None:
     """A compiled backward pass gives the gradients of inputs and of weights at once; zero bubble has them apart."""
-    if config.compile and config.pipeline_schedule.endswith("zero_bubble"):
+    if config.compile and config.splits_backward:
         return f"{config.pipeline_schedule} splits the backward pass, which a compiled block has as one"
     return None
 
 
 def zero_bubble_keeps_no_selection(config: TrialConfig, work: Workload) -> str | None:
     """A split backward pass goes through a block twice; torch gives out what selective recomputation kept once."""
-    if config.recompute == "selective" and config.pipeline_schedule.endswith("zero_bubble"):
+    if config.recompute == "selective" and config.splits_backward:
         return f"{config.pipeline_schedule} needs twice what selective recomputation keeps for one backward pass"
     return None
 

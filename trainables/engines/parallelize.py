@@ -60,7 +60,7 @@ class Layout:
         self._tensor_parallel(block, self._block_plan(block))
         if isinstance(block.ffn, MoE):
             self._shard_experts(block.ffn.experts)
-        module = recomputed(block, self.config.recompute, self.config.pipeline_schedule.endswith("zero_bubble"))
+        module = recomputed(block, self.config.recompute, self.config.splits_backward)
         if self.config.compile:
             # Selective recomputation is for the compiler to see. Full recomputation goes around what it made: a graph
             # that recomputes fails to keep the device mesh of sequence parallelism (seen with torch 2.13).
