@@ -70,17 +70,17 @@ import json, os, time
 from telemetry.devices import discover, nvidia
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer
-nvidia.REFRESH_WATCH_S = 0.3
+nvidia.REFRESH_WATCH_S = 0.2
 devices, buffer = discover(), SampleBuffer(10_000)
 sampler, rows = Sampler(devices, buffer, "n"), []
 sampler.start()
-for number in range(35):
-    refresh = 20 + 2 * number
+for number in range(20):
+    refresh = 20 + 3 * number // 2
     os.environ["FAKE_REFRESH"] = str(refresh)
-    time.sleep(0.22)
+    time.sleep(0.15)
     marked = time.monotonic_ns()
     sampler.mark()
-    time.sleep(0.23)
+    time.sleep(0.2)
     latest = buffer.between(marked, time.monotonic_ns()).to_pylist()
     known = [{name: value for name, value in row.items() if value is not None} for row in latest]
     rows += [row | {"refresh": refresh} for row in known if "energy_mj" in row]
@@ -238,12 +238,12 @@ def test_nothing_is_told_of_a_counter_with_another_period(fake_driver: Path) -> 
 
 
 def test_refreshes_that_drift_from_the_host_s_clock_are_followed(fake_driver: Path) -> None:
-    """By 2 ms each time between two looks, most of the way round. A busy machine misses some, and then says nothing."""
+    """By 1 or 2 ms each time between two looks. A busy machine misses some, and in the end says nothing."""
     rows, _ = run(fake_driver, DRIFT, {"refresh": 20, "gpus": 2})
     for uuid in ("GPU-0", "GPU-1"):
         away = [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid and "energy_ns" in row]
-        assert len(away) > 15
-        assert sorted(map(abs, away))[len(away) * 3 // 4] < 20, away
+        assert len(away) > 10
+        assert sorted(map(abs, away))[len(away) * 3 // 4] < 10, away
 
 
 def test_what_is_not_supported_is_left_out_and_not_asked_again(fake_driver: Path, tmp_path: Path) -> None:
