@@ -292,6 +292,7 @@ def killed(actor: Any) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
     pool: Any = start_pool([gang])
     mailbox: Any = ray.get(pool.lease.remote("a", 60))
