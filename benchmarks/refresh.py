@@ -147,7 +147,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.record:
         record(arguments.reads)
-    reads = load(arguments.reads)
+    try:
+        reads = load(arguments.reads)
+    except (OSError, lzma.LZMAError, ValueError, TypeError) as error:
+        parser.error(f"{arguments.reads} holds no reads: {error}")
     print(told(reads), end="\n\n")
     chance = np.random.default_rng(0)
     methods = ("counter", "counter, refreshes known", "instant power", "average power")
