@@ -295,6 +295,6 @@ def _readings_of(rows: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _refreshed_ns(rows: pa.Table) -> np.ndarray:
-    """When the value of each reading of the energy counter was new: at the latest when it was read."""
+    """When the value of each reading of the energy counter was new: where that is not known, when it was read."""
     known = rows.filter(pc.field("energy_mj").is_valid())
     return pc.coalesce(known["energy_ns"], known["time_ns"]).to_numpy()

@@ -141,7 +141,7 @@ def energy_j(
     """Growth of an energy counter over a window. `drawn_j` integrates sampled power between two times, or has none.
 
     The driver refreshes the counter only every so often (100 ms on Hopper): a reading is of the moment `refreshed_ns`
-    [n], never later than the reading itself, which is taken in its place where nothing is known of it. Then a reading
+    [n], which is that of the reading itself where nothing is known of it. Then a reading
     may be as old as that period; readings on a fixed grid of 100 ms are of nearly the same age at both edges, which
     cancels as far as power is the same there. A reading that repeats the one before is no refresh and is passed over.
 
@@ -176,7 +176,7 @@ def energy_j(
         return evenly(before_ns, edge_ns, after_ns)
 
     if refreshed_ns is not None:
-        tick_ns, tick_mj = _refreshes(tick_ns, tick_mj, refreshed_ns[moved], end_ns, drawn_j)
+        tick_ns, tick_mj = _refreshes(tick_ns, tick_mj, refreshed_ns[moved], start_ns, end_ns, drawn_j)
     return counter_growth(tick_ns, tick_mj, start_ns, end_ns, share) / 1000
 
 
@@ -184,15 +184,17 @@ def _refreshes(
     read_ns: np.ndarray,
     read_mj: np.ndarray,
     refreshed_ns: np.ndarray,
+    start_ns: int,
     end_ns: int,
     drawn_j: Callable[[int, int], float | None],
 ) -> tuple[np.ndarray, np.ndarray]:
     """A counter's refreshes in place of its readings, carried on to the window's end by sampled power.
 
-    The readings themselves where their refreshes are not in order, or no power is known after the last one.
+    The readings themselves where their refreshes are not in order, no power is known after the last one, or the first
+    one was still to come at the window's start: a reading waits some ms for one that is under way.
     """
     rest_j = drawn_j(int(refreshed_ns[-1]), end_ns) if refreshed_ns[-1] < end_ns else 0.0
-    if rest_j is None or np.any(np.diff(refreshed_ns) <= 0):
+    if rest_j is None or refreshed_ns[0] > start_ns or np.any(np.diff(refreshed_ns) <= 0):
         return read_ns, read_mj
     if refreshed_ns[-1] >= end_ns:
         return refreshed_ns, read_mj

@@ -39,6 +39,14 @@ def test_parquet_gives_back_what_was_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["samples.parquet"]
 
 
+def test_files_from_before_a_column_came_in_are_read(tmp_path: Path) -> None:
+    pq.write_table(some_samples().drop_columns("energy_ns"), tmp_path / "old.parquet")
+    assert read_samples(tmp_path / "old.parquet").equals(some_samples())
+    pq.write_table(some_samples().drop_columns("energy_mj"), tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="does not hold telemetry samples"):
+        read_samples(tmp_path / "other.parquet")
+
+
 def test_no_samples_are_samples_too(tmp_path: Path) -> None:
     write_samples(SCHEMA.empty_table(), tmp_path / "none.parquet")
     assert read_samples(tmp_path / "none.parquet").equals(SCHEMA.empty_table())

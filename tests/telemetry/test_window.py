@@ -572,6 +572,18 @@ def test_a_counter_whose_refreshes_are_told_has_exact_edges(phase_s: float, dela
         assert error(told=False) == pytest.approx((0.7 - 0.1) * phase_s / (0.7 * 1.98), abs=0.01)
 
 
+def test_a_reading_that_waited_for_a_refresh_across_the_start_is_no_gap() -> None:
+    """Its row is of 4 ms before the window, its energy of 8 ms into it."""
+    told = {-0.004: 0.008, 5.05: 5.01}
+    rows = [{"time_ns": at(s), "power_w": 700.0} for s in ticks(-1.004, 6)]
+    rows += [
+        {"time_ns": at(s), "energy_mj": 10**10 + round(7e5 * new), "energy_ns": at(new)} for s, new in told.items()
+    ]
+    summary = summarise(table(sorted(rows, key=lambda row: row["time_ns"])), at(0), at(5), ["GPU-a"])
+    assert summary.problems == ()
+    assert summary.energy_j == pytest.approx(3500, rel=0.02)
+
+
 def test_a_sound_counter_is_not_refused() -> None:
     driver = Driver(700.0, 0.1, 0.03, 7 * 10**9, 64, None, 0.0, 4.0, 3.0)
     rows = [{"time_ns": at(s), "energy_mj": driver.read(s)} for s in ticks(-2, 12)]
