@@ -45,11 +45,9 @@ def records() -> list[Observation]:
 def sweep(path: Path) -> list[Observation]:
     """The layouts of a table that ran. Raises ValueError or OSError if it or its spec cannot be read."""
     work = load_spec(path.with_suffix(".yaml")).workload
-    ran = [result for result in Table(path).results.values() if result.status == "ok"]
+    results = [result for config, result in Table(path).results.items() if not is_superseded(path, config)]
     found = []
-    for result in ran:
-        if is_superseded(result.config):
-            continue
+    for result in (result for result in results if result.status == "ok"):
         config = replace(result.config, global_batch_size=work.global_batch_size)
         found.append(_observation(config, work, result.metrics))
     return found

@@ -84,18 +84,18 @@ def load(path: Path) -> Reads:
 
 
 def refreshes(reads: Reads) -> tuple[np.ndarray, np.ndarray]:
-    """When the counter was refreshed, on a grid of its period, and what it then had."""
+    """When the counter was refreshed, on a grid of its period, and the reads that were the first to see it."""
     moved = np.flatnonzero(np.diff(reads.energy_mj)) + 1
     seen_ns = reads.answered_ns[moved]
     number = np.round((seen_ns - seen_ns[0]) / REFRESH_NS).astype(np.int64)
     first_ns = int((seen_ns - REFRESH_NS * number).min())
-    return first_ns + REFRESH_NS * number, reads.energy_mj[moved]
+    return first_ns + REFRESH_NS * number, moved
 
 
 def told(reads: Reads) -> str:
     """How regular refreshes are, and when the first read that has a new value was asked, in ms after them."""
-    refreshed_ns, _ = refreshes(reads)
-    asked = reads.asked_ns[np.flatnonzero(np.diff(reads.energy_mj)) + 1]
+    refreshed_ns, first = refreshes(reads)
+    asked = reads.asked_ns[first]
     after_ms = (asked - refreshed_ns) / 1e6
     number = np.arange(len(asked))
     period_ms = np.polyfit(number, asked / 1e6 - asked[0] / 1e6, 1)[0]
@@ -109,7 +109,8 @@ def told(reads: Reads) -> str:
 
 def errors(reads: Reads, window_s: float, chance: np.random.Generator) -> np.ndarray:
     """Of windows laid at random, relative to the refreshed values, by method [COUNT, 4]."""
-    refreshed_ns, refreshed_mj = refreshes(reads)
+    refreshed_ns, first = refreshes(reads)
+    refreshed_mj = reads.energy_mj[first]
     span_ns = int(window_s * 1e9)
     counter_mj = (reads.energy_mj + 10**10).astype(np.uint64)  # one that is nearly new might have been reset
     since_ns = (reads.asked_ns - refreshed_ns[0]) % REFRESH_NS

@@ -269,9 +269,7 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
     ):
         # Gradients of a block fit where other microbatches kept the widest of their tensors.
         room = kept * layers * (in_flight / len(mine) - 1)
-    slack = max(0.0, states.late - max(0.0, room) - spare)
-    if _copy_finds_no_room(config):
-        slack = 4 * _shards(config, held)
+    alone = _copy_finds_no_room(config)
     gradients = states.gradients
     if config.engine == "megatron" and _forward_first(config, in_flight):
         # The first backward pass finds no gradients of this step yet, the second one microbatch less.
@@ -284,7 +282,7 @@ def _rank(config: TrialConfig, model: ModelShape, tokens: int, block: tuple[floa
         logits=logits,
         communication=communication,
         constant=CONSTANT_BYTES,
-        slack=slack,
+        slack=4 * _shards(config, held) if alone else max(0.0, states.late - max(0.0, room) - spare),
     )
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from telemetry.devices.base import Device, Ticking
+from telemetry.devices.base import Device, Refreshing
 from telemetry.samples import SampleBuffer
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Sampler:
         self._failed: set[str] = set()
         self._full_ns = dict.fromkeys((device.info.uuid for device in devices), 0)
         self._marked_ns = 1
-        self._ticking = [device for device in devices if isinstance(device, Ticking)]
+        self._refreshing = [device for device in devices if isinstance(device, Refreshing)]
         self._thread = threading.Thread(target=self._poll, name="telemetry-sampler", daemon=True)
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class Sampler:
             )  # half of what an event's wait costs
             began_ns = time.monotonic_ns()
             self._buffer.append([self._sample(device, began_ns) for device in self._devices])
-            for device in self._ticking:
+            for device in self._refreshing:
                 device.align(round((origin + (tick + 1) * self._period_s + LATE_S) * 1e9))
             tick = max(tick + 1, math.ceil((time.monotonic() - LATE_S - origin) / self._period_s))
 

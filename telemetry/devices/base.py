@@ -44,7 +44,7 @@ class Device(Protocol):
 
 
 @runtime_checkable
-class Ticking(Protocol):
+class Refreshing(Protocol):
     """A device whose counters are refreshed now and then, at moments that it has to look for."""
 
     def align(self, until_ns: int) -> None:

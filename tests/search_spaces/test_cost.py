@@ -13,6 +13,7 @@ from search_spaces.config import RECOMPUTE, SCHEDULES, TrialConfig
 from search_spaces.cost import Calibration, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.models import PRESETS
+from search_spaces.passes import GATHERED_ATTENTION
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -115,6 +116,18 @@ def test_matrix_products_and_attention_take_the_models_flops() -> None:
     # Attention's backward pass is two and a half times its forward pass, where PaLM has twice.
     attention = tokens * model.layers * model.hidden * length / 8 / IDEAL.attention_flops
     assert seconds(layout(zero_stage=1), IDEAL) == pytest.approx(expected + attention, rel=1e-6)
+
+
+@pytest.mark.parametrize(("engine", "slower"), [("megatron", GATHERED_ATTENTION), ("deepspeed", 1.0)])
+def test_attention_of_gathered_keys_is_not_square_and_slower(engine: str, slower: float) -> None:
+    """Ulysses's ranks have whole sequences of some heads."""
+    plain, split = (
+        predict(replace(layout(zero_stage=1, context_parallel_size=size), engine=engine), WORK, IDEAL).parts[
+            "attention"
+        ]
+        for size in (1, 2)
+    )
+    assert split / plain == pytest.approx(slower)
 
 
 def test_full_recomputation_runs_blocks_forward_once_more() -> None:
