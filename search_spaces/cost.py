@@ -55,7 +55,7 @@ def predict(config: TrialConfig, work: Workload, calibration: Calibration) -> Pr
     times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
-    states = _states(config, work, slow, load.seconds, c)
+    states = _states(config, work, slow, times[slow], c)
     updating = states.moved / c.states_bytes_per_s
 
     clocked = rounds * (load.matmul + load.attention)
@@ -174,7 +174,7 @@ class _States(NamedTuple):
 
 
 def _states(config: TrialConfig, work: Workload, rank: int, round_s: float, c: Calibration) -> _States:
-    """Of a GPU of a pipeline rank that computes for `round_s` on a microbatch."""
+    """Of a GPU of a pipeline rank that takes `round_s` for a microbatch, waiting for the CPU included."""
     zero, rounds, tensor = config.zero_stage, config.gradient_accumulation_steps, config.tensor_parallel_size
     copies = config.data_parallel_replicate_size if zero else config.shard_ranks
     ranks = config.shard_ranks // copies
