@@ -191,8 +191,11 @@ def _refreshes(
     """A counter's refreshes in place of its readings, carried on to the window's end by sampled power.
 
     The readings themselves where their refreshes are not in order, no power is known after the last one, or the first
-    one was still to come at the window's start: a reading waits some ms for one that is under way.
+    one was still to come at the window's start: a reading waits some ms for one that is under way. A device's very
+    first reading stands in for its refresh, which came before all power.
     """
+    if refreshed_ns[0] < read_ns[0] and drawn_j(int(refreshed_ns[0]), int(read_ns[0])) is None:
+        refreshed_ns = np.append(read_ns[:1], refreshed_ns[1:])
     rest_j = drawn_j(int(refreshed_ns[-1]), end_ns) if refreshed_ns[-1] < end_ns else 0.0
     if rest_j is None or refreshed_ns[0] > start_ns or np.any(np.diff(refreshed_ns) <= 0):
         return read_ns, read_mj

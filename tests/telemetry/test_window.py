@@ -584,6 +584,18 @@ def test_a_reading_that_waited_for_a_refresh_across_the_start_is_no_gap() -> Non
     assert summary.energy_j == pytest.approx(3500, rel=0.02)
 
 
+def test_a_window_soon_after_the_first_reading_of_all_has_its_energy() -> None:
+    """That reading's refresh is from before the first power."""
+    told = {-2.05: -2.12, 0.05: 0.02, 4.05: 4.02}
+    rows = [{"time_ns": at(s), "power_w": 700.0} for s in ticks(-2.05, 5)]
+    for seconds, new in told.items():
+        (row,) = [row for row in rows if abs(row["time_ns"] - at(seconds)) < 1e6]
+        row |= {"energy_mj": 10**10 + round(7e5 * new), "energy_ns": at(new)}
+    summary = summarise(table(rows), at(0), at(4), ["GPU-a"])
+    assert summary.problems == ()
+    assert summary.energy_j == pytest.approx(2800, rel=0.002)
+
+
 def test_a_sound_counter_is_not_refused() -> None:
     driver = Driver(700.0, 0.1, 0.03, 7 * 10**9, 64, None, 0.0, 4.0, 3.0)
     rows = [{"time_ns": at(s), "energy_mj": driver.read(s)} for s in ticks(-2, 12)]
