@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -96,6 +97,7 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
 
     Raises `WrongTraining`, `torch.OutOfMemoryError` and whatever torch or DeepSpeed raise.
     """
+    gc.freeze()  # the libraries: half a million objects, which a full collection would go through in some step
     _quieten()
     batches = request.batches or (request.config.global_batch_size,)
     config = replace(request.config, global_batch_size=batches[0])
@@ -141,6 +143,9 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
         began = time.monotonic_ns()
         progress = replace(progress, tokens_per_s=config.global_batch_size * request.sequence_length / seconds)
         tell(progress)
+        if len(losses) == 1:
+            _settle()
+            began = time.monotonic_ns()
         return seconds, began
 
     def meet() -> None:
@@ -224,6 +229,12 @@ def _environment(device: torch.device) -> dict[str, str]:
         found["cuda"] = str(torch.version.cuda or torch.version.hip)
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def _settle() -> None:
+    """Leave what was built and compiled so far out of Python's collections, which would halt one rank in some step."""
+    gc.collect()
+    gc.freeze()
 
 
 def _quieten() -> None:

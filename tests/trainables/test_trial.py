@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
+from trainables.child import Nursery
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
-from trainables.trial import TrialRequest, WrongTraining, check_learning
+from trainables.trial import Place, Progress, TrialRequest, WrongTraining, check_learning, run_trial
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 CONFIG = TrialConfig("megatron", 1, 4, micro_batch_size=2, precision="fp32")
@@ -83,3 +87,28 @@ def test_training_that_does_not_learn_is_invalid(run_ranks: RunRanks, tmp_path: 
     assert outcome.status == "invalid"
     assert outcome.cause is not None
     assert outcome.cause.startswith("the loss does not fall")
+
+
+def count_objects(request: TrialRequest, place: Place, connection: Connection) -> None:
+    """Objects before the trial, and, from the second step on, the most that a collection would go through."""
+    before, counts = len(gc.get_objects()), []
+
+    def tell(progress: Progress) -> None:
+        if progress.tokens_per_s:
+            counts.append(len(gc.get_objects()))
+
+    run_trial(request, place, tell)
+    connection.send((before, max(counts[1:])))
+
+
+def test_no_step_is_held_up_by_a_collection_of_all_objects(nursery: Nursery, store: TCPStore) -> None:
+    ours, theirs = nursery._context.Pipe(duplex=False)
+    place = Place(0, 0, "127.0.0.1", store.port, use_gpu=False)
+    request = replace(REQUEST, trial_id="collected", config=replace(CONFIG, recompute="full"))
+    child = nursery._context.Process(target=count_objects, args=(request, place, theirs))
+    child.start()
+    theirs.close()
+    before, during = ours.recv()
+    child.join()
+    assert before > 300_000
+    assert during < 10_000
