@@ -27,12 +27,6 @@ FAULT_LAYERS = {"oom in the optimizer": 40}
 """Layers of the models that `benchmarks.failures` makes, where they are not two."""
 
 
-def is_superseded(table: Path, config: TrialConfig) -> bool:
-    """Whether an engine did something else for the layout when the table was measured: under zero bubble, blocks were
-    computed again once for each of their weights."""
-    return table.name == "llama3_12l_2xh200.csv" and config.splits_backward and config.recompute == "full"
-
-
 @dataclass(frozen=True)
 class Measurement:
     """A layout that was run, in which file the figures are, and the trial's result, with `status` and `metrics` and, in

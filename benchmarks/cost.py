@@ -20,7 +20,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from benchmarks.committed import is_superseded, measurements
+from benchmarks.committed import measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.cost import Calibration, data_sheet, predict
@@ -45,9 +45,8 @@ def records() -> list[Observation]:
 def sweep(path: Path) -> list[Observation]:
     """The layouts of a table that ran. Raises ValueError or OSError if it or its spec cannot be read."""
     work = load_spec(path.with_suffix(".yaml")).workload
-    results = [result for config, result in Table(path).results.items() if not is_superseded(path, config)]
     found = []
-    for result in (result for result in results if result.status == "ok"):
+    for result in (result for result in Table(path).results.values() if result.status == "ok"):
         config = replace(result.config, global_batch_size=work.global_batch_size)
         found.append(_observation(config, work, result.metrics))
     return found

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.committed import BENCHMARKS, FAULTS, RECORDS, Measurement, is_superseded, measurements
+from benchmarks.committed import BENCHMARKS, FAULTS, RECORDS, Measurement, measurements
 from benchmarks.search import Table
 from search_spaces.config import TrialConfig
 from search_spaces.memory import (
@@ -109,7 +109,7 @@ def points() -> list[Point]:
 def tabled(path: Path) -> list[Point]:
     """The points of a table that ran or ran out of memory."""
     work = load_spec(path.with_suffix(".yaml")).workload
-    results = {config: result for config, result in Table(path).results.items() if not is_superseded(path, config)}
+    results = Table(path).results
     fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.model else {}
     ran = {config: result.metrics.get("peak_memory_gib") for config, result in results.items() if result.status == "ok"}
     found = [Point(config, work, None, gib, config in fitted) for config, gib in ran.items()]
