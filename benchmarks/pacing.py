@@ -1,10 +1,12 @@
 """What telemetry costs training.
 
     python -m benchmarks.pacing SPEC [--seconds 230] --out FILE.json
+    python -m benchmarks.pacing FILE.json...
 
 While one long trial trains the spec's first legal layout on all devices, telemetry is turned off, on, and to other
 rates every few seconds: what polling costs the trial, by pairs of neighbouring stretches of the same process, what it
-costs the CPU, how late its ticks are, and energy by counter and by power over the last half minute.
+costs the CPU, how late its ticks are, and energy by counter and by power over the last half minute. Of files of earlier
+runs it shows these figures again, and what polling costs by the pairs of all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,10 @@ from telemetry.actor import Fleet, Telemetry
 from telemetry.sampler import Sampler
 from trainables.result import TrialResult
 
-STRETCH_S = 6.0
+STRETCH_S = 8.0
 ENERGY_S = 34.0
 SETTLED_S = 2.0
-RATES_HZ = (10, 10, 10, 1, 10, 10, 10, 50, 10, 10, 10, 100)
+RATES_HZ = (10, 10, 10, 10, 10, 1, 10, 10, 10, 10, 10, 50, 10, 10, 10, 10, 10, 100)
 """What is compared with no polling, in turn."""
 
 
@@ -77,7 +79,7 @@ class Stretch:
     hertz: int
     start_ns: int
     end_ns: int
-    cost: dict[str, float]
+    cost: dict[str, float] = field(default_factory=dict)
 
     def steps(self, ends_ns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """The steps that began and ended in it."""
@@ -104,21 +106,24 @@ def alternate(telemetry: Any, until: float) -> list[Stretch]:
     return stretches
 
 
-def slowdowns(stretches: list[Stretch], result: TrialResult) -> dict[int, dict[str, float]]:
-    """By rate: how much longer the median step is than in the stretch beside it without polling; the mean of the pairs,
-    half of its 95% confidence interval, pairs."""
-    seconds = np.array(result.step_times_s)
-    ends_ns = result.windows[0].start_ns + np.cumsum(seconds) * 1e9
+def slowdowns(records: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """By rate of two pairs or more: how much longer the median step is than in the stretch beside it without polling;
+    the mean of the runs' pairs, half of its 95% confidence interval, pairs."""
     found: dict[int, list[float]] = defaultdict(list)
-    for one, other in zip(stretches[::2], stretches[1::2], strict=False):
-        polled, quiet = (one, other) if one.hertz else (other, one)
-        with_, without = polled.steps(ends_ns, seconds), quiet.steps(ends_ns, seconds)
-        if len(with_) and len(without):
-            found[polled.hertz].append(float(np.median(with_) / np.median(without) - 1))
+    for record in records:
+        seconds = np.array(record["step_times_s"])
+        ends_ns = record["window_start_ns"] + np.cumsum(seconds) * 1e9
+        stretches = [Stretch(*stretch) for stretch in record["stretches"]]
+        for one, other in zip(stretches[::2], stretches[1::2], strict=True):
+            polled, quiet = (one, other) if one.hertz else (other, one)
+            with_, without = polled.steps(ends_ns, seconds), quiet.steps(ends_ns, seconds)
+            if len(with_) and len(without):
+                found[polled.hertz].append(float(np.median(with_) / np.median(without) - 1))
     told = {}
     for hertz, values in sorted(found.items()):
-        half = float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)) if len(values) > 1 else float("nan")
-        told[hertz] = {"slowdown": statistics.fmean(values), "confidence": half, "pairs": len(values)}
+        if len(values) > 1:
+            half = float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1))
+            told[hertz] = {"slowdown": statistics.fmean(values), "confidence": half, "pairs": len(values)}
     return told
 
 
@@ -133,27 +138,19 @@ def costs(stretches: list[Stretch]) -> dict[int, dict[str, float]]:
     return found
 
 
-def lateness(stretches: list[Stretch], table: pa.Table, end_ns: int) -> dict[int, dict[str, float]]:
+def lateness(stretches: list[Stretch], read_ns: np.ndarray) -> dict[int, dict[str, float]]:
     """By rate: milliseconds of ticks after (or before) their time, and the share of ticks within 20 ms of it.
 
-    A tick's time is that of its stretch's first one and a whole number of periods; one that was skipped is late. Those
-    after `end_ns`, when the trial is taken down, do not count.
+    `read_ns` [n] are the times of all ticks; one that was skipped is late by its period.
     """
-    first = table.filter(pc.field("index") == pc.min(table["index"]))["time_ns"].to_numpy()
-    first = first[first <= end_ns]
     found: dict[int, list[np.ndarray]] = defaultdict(list)
     for stretch in stretches:
-        times = first[(first >= stretch.start_ns) & (first <= stretch.end_ns)]
-        if not stretch.hertz or len(times) < 3:
-            continue
-        period_ns = 1e9 / stretch.hertz
-        late_ns = (times - times[0]) - np.round((times - times[0]) / period_ns) * period_ns
-        late_ns -= np.median(late_ns)
-        due = round((times[-1] - times[0]) / period_ns) + 1
-        found[stretch.hertz] += [np.abs(late_ns), np.full(due - len(times), period_ns)]
+        times = read_ns[(read_ns >= stretch.start_ns) & (read_ns <= stretch.end_ns)]
+        if stretch.hertz and len(times) >= 3:
+            found[stretch.hertz].append(np.abs(late_s(times, 1 / stretch.hertz)))
     told = {}
     for hertz, parts in sorted(found.items()):
-        late = np.concatenate(parts) / 1e6
+        late = np.concatenate(parts) * 1e3
         p50, p99, p999 = (float(np.percentile(late, q)) for q in (50, 99, 99.9))
         told[hertz] = {
             "ticks": len(late),
@@ -165,8 +162,21 @@ def lateness(stretches: list[Stretch], table: pa.Table, end_ns: int) -> dict[int
     return told
 
 
+def late_s(times_ns: np.ndarray, period_s: float) -> np.ndarray:
+    """By how much ticks were late, of a schedule of which only the period is known: that of most of them. Each tick is
+    the latest one that was due then, unless a later tick was. A skipped one is late by the period."""
+    periods = (times_ns - times_ns[0]) / (period_s * 1e9)
+    usual = np.angle(np.mean(np.exp(2j * np.pi * periods))) / (2 * np.pi)
+    usual += np.median((periods - usual + 0.5) % 1 - 0.5)
+    order = np.arange(len(periods))
+    latest = np.floor(periods - usual + 0.1) - order
+    number = np.minimum.accumulate(latest[::-1])[::-1] + order
+    skipped = round(number[-1] - number[0]) + 1 - len(number)
+    return np.append(periods - usual - number, np.ones(skipped)) * period_s
+
+
 def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
-    """All that is found out during one trial with a window of so many seconds."""
+    """All that is recorded during one trial with a window of so many seconds."""
     long = spec.model_copy(update={"measurement": spec.measurement.model_copy(update={"window_s": seconds})})
     with tempfile.TemporaryDirectory() as storage, ray_session(spec):
         (node_id,) = (node["NodeID"] for node in ray.nodes() if node["Alive"])
@@ -206,14 +216,12 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
         window = result.windows[0]
         energy = ray.get(telemetry.window.remote(marks_ns[0], window.end_ns, window.devices))
         close_gangs([gang])
+    first = table.filter(pc.field("index") == pc.min(table["index"]))["time_ns"].to_numpy()
     return {
         "devices": devices,
         "layout": result.config.label,
         "steps": len(result.step_times_s),
         "step_s": statistics.median(result.step_times_s),
-        "slowdown": slowdowns(stretches, result),
-        "cost": costs([*stretches, last]),
-        "ticks": lateness([*stretches, last], table, window.end_ns),
         "training energy": {
             "seconds": energy.duration_s,
             "energy_j": energy.energy_j,
@@ -221,26 +229,63 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
             "energy_ratio": energy.energy_ratio,
         },
         "problems": energy.problems,
-        "stretches": [(one.hertz, one.start_ns, one.end_ns) for one in stretches],
+        "stretches": [astuple(stretch) for stretch in stretches],
+        "last stretch": astuple(last),
+        "read_ns": first[first <= window.end_ns].tolist(),  # then the trial is taken down
         "window_start_ns": window.start_ns,
         "step_times_s": result.step_times_s,
     }
 
 
+def figures(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record comes to."""
+    stretches = [Stretch(*stretch) for stretch in (*record["stretches"], record["last stretch"])]
+    return {
+        "slowdown": slowdowns([record]),
+        "cost": costs(stretches),
+        "ticks": lateness(stretches, np.array(record["read_ns"])),
+    }
+
+
+def tell(record: dict[str, Any]) -> None:
+    count = len(record["devices"])
+    print(f"{record['layout']} on {count} devices: {record['steps']} steps of {record['step_s']:.4f} s")
+    show("Slowdown of training against no polling, by Hz", record["slowdown"])
+    show("Cores, by Hz", record["cost"])
+    show("Ticks, by Hz", record["ticks"])
+    show("Energy of training, polled at 10 Hz", {"all devices": record["training energy"]})
+    print("\n".join(record["problems"]))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Raises SystemExit unless the file is of this benchmark."""
+    try:
+        record = json.loads(path.read_text())
+        return record | {"slowdown": slowdowns([record])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} is no record of this benchmark: {error}") from None
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("spec", type=Path)
+    parser.add_argument("paths", type=Path, nargs="+", help="a spec to measure with, or files of earlier runs")
     parser.add_argument("--seconds", type=float, default=230.0, help="length of the trial's window")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="the file of this run")
     arguments = parser.parse_args(argv)
-    found = while_training(load_spec(arguments.spec).located(), arguments.seconds)
-    arguments.out.write_text(json.dumps(found, indent=1))
-    print(f"{found['layout']} on {len(found['devices'])} devices: {found['steps']} steps of {found['step_s']:.4f} s")
-    show("Slowdown of training against no polling, by Hz", found["slowdown"])
-    show("Cores, by Hz", found["cost"])
-    show("Ticks, by Hz", found["ticks"])
-    show("Energy of training, polled at 10 Hz", {"all devices": found["training energy"]})
-    print("\n".join(found["problems"]))
+    if arguments.out is None:
+        records = [read_record(path) for path in arguments.paths]
+        for record in records:
+            tell(record)
+        if len(records) > 1:
+            show("Slowdown of training against no polling in all these runs, by Hz", slowdowns(records))
+        return
+    if len(arguments.paths) > 1:
+        parser.error("--out takes one spec")
+    record = while_training(load_spec(arguments.paths[0]).located(), arguments.seconds)
+    arguments.out.write_text(json.dumps(record))
+    record |= figures(record)
+    arguments.out.write_text(json.dumps(record, indent=1))
+    tell(record)
 
 
 if __name__ == "__main__":
