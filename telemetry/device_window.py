@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from telemetry import readings
 from telemetry.devices.base import DeviceInfo
-from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_CAUSES, TRAFFIC
+from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_BITS, THROTTLE_CAUSES, TRAFFIC
 
 STEADY_POWER = ("power_average_w", "power_w")
 """Sampled power for the energy of a window, of which a device may lack the first. Instant power, at 10 Hz, beats with
@@ -32,9 +32,9 @@ MIN_RATIO_S = 2.0
 
 FABRICS = ("pcie", "link")
 
-THERMAL_BITS = {"nvidia": 0x20 | 0x40, "amd": 0xFFFF << 32}
-POWER_CAP_BITS = {"nvidia": 0x4 | 0x80, "amd": 0xFFFF}
-"""Bits of `throttle_reasons`, by kind of device."""
+THERMAL = ("sw_thermal", "hw_thermal")
+POWER = ("power_cap", "hw_brake")
+"""Causes that bits tell of together."""
 
 _READINGS = (*GAUGES, *MEANS, *COUNTERS, "throttle_reasons")
 
@@ -110,7 +110,7 @@ def device_window(
         energy_j = samples.ask("energy_mj", partial(readings.energy_j, drawn_j=drawn_j, refreshed_ns=refreshed_ns))
     throttle_s = {cause: samples.count(f"throttle_{cause}_ns", readings.throttled_s) for cause in THROTTLE_CAUSES}
     power_cap_method = "counter"
-    if not samples.has("throttle_power_cap_ns") and (capped := samples.flagged(POWER_CAP_BITS)):
+    if not samples.has("throttle_power_cap_ns") and (capped := samples.flagged(POWER)):
         throttle_s["power_cap"], power_cap_method = capped[0], "sampled"
     throttle_time_s, thermal_throttle_s, throttle_method = _lost_to_heat(samples, throttle_s)
     hbm_power = samples.ask("hbm_power_w", readings.sampled)
@@ -198,9 +198,10 @@ class _Samples:
 
         return self.ask(column, refuse)
 
-    def flagged(self, masks: Mapping[str, int]) -> tuple[float, float, float] | None:
-        """Seconds in which any of the device's bits was set, by the share of samples, and their bounds."""
-        mask = masks.get(self.latest("kind"), 0)
+    def flagged(self, causes: Collection[str]) -> tuple[float, float, float] | None:
+        """Seconds in which any bit of these causes was set, by the share of samples, and their bounds."""
+        bits = THROTTLE_BITS.get(self.latest("kind"), {})
+        mask = sum(bits.get(cause, 0) for cause in causes)
 
         def seconds(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> tuple[float, float, float]:
             return readings.seconds_set(time_ns, (value & np.uint64(mask)) != 0, start_ns, end_ns)
@@ -236,9 +237,9 @@ def _lost_to_heat(
     samples: _Samples, throttle_s: Mapping[str, float | None]
 ) -> tuple[float | None, tuple[float, float] | None, str | None]:
     """Seconds, their bounds and how they were got."""
-    counters = [cause for cause in ("sw_thermal", "hw_thermal") if samples.has(f"throttle_{cause}_ns")]
+    counters = [cause for cause in THERMAL if samples.has(f"throttle_{cause}_ns")]
     if not counters:
-        flagged = samples.flagged(THERMAL_BITS)
+        flagged = samples.flagged(THERMAL)
         return (None, None, None) if flagged is None else (flagged[0], flagged[1:], "sampled")
     seconds = [known for cause in counters if (known := throttle_s[cause]) is not None]
     if len(seconds) < len(counters):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from telemetry.sampler import FULL_PERIOD_S
-from telemetry.samples import COUNTERS, MEANS, THROTTLE_CAUSES
+from telemetry.samples import COUNTERS, MEANS, THROTTLE_BITS, THROTTLE_CAUSES
 
 HISTORY_NS = round((FULL_PERIOD_S + 2) * 1e9)
 """How far back samples have to reach: the last two readings of any counter, or nearly."""
@@ -18,9 +18,6 @@ NOW_NS = 2_000_000_000
 
 MIN_SHARE = 0.01
 """A cause that held the clock down for less of the time is not worth a word."""
-
-_NVIDIA_REASONS = {"power_cap": 0x4, "sw_thermal": 0x20, "hw_thermal": 0x40, "hw_brake": 0x80}
-_AMD_REASONS = {"power_cap": 0x0000_FFFF_FFFF, "sw_thermal": 0xFFFF_0000_0000}
 
 
 def latest(table: pa.Table) -> dict[str, dict[str, Any]]:
@@ -65,5 +62,5 @@ def _grows(rows: pa.Table, column: str) -> bool | None:
 
 def _by_reasons(rows: pa.Table) -> tuple[str, ...]:
     last = rows.slice(rows.num_rows - 1).to_pylist()[0]
-    bits = _AMD_REASONS if last["kind"] == "amd" else _NVIDIA_REASONS
+    bits = THROTTLE_BITS.get(last["kind"], {})
     return tuple(cause for cause, mask in bits.items() if (last["throttle_reasons"] or 0) & mask)
