@@ -118,7 +118,7 @@ def test_unreachable_addresses_are_refused(empty: Path) -> None:
     assert_refused(call("best", "some-search", "--tracking-uri", nobody), nobody)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:1"])
+@pytest.mark.parametrize("address", [pytest.param("nonsense", marks=pytest.mark.slow), "127.0.0.1:1"])
 def test_ray_address_that_does_not_answer_is_refused(address: str, empty: Path) -> None:
     # In a process of its own: in this one a Ray that other tests started would be joined.
     command = [sys.executable, "-m", "service.cli", "run", spec_file(empty)]

@@ -122,6 +122,7 @@ def test_search_trains_measures_records_and_answers(
     assert "estimated" in called.stderr
 
 
+@pytest.mark.slow
 def test_small_gangs_run_side_by_side_and_failures_do_not_end_the_search(
     ray_session: Any, home: Home, tokens: str
 ) -> None:

@@ -150,7 +150,7 @@ with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, False), lambda:
 """
 
 
-@pytest.mark.parametrize("doing", ["train", "wait"])
+@pytest.mark.parametrize("doing", ["train", pytest.param("wait", marks=pytest.mark.slow)])
 def test_a_killed_worker_takes_its_children_along(doing: str) -> None:
     root = Path(__file__).parents[2]
     worker = subprocess.Popen([sys.executable, "-c", WORKER, doing], cwd=root, stdout=subprocess.PIPE, text=True)

@@ -156,12 +156,12 @@ DENSE = [
         megatron(2, tp=2, sp=True),
         megatron(4, tp=2, sp=True, zero=3),
         megatron(2, cp=2, zero=1),
-        megatron(4, cp=2, tp=2, sp=True, zero=3, recompute="selective"),
         megatron(4, cp=4, zero=0, recompute="full"),
     ),
     *cases(
         LLAMA,
         megatron(4, tp=2),
+        megatron(4, cp=2, tp=2, sp=True, zero=3, recompute="selective"),
         megatron(4, tp=2, zero=2, recompute="full"),
         slow=True,
     ),
@@ -212,7 +212,7 @@ PIPELINES = [
         megatron(4, **V_SHAPED, tp=2, sp=True),
         megatron(4, **ZERO_BUBBLE, zero=1, recompute="full"),
     ),
-    *cases(deep(GPT), megatron(4, **ZERO_BUBBLE, tp=2, sp=True)),
+    *cases(deep(GPT), megatron(4, **ZERO_BUBBLE, tp=2, sp=True), slow=True),
     *cases(
         deep(LLAMA),
         megatron(4, pp=2),
@@ -244,10 +244,6 @@ EXPERTS = [
         megatron(4, zero=3, copies=2, mbs=1),
         megatron(2, tp=2, sp=True),
         megatron(4, tp=2, zero=3),
-        megatron(4, ep=2, tp=2),
-        megatron(4, ep=2, tp=2, sp=True, zero=1),
-        megatron(4, ep=2, cp=2, zero=3),
-        megatron(4, cp=2, tp=2, sp=True),
         megatron(4, ep=2, pp=2, zero=1),
         megatron(4, ep=2, **GPIPE, zero=1, recompute="selective", overlap_grad_reduce=False),
         megatron(4, ep=2, **V_SHAPED),
@@ -258,11 +254,19 @@ EXPERTS = [
         *(deepspeed(2, zero=zero, ep=2) for zero in range(3)),
         deepspeed(2, zero=1, mbs=1),
         deepspeed(4, ep=2, mbs=1),
-        deepspeed(4, zero=1, ep=2, mbs=1, recompute="selective"),
         deepspeed(4, zero=2, ep=2, offload_optimizer=True, recompute="full"),
         deepspeed(4, zero=2, ep=4, **SMALL_BUCKETS),
-        deepspeed(4, zero=2, ep=2, cp=2, recompute="full"),
         deepspeed(2, ep=2, cp=2),
+    ),
+    *cases(
+        MIXTURE,
+        megatron(4, ep=2, tp=2),
+        megatron(4, ep=2, tp=2, sp=True, zero=1),
+        megatron(4, ep=2, cp=2, zero=3),
+        megatron(4, cp=2, tp=2, sp=True),
+        deepspeed(4, zero=1, ep=2, mbs=1, recompute="selective"),
+        deepspeed(4, zero=2, ep=2, cp=2, recompute="full"),
+        slow=True,
     ),
     *cases(tied(MIXTURE), megatron(2, ep=2, zero=1, mbs=1), deepspeed(2, ep=2)),
 ]
@@ -557,6 +561,7 @@ def allowed(engine: str) -> set[Pair]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_pair_of_values_that_rules_allow_is_covered(engine: str) -> None:
     covered: set[Pair] = set()

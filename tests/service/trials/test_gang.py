@@ -114,7 +114,6 @@ def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None
         replace(CONFIG, engine="deepspeed", zero_stage=3),
         replace(CONFIG, pipeline_parallel_size=2),
         replace(CONFIG, engine="deepspeed", zero_stage=2),
-        replace(CONFIG, zero_stage=3),
     ]
     for layout in layouts:
         outcomes = outcomes_of(begin(layout))
@@ -375,8 +374,9 @@ def lose(node: subprocess.Popen[bytes]) -> None:
     node.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("replaced", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replaced", [False, True])
 def test_a_gang_on_a_node_that_joined_later_is_measured_there(
     replaced: bool, telemetry: Fleet, join: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
