@@ -261,7 +261,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Raises SystemExit unless the file is of this benchmark."""
     try:
         record = json.loads(path.read_text())
-        return record | {"slowdown": slowdowns([record])}
+        return record | (figures(record) if "read_ns" in record else {"slowdown": slowdowns([record])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"{path} is no record of this benchmark: {error}") from None
 
