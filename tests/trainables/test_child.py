@@ -114,7 +114,10 @@ def test_a_killed_child_is_a_crash_with_signal_and_phase(run: Callable[..., Outc
 
 @pytest.mark.parametrize(
     ("request_", "phase", "function"),
-    [(WAITING_FOREVER, "start", "init_process_group"), (TRAINING_FOREVER, "warmup", "time_steps")],
+    [
+        pytest.param(WAITING_FOREVER, "start", "init_process_group", marks=pytest.mark.slow),
+        (TRAINING_FOREVER, "warmup", "time_steps"),
+    ],
 )
 def test_the_deadline_ends_a_hang_and_tells_where_it_was(
     request_: TrialRequest, phase: str, function: str, run: Callable[..., Outcome]
@@ -150,7 +153,8 @@ with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, False), lambda:
 """
 
 
-@pytest.mark.parametrize("doing", ["train", pytest.param("wait", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("doing", ["train", "wait"])
 def test_a_killed_worker_takes_its_children_along(doing: str) -> None:
     root = Path(__file__).parents[2]
     worker = subprocess.Popen([sys.executable, "-c", WORKER, doing], cwd=root, stdout=subprocess.PIPE, text=True)

@@ -140,9 +140,9 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("purpose", "layer_gib", "status", "asked"),
     [
-        ("search", 3.0, "ok", [8, 4, 32]),
+        pytest.param("search", 3.0, "ok", [8, 4, 32], marks=pytest.mark.slow),
         ("search", 9.0, "oom", [8, 4]),
-        ("finalist", 9.0, "ok", [32]),  # it has run before
+        pytest.param("finalist", 9.0, "ok", [32], marks=pytest.mark.slow),  # it has run before
     ],
 )
 def test_what_does_not_fit_is_not_launched(
