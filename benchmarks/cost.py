@@ -45,11 +45,11 @@ def records() -> list[Observation]:
 def sweep(path: Path) -> list[Observation]:
     """The layouts of a table that ran. Raises ValueError or OSError if it or its spec cannot be read."""
     work = load_spec(path.with_suffix(".yaml")).workload
-    found = []
-    for result in (result for result in Table(path).results.values() if result.status == "ok"):
-        config = replace(result.config, global_batch_size=work.global_batch_size)
-        found.append(_observation(config, work, result.metrics))
-    return found
+    return [
+        _observation(replace(result.config, global_batch_size=work.global_batch_size), work, result.metrics)
+        for result in Table(path).results.values()
+        if result.status == "ok"
+    ]
 
 
 def _observation(config: TrialConfig, work: Workload, metrics: Mapping[str, Any]) -> Observation:

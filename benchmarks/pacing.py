@@ -258,12 +258,12 @@ def tell(record: dict[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Raises SystemExit unless the file is of this benchmark."""
+    """Raises ValueError unless the file is of this benchmark."""
     try:
         record = json.loads(path.read_text())
         return record | (figures(record) if "read_ns" in record else {"slowdown": slowdowns([record])})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path} is no record of this benchmark: {error}") from None
+        raise ValueError(f"{path} is no record of this benchmark: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -273,7 +273,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the file of this run")
     arguments = parser.parse_args(argv)
     if arguments.out is None:
-        records = [read_record(path) for path in arguments.paths]
+        try:
+            records = [read_record(path) for path in arguments.paths]
+        except ValueError as error:
+            parser.error(str(error))
         for record in records:
             tell(record)
         if len(records) > 1:
@@ -283,9 +286,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--out takes one spec")
     record = while_training(load_spec(arguments.paths[0]).located(), arguments.seconds)
     arguments.out.write_text(json.dumps(record))
-    record |= figures(record)
-    arguments.out.write_text(json.dumps(record, indent=1))
-    tell(record)
+    tell(record | figures(record))
 
 
 if __name__ == "__main__":
