@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from search_spaces.config import TrialConfig
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 from service.spec import SearchSpec, load_spec
 
@@ -33,7 +33,7 @@ class Measurement:
     records of their own, `ranks`."""
 
     file: str
-    config: TrialConfig
+    layout: Layout
     work: Workload
     result: Mapping[str, Any]
 
@@ -44,16 +44,16 @@ def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
         yield from _recorded(name)
     spec = load_spec(SEARCHED)
     for trial in json.loads((RESULTS / "llama3_8b_4xh200.json").read_text())["trials"]:
-        config = TrialConfig.from_dict(trial["config"])
-        yield Measurement("llama3_8b_4xh200.json", config, workload(spec), trial)
+        layout = Layout.from_dict(trial["config"])
+        yield Measurement("llama3_8b_4xh200.json", layout, workload(spec), trial)
     for line in (RESULTS / "proxy_4xh200.txt").read_text().splitlines():
         if line.startswith("{"):
             record = json.loads(line)
             spec = load_spec(BENCHMARKS.parent / record["spec"])
-            (config,) = (point for point in spec.legal.points if point.label == record["layout"])
+            (layout,) = (point for point in spec.legal.layouts if point.label == record["layout"])
             metrics = record["measured"]
             metrics |= {"mean_power_w": metrics["joules_per_token"] * metrics["tokens_per_s"]}
-            yield Measurement("proxy_4xh200.txt", config, workload(spec), {"status": "ok", "metrics": metrics})
+            yield Measurement("proxy_4xh200.txt", layout, workload(spec), {"status": "ok", "metrics": metrics})
 
 
 def workload(spec: SearchSpec, layers: int | None = None) -> Workload:
@@ -68,4 +68,4 @@ def _recorded(name: str) -> Iterator[Measurement]:
         spec = specs[record.get("spec", "repeat-1gpu")]
         runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]]
         for layers, run in runs or [(FAULT_LAYERS.get(record.get("fault")), record)]:
-            yield Measurement(name, TrialConfig.from_dict(run["config"]), workload(spec, layers), run)
+            yield Measurement(name, Layout.from_dict(run["config"]), workload(spec, layers), run)

@@ -22,11 +22,11 @@ from scipy.stats import spearmanr
 
 from benchmarks.committed import measurements
 from benchmarks.search import Table
-from search_spaces.config import TrialConfig
-from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.cost import Coefficients, data_sheet, predict
+from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 from service.answers.tables import render
-from service.calibration import Observation, design, fit, ratios
+from service.fitting import Observation, design, fit, ratios
 from service.spec import load_spec
 
 COUNT = 16
@@ -36,7 +36,7 @@ COUNT = 16
 def records() -> list[Observation]:
     """All committed measurements."""
     return [
-        _observation(one.config, one.work, one.result["metrics"])
+        _observation(one.layout, one.work, one.result["metrics"])
         for one in measurements()
         if one.result["status"] == "ok"
     ]
@@ -46,35 +46,35 @@ def sweep(path: Path) -> list[Observation]:
     """The layouts of a table that ran. Raises ValueError or OSError if it or its spec cannot be read."""
     work = load_spec(path.with_suffix(".yaml")).workload
     return [
-        _observation(replace(result.config, global_batch_size=work.global_batch_size), work, result.metrics)
+        _observation(replace(result.layout, global_batch_size=work.global_batch_size), work, result.metrics)
         for result in Table(path).results.values()
         if result.status == "ok"
     ]
 
 
-def _observation(config: TrialConfig, work: Workload, metrics: Mapping[str, Any]) -> Observation:
+def _observation(layout: Layout, work: Workload, metrics: Mapping[str, Any]) -> Observation:
     total = metrics.get("mean_power_w")
-    return Observation(config, work, metrics["step_time_s"], None if total is None else total / config.num_gpus)
+    return Observation(layout, work, metrics["step_time_s"], None if total is None else total / layout.num_gpus)
 
 
-def errors(observed: Observation, calibration: Calibration) -> tuple[float, float | None]:
+def errors(observed: Observation, calibration: Coefficients) -> tuple[float, float | None]:
     """Of step time and of power, relative to what was measured."""
     slower, hotter = ratios(observed, calibration)
     return slower - 1, None if hotter is None else hotter - 1
 
 
-def table(measured: Sequence[Observation], calibration: Calibration) -> str:
+def table(measured: Sequence[Observation], calibration: Coefficients) -> str:
     """One row a measurement."""
     rows = []
     for one in measured:
-        model, prediction = one.work.model, predict(one.config, one.work, calibration)
+        model, prediction = one.work.model, predict(one.layout, one.work, calibration)
         slower, hotter = errors(one, calibration)
         parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
         rows.append(
             [
-                one.config.label,
+                one.layout.label,
                 f"{model.layers} x {model.hidden}" + (" moe" if model.num_experts else ""),
-                str(one.config.gradient_accumulation_steps),
+                str(one.layout.gradient_accumulation_steps),
                 f"{one.step_time_s:.3f}",
                 f"{prediction.step_time_s:.3f}",
                 f"{slower:+.1%}",
@@ -99,9 +99,9 @@ def table(measured: Sequence[Observation], calibration: Calibration) -> str:
     return render(headings, rows)
 
 
-def summary(measured: Sequence[Observation], sheet: Calibration, seeds: int, designed: bool) -> str:
+def summary(measured: Sequence[Observation], sheet: Coefficients, seeds: int, designed: bool) -> str:
     """Mean and largest errors by engine; layouts that spread experts, which no formula foretells, are left out."""
-    known = [one for one in measured if one.config.expert_parallel_size == 1]
+    known = [one for one in measured if one.layout.expert_parallel_size == 1]
     rows = _rows("data sheet", [(one, errors(one, sheet)) for one in known])
     held_out = []
     worst = 0.0
@@ -113,25 +113,27 @@ def summary(measured: Sequence[Observation], sheet: Calibration, seeds: int, des
         held_out += found
     rows += _rows(f"fitted to {COUNT}", held_out)
     headings = ["coefficients", "engine", "points", "step time", "largest", "power", "largest"]
-    pairs = [(predict(one.config, one.work, sheet).step_time_s, one.step_time_s) for one in known]
+    pairs = [(predict(one.layout, one.work, sheet).step_time_s, one.step_time_s) for one in known]
     return (
         f"{render(headings, rows)}\nfitted: {seeds} seeds, mean error in step time of the worst: {worst:.1%}\n"
         f"data sheet: rank correlation of step times {spearmanr(*zip(*pairs, strict=True)).statistic:.2f}"
     )
 
 
-def _told(known: Sequence[Observation], sheet: Calibration, chance: random.Random, designed: bool) -> list[Observation]:
+def _told(
+    known: Sequence[Observation], sheet: Coefficients, chance: random.Random, designed: bool
+) -> list[Observation]:
     if not designed:
         return chance.sample(list(known), COUNT)
     half = chance.sample(list(known), len(known) // 2)
-    chosen = design([one.config for one in half], known[0].work, sheet, COUNT)
-    return [one for one in half if one.config in chosen]
+    chosen = design([one.layout for one in half], known[0].work, sheet, COUNT)
+    return [one for one in half if one.layout in chosen]
 
 
 def _rows(name: str, found: Sequence[tuple[Observation, tuple[float, float | None]]]) -> list[list[str]]:
     rows = []
     for engine in ("megatron", "deepspeed", "both"):
-        these = [error for one, error in found if engine in (one.config.engine, "both")]
+        these = [error for one, error in found if engine in (one.layout.engine, "both")]
         if not these:
             continue
         slower, hotter = [abs(error) for error, _ in these], [abs(error) for _, error in these if error is not None]

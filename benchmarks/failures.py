@@ -25,9 +25,9 @@ import pynvml
 
 from benchmarks.gang import one_gang
 from benchmarks.layouts import REPEATED, differences
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import TrialResult
 from service.spec import SearchSpec, load_spec, parse_spec
-from trainables.result import TrialResult
 
 # One H200 has 140 GiB. Logits of 8192 positions over 128 256 words take 2 GiB a sequence in bf16, and their gradient as
 # much again; 40 layers with their gradients 100 GB, and Adam's states 78 GB more.
@@ -44,7 +44,7 @@ FREE_GIB = 1.0
 FREE_TIMEOUT_S = 20.0
 
 
-def faulty(spec: SearchSpec, layers: int, changes: dict[str, Any]) -> tuple[SearchSpec, TrialConfig]:
+def faulty(spec: SearchSpec, layers: int, changes: dict[str, Any]) -> tuple[SearchSpec, Layout]:
     """A model of so many layers, and a layout of one or two microbatches, of which the spec's rules know nothing."""
     shape = (
         f"{{family: llama, layers: {layers}, hidden: 4096, heads: 32, kv_heads: 8, ffn_hidden: 14336, vocab: 128256}}"
@@ -54,7 +54,7 @@ def faulty(spec: SearchSpec, layers: int, changes: dict[str, Any]) -> tuple[Sear
     values["cluster"]["accelerator"] = "gpu"  # of which nothing is known that would refuse these layouts
     values["space"] = {}
     changed = parse_spec(json.dumps(values).replace('"MODEL"', shape))
-    return changed, replace(spec.legal.points[0], global_batch_size=sequences, **changes)
+    return changed, replace(spec.legal.layouts[0], global_batch_size=sequences, **changes)
 
 
 def gang_processes() -> list[psutil.Process]:
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_gang(spec, 1) as run:
         for number, fault in enumerate([*plan(arguments.trials), None]):
             layers, changes, where = FAULTS[fault] if fault else (0, {}, "")
-            of, layout = faulty(spec, layers, changes) if layers else (spec, spec.legal.points[0])
+            of, layout = faulty(spec, layers, changes) if layers else (spec, spec.legal.layouts[0])
             if fault == "killed":
                 threading.Timer(KILL_AFTER_S, kill_children).start()
             began = time.monotonic()

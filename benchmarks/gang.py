@@ -9,15 +9,15 @@ from pathlib import Path
 
 import ray
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.cluster import ray_session
+from service.result import TrialResult
 from service.spec import SearchSpec
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
-from trainables.result import TrialResult
 
-Run = Callable[[str, TrialConfig, SearchSpec], TrialResult]
+Run = Callable[[str, Layout, SearchSpec], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
 
 

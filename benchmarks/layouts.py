@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gang import one_gang
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import TrialResult
 from service.spec import SearchSpec, load_spec
-from trainables.result import TrialResult
 
 COLUMNS = {
     "tokens_per_s_per_gpu": ("tok/s/GPU", ".1f"),
@@ -42,7 +42,7 @@ def run_all(specs: list[SearchSpec], repeat: int, out: IO[str]) -> list[list[Tri
         for spec in specs:
             print(f"\n{spec.name}: {spec.shape.layers} layers, global batch {spec.global_batch_size}")
             print(f"{'layout':66}" + "".join(f"{title:>12}" for title, _ in COLUMNS.values()), flush=True)
-            for point in spec.legal.points:
+            for point in spec.legal.layouts:
                 results.append([])
                 for number in range(repeat):
                     result = run(f"{spec.name}-{len(results)}-{number}", point, spec)
@@ -53,7 +53,7 @@ def run_all(specs: list[SearchSpec], repeat: int, out: IO[str]) -> list[list[Tri
     return results
 
 
-def row(point: TrialConfig, result: TrialResult) -> str:
+def row(point: Layout, result: TrialResult) -> str:
     if result.status != "ok":
         return f"{point.label:66}  {result.status}: {(result.cause or '')[:120]}"
     cells = [(result.metrics.get(name), form) for name, (_, form) in COLUMNS.items()]
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("the specs must name the same cluster")
     for runs in run_all(specs, arguments.repeat, arguments.out):
         for line in differences(runs):
-            print(f"{runs[0].config.label}: {line}")
+            print(f"{runs[0].layout.label}: {line}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import get_args
 
 from benchmarks.committed import BENCHMARKS, FAULTS, RECORDS, Measurement, measurements
 from benchmarks.search import Table
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.memory import (
     Band,
     MemoryEstimate,
@@ -54,7 +54,7 @@ class Point:
     where memory ran out, and where it was not measured.
     """
 
-    config: TrialConfig
+    layout: Layout
     work: Workload
     pipeline_rank: int | None
     reserved_gib: float | None
@@ -63,13 +63,13 @@ class Point:
 
     @property
     def estimate(self) -> MemoryEstimate:
-        return estimate(self.config, self.work, range(self.config.pipeline_parallel_size))
+        return estimate(self.layout, self.work, range(self.layout.pipeline_parallel_size))
 
     @property
     def predicted_gib(self) -> float:
         found = self.estimate
-        ranks = range(self.config.pipeline_parallel_size) if self.pipeline_rank is None else [self.pipeline_rank]
-        return max(found.reserved(rank) + idle_buffers(self.config, self.work, rank) for rank in ranks) / 2**30
+        ranks = range(self.layout.pipeline_parallel_size) if self.pipeline_rank is None else [self.pipeline_rank]
+        return max(found.reserved(rank) + idle_buffers(self.layout, self.work, rank) for rank in ranks) / 2**30
 
     @property
     def share(self) -> float:
@@ -86,17 +86,17 @@ class Point:
     @property
     def spread_experts(self) -> bool:
         """Whether memory depends on how many tokens a young router sends where."""
-        return self.config.expert_parallel_size > 1
+        return self.layout.expert_parallel_size > 1
 
 
-def idle_buffers(config: TrialConfig, work: Workload, rank: int) -> float:
+def idle_buffers(layout: Layout, work: Workload, rank: int) -> float:
     """Bytes of receive buffers of microbatches not in flight, which the `megatron` engine had when these points were
     measured and has no more."""
-    stages, rounds = config.pipeline_parallel_size, config.gradient_accumulation_steps
-    if config.engine != "megatron" or stages == 1:
+    stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
+    if layout.engine != "megatron" or stages == 1:
         return 0.0
-    hidden = 2 * config.micro_batch_size * work.sequence_length * hidden_between(config, work.model)
-    activations = 0 if rank == 0 else rounds - passes_in_flight(config, rank)
+    hidden = 2 * layout.micro_batch_size * work.sequence_length * hidden_between(layout, work.model)
+    activations = 0 if rank == 0 else rounds - passes_in_flight(layout, rank)
     gradients = 0 if rank == stages - 1 else rounds - 1
     return (activations + gradients) * hidden
 
@@ -111,23 +111,23 @@ def tabled(path: Path) -> list[Point]:
     work = load_spec(path.with_suffix(".yaml")).workload
     results = Table(path).results
     fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.model else {}
-    ran = {config: result.metrics.get("peak_memory_gib") for config, result in results.items() if result.status == "ok"}
-    found = [Point(config, work, None, gib, config in fitted) for config, gib in ran.items()]
-    out = [config for config, result in results.items() if result.status == "oom"]
-    return found + [Point(config, work, None, None, config in fitted, ran_out=True) for config in out]
+    ran = {layout: result.metrics.get("peak_memory_gib") for layout, result in results.items() if result.status == "ok"}
+    found = [Point(layout, work, None, gib, layout in fitted) for layout, gib in ran.items()]
+    out = [layout for layout, result in results.items() if result.status == "oom"]
+    return found + [Point(layout, work, None, None, layout in fitted, ran_out=True) for layout in out]
 
 
 def _points(measured: Measurement) -> Iterator[Point]:
     """One for each pipeline rank, where the record has the ranks."""
-    config, work, result, fitted = measured.config, measured.work, measured.result, measured.file in FITTED
+    layout, work, result, fitted = measured.layout, measured.work, measured.result, measured.file in FITTED
     if result["status"] == "oom":
-        yield Point(config, work, None, None, fitted, ran_out=True)
+        yield Point(layout, work, None, None, fitted, ran_out=True)
     elif result["status"] == "ok" and "ranks" not in result:
-        yield Point(config, work, None, result["metrics"]["peak_memory_gib"], fitted)
+        yield Point(layout, work, None, result["metrics"]["peak_memory_gib"], fitted)
     elif result["status"] == "ok":
-        for stage in range(config.pipeline_parallel_size):
+        for stage in range(layout.pipeline_parallel_size):
             here = [rank["peak_memory_gib"] for rank in result["ranks"] if rank["coordinates"]["pp"] == stage]
-            yield Point(config, work, stage, max(here), fitted)
+            yield Point(layout, work, stage, max(here), fitted)
 
 
 def table(measured: Iterable[Point]) -> str:
@@ -138,10 +138,10 @@ def table(measured: Iterable[Point]) -> str:
         shape = f"{model.layers} x {model.hidden}" + (" moe" if model.num_experts else "")
         rows.append(
             [
-                point.config.label,
+                point.layout.label,
                 shape,
-                "" if stage is None or point.config.pipeline_parallel_size == 1 else str(stage),
-                str(point.config.gradient_accumulation_steps),
+                "" if stage is None or point.layout.pipeline_parallel_size == 1 else str(stage),
+                str(point.layout.gradient_accumulation_steps),
                 "ran out" if point.ran_out else "ran" if point.reserved_gib is None else f"{point.reserved_gib:.1f}",
                 f"{point.predicted_gib:.1f}",
                 "" if error is None else f"{error:+.1%}",
@@ -158,7 +158,7 @@ def summary(measured: Iterable[Point]) -> str:
     groups: dict[tuple[str, str], list[float]] = {}
     for point in measured:
         if point.error is not None:
-            name = "spread experts" if point.spread_experts else point.config.engine
+            name = "spread experts" if point.spread_experts else point.layout.engine
             kinds = ("all",) if point.spread_experts else ("set by" if point.fitted else "held out", "all")
             for kind in kinds:
                 groups.setdefault((name, kind), []).append(abs(point.error))
@@ -173,7 +173,7 @@ def summary(measured: Iterable[Point]) -> str:
 
 def outcomes(measured: Iterable[Point]) -> str:
     """How many layouts of each band ran and ran out."""
-    counts = Counter((band(point.config, point.work), point.ran_out) for point in measured)
+    counts = Counter((band(point.layout, point.work), point.ran_out) for point in measured)
     rows = [[name, str(counts[name, False]), str(counts[name, True])] for name in get_args(Band)]
     return render(["band", "ran", "ran out"], rows)
 
@@ -193,10 +193,10 @@ def corrected(measured: Sequence[Point], seeds: int = 20) -> str:
 def _errors_after(measured: Sequence[Point], trials: int) -> list[float]:
     model = MemoryModel(measured[0].work)
     for point in measured[:trials]:
-        model.observe(point.config, point.reserved_gib)
+        model.observe(point.layout, point.reserved_gib)
     errors = []
     for point in measured[trials:]:
-        share = model.share(point.config)
+        share = model.share(point.layout)
         assert share is not None
         if point.reserved_gib is not None and not point.spread_experts:
             errors.append(abs(point.predicted_gib * share / point.share / point.reserved_gib - 1))

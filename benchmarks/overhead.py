@@ -17,18 +17,18 @@ from pathlib import Path
 
 import ray
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.cluster import ray_session
+from service.result import TrialResult
 from service.spec import SearchSpec, load_spec
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, start_telemetry, stop_telemetry
-from trainables.result import TrialResult
 
 USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
 
 
-def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: Fleet, storage: Path) -> list[float]:
+def warm(spec: SearchSpec, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
     gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry)
     ray.get(gang.mailbox.ready.remote())
@@ -41,7 +41,7 @@ def warm(spec: SearchSpec, points: list[TrialConfig], telemetry: Fleet, storage:
     return seconds
 
 
-def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: Fleet, storage: Path) -> list[float]:
+def cold(spec: SearchSpec, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in a `TorchTrainer.fit()` of its own, from its start to its end."""
     seconds = []
     for number, point in enumerate(points):
@@ -57,11 +57,11 @@ def cold(spec: SearchSpec, points: list[TrialConfig], telemetry: Fleet, storage:
 
 def _require_ok(result: TrialResult) -> dict[str, float]:
     if result.status != "ok":
-        raise SystemExit(f"{result.config.label}: {result.status}: {result.cause}")
+        raise SystemExit(f"{result.layout.label}: {result.status}: {result.cause}")
     return {name: value for name, value in result.metrics.items() if value is not None}
 
 
-def _say(kind: str, point: TrialConfig, seconds: float) -> None:
+def _say(kind: str, point: Layout, seconds: float) -> None:
     print(f"{kind}  {point.label:56}  {seconds:6.2f} s", flush=True)
 
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=3)
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()
-    points = list(spec.legal.points[: arguments.trials])
+    points = list(spec.legal.layouts[: arguments.trials])
     with tempfile.TemporaryDirectory() as storage, ray_session(spec):
         telemetry = start_telemetry()
         figures = {

@@ -34,12 +34,12 @@ from scipy import stats
 
 from benchmarks.telemetry import show
 from service.cluster import ray_session
+from service.result import TrialResult
 from service.spec import SearchSpec, load_spec
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, Telemetry
 from telemetry.sampler import Sampler
-from trainables.result import TrialResult
 
 STRETCH_S = 8.0
 ENERGY_S = 34.0
@@ -191,7 +191,7 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
         ray.get(gang.mailbox.ready.remote())
         results: list[TrialResult] = []
         trial = threading.Thread(
-            target=lambda: results.append(run("long", spec.legal.points[0], long, gang.mailbox, handles, {}))
+            target=lambda: results.append(run("long", spec.legal.layouts[0], long, gang.mailbox, handles, {}))
         )
         began_ns = time.monotonic_ns()
         trial.start()
@@ -214,12 +214,12 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
             raise SystemExit(f"the trial did not work: {result.status}: {result.cause}")
         table = ray.get(telemetry.rows.remote(began_ns, time.monotonic_ns()))
         window = result.windows[0]
-        energy = ray.get(telemetry.window.remote(marks_ns[0], window.end_ns, window.devices))
+        energy = ray.get(telemetry.windows.trial.remote(marks_ns[0], window.end_ns, window.devices))
         close_gangs([gang])
     first = table.filter(pc.field("index") == pc.min(table["index"]))["time_ns"].to_numpy()
     return {
         "devices": devices,
-        "layout": result.config.label,
+        "layout": result.layout.label,
         "steps": len(result.step_times_s),
         "step_s": statistics.median(result.step_times_s),
         "training energy": {

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gang import Run, one_gang
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.answers.tables import heading, render
+from service.result import TrialResult
 from service.spec import SearchSpec, dump_spec, load_spec, parse_spec
-from service.trials.proxy import OVER_DEPTH
-from trainables.result import TrialResult
+from service.trials.extrapolation import OVER_DEPTH
 
 
-def compare(run: Run, whole: SearchSpec, proxied: SearchSpec, points: list[TrialConfig]) -> list[dict[str, Any]]:
+def compare(run: Run, whole: SearchSpec, proxied: SearchSpec, points: list[Layout]) -> list[dict[str, Any]]:
     """For each layout its metrics as measured and as extrapolated, and the error of these relative to those."""
     rows = []
     for number, point in enumerate(points):
@@ -49,7 +49,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _metrics(result: TrialResult) -> dict[str, float]:
     if result.status != "ok":
-        raise SystemExit(f"{result.trial_id}: {result.config.label}: {result.status}: {result.cause}")
+        raise SystemExit(f"{result.trial_id}: {result.layout.label}: {result.status}: {result.cause}")
     return {name: value for name in OVER_DEPTH if (value := result.metrics[name]) is not None}
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     in_full = spec.measurement.model_copy(update={"short_trials": False})
     whole = spec.model_copy(update={"depth_proxy": None, "measurement": in_full})
     proxied = parse_spec(dump_spec(whole.model_copy(update={"depth_proxy": arguments.depths})), str(arguments.spec))
-    points = list(proxied.legal.points[: arguments.trials])
+    points = list(proxied.legal.layouts[: arguments.trials])
     with one_gang(spec, proxied.gang_size) as run:
         rows = compare(run, whole, proxied, points)
     shallow, deep = arguments.depths

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.answers.tables import render
-from telemetry import readings
+from telemetry import counters
 from telemetry.devices.nvidia import REFRESH_NS, REFRESH_SEEN_NS
 
 SECONDS = 25.0
@@ -129,14 +129,14 @@ def errors(reads: Reads, window_s: float, chance: np.random.Generator) -> np.nda
         new_ns = refreshed_ns[np.searchsorted(refreshed_ns, reads.asked_ns[sure], side="right") - 1]
 
         def drawn_j(since_ns: int, until_ns: int, time_ns: np.ndarray = time_ns, watts: np.ndarray = power[0]) -> float:
-            return readings.integral(time_ns, watts, since_ns, until_ns)
+            return counters.integral(time_ns, watts, since_ns, until_ns)
 
         true_j = float(np.diff(np.interp((start_ns, end_ns), refreshed_ns, refreshed_mj))[0]) / 1000
         counted = [
-            readings.energy_j(reads.asked_ns[read], counter_mj[read], start_ns, end_ns, drawn_j, known)
+            counters.energy_j(reads.asked_ns[read], counter_mj[read], start_ns, end_ns, drawn_j, known)
             for read, known in ((at[full], None), (sure, new_ns))
         ]
-        sampled = [readings.integral(time_ns, watts, start_ns, end_ns) for watts in power]
+        sampled = [counters.integral(time_ns, watts, start_ns, end_ns) for watts in power]
         found.append([joules / true_j - 1 for joules in (*counted, *sampled)])
     return np.array(found)
 

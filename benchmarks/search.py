@@ -26,15 +26,15 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from search_spaces.config import TrialConfig
 from search_spaces.cost import data_sheet
+from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from service.errors import InputError
-from service.fronts import REFERENCE, hypervolume, pareto_front, scaled
+from service.pareto import REFERENCE, hypervolume, pareto_front, scaled
+from service.result import TrialResult
 from service.sampling.study import SearchStudy
 from service.sampling.warmup import first_points, predictions
 from service.spec import SearchSpec, load_spec
-from trainables.result import TrialResult
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 ALONE = {"tokens_per_s_per_gpu": "maximize", "mfu": "maximize", "step_time_s": "minimize"}
@@ -56,8 +56,8 @@ class Table:
         self.spec = load_spec(beside) if beside.exists() and not blind else None
         with path.open(newline="") as file:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-        self.results: dict[TrialConfig, TrialResult] = {}
-        self.gpu_seconds: dict[TrialConfig, float] = {}
+        self.results: dict[Layout, TrialResult] = {}
+        self.gpu_seconds: dict[Layout, float] = {}
         for number, row in enumerate(rows, start=1):
             try:
                 layout, result, seconds = _parse(str(number), row, self.spec)
@@ -84,7 +84,7 @@ class Table:
         self.places = dict(zip(self.good, places, strict=True))
         self.full = self.reached(self.good)
 
-    def reached(self, layouts: Sequence[TrialConfig]) -> float:
+    def reached(self, layouts: Sequence[Layout]) -> float:
         """Hypervolume of layouts, each objective scaled to 1 over all that ran; with one, share of its best value."""
         good = [layout for layout in layouts if layout in self.places]
         if not good:
@@ -107,12 +107,12 @@ class Table:
             "table", layouts, self.objectives, [], sampler, seed, first=first, memory=memory, predicted=predicted
         )
 
-    def predicted(self) -> dict[TrialConfig, dict[str, float]]:
+    def predicted(self) -> dict[Layout, dict[str, float]]:
         """Metrics by the cost model, of layouts of which it knows the machine."""
         calibration = data_sheet(self.spec.cluster.accelerator) if self.spec else None
         return predictions(self.results, self.spec.workload, calibration) if self.spec and calibration else {}
 
-    def _costs(self, layouts: Sequence[TrialConfig]) -> np.ndarray:
+    def _costs(self, layouts: Sequence[Layout]) -> np.ndarray:
         signs = {"maximize": -1.0, "minimize": 1.0}
         return np.array(
             [
@@ -122,10 +122,10 @@ class Table:
         )
 
 
-def _parse(trial_id: str, row: Mapping[str, str], spec: SearchSpec | None) -> tuple[TrialConfig, TrialResult, float]:
+def _parse(trial_id: str, row: Mapping[str, str], spec: SearchSpec | None) -> tuple[Layout, TrialResult, float]:
     values = {name: yaml.safe_load(cell) for name, cell in row.items() if cell not in ("", None)}
-    axes = {field.name for field in dataclasses.fields(TrialConfig)}
-    layout = TrialConfig.from_dict(
+    axes = {field.name for field in dataclasses.fields(Layout)}
+    layout = Layout.from_dict(
         {"engine": "megatron", "global_batch_size": spec.global_batch_size if spec else 1}
         | {name: values.pop(name) for name in axes & set(values)}
     )
@@ -145,7 +145,7 @@ class Run:
 
 def run(table: Table, sampler: str, seed: int) -> Run:
     study = table.study(sampler, seed)
-    tried: list[TrialConfig] = []
+    tried: list[Layout] = []
     trials, spent = [], []
     for share in SHARES:
         while table.reached(tried) < share * table.full and (layout := study.ask()) is not None:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gang import Run, one_gang
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.answers.tables import heading, render
+from service.result import TrialResult
 from service.spec import SearchSpec, load_spec
 from service.trials import short
-from service.trials.proxy import SPENT
-from trainables.result import TrialResult
+from service.trials.extrapolation import SPENT
 
 COMPARED = ("tokens_per_s", "step_time_s", "joules_per_token", "mean_power_w", "peak_memory_gib")
 
 
-def compare(run: Run, spec: SearchSpec, points: list[TrialConfig]) -> Iterator[dict[str, Any]]:
+def compare(run: Run, spec: SearchSpec, points: list[Layout]) -> Iterator[dict[str, Any]]:
     """For each layout its figures in full and short, the error of these relative to those, and the seconds of both."""
     full = spec.model_copy(update={"measurement": spec.measurement.model_copy(update={"short_trials": False})})
     for number, point in enumerate(points):
@@ -67,7 +67,7 @@ def _seconds(metrics: dict[str, float]) -> float:
 
 def _require_ok(result: TrialResult) -> dict[str, float]:
     if result.status != "ok":
-        raise SystemExit(f"{result.trial_id}: {result.config.label}: {result.status}: {result.cause}")
+        raise SystemExit(f"{result.trial_id}: {result.layout.label}: {result.status}: {result.cause}")
     return {name: value for name, value in result.metrics.items() if value is not None}
 
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=8)
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()
-    able = [point for point in spec.legal.points if short.batches(point) is not None]
+    able = [point for point in spec.legal.layouts if short.batches(point) is not None]
     if not able:
         raise SystemExit(f"{arguments.spec}: no legal layout has microbatches enough to be short")
     count = min(arguments.trials, len(able))

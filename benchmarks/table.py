@@ -15,10 +15,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.home import tracking_uri
 from service.record.results import Results, SearchRecord, TrialRecord
-from trainables.result import STATUSES
+from service.result import STATUSES
 
 METRICS = (
     "tokens_per_s",
@@ -38,11 +38,11 @@ SPENT = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s",
 def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
     """The trials that explored and came to an end, by layout."""
     over = [trial for trial in search.trials if trial.status in STATUSES and trial.purpose == "search"]
-    trials = {TrialConfig.from_dict(trial.config): trial for trial in over}
-    default = TrialConfig("", 0, 0)
+    trials = {trial.layout: trial for trial in over}
+    default = Layout("", 0, 0)
     axes = [
         axis
-        for axis in TrialConfig.__dataclass_fields__
+        for axis in Layout.__dataclass_fields__
         if axis in ALWAYS or any(getattr(layout, axis) != getattr(default, axis) for layout in trials)
     ]
     for layout in sorted(trials, key=lambda layout: layout.label):
@@ -66,7 +66,7 @@ def gpu_seconds(trial: TrialRecord) -> float | str:
         seconds = sum(trial.metrics.get(part, 0.0) for part in SPENT)
     elif trial.started and trial.ended:
         seconds = (trial.ended - trial.started).total_seconds()
-    return "" if seconds is None else rounded(trial.config["num_gpus"] * seconds)
+    return "" if seconds is None else rounded(trial.layout.num_gpus * seconds)
 
 
 def rounded(value: float | None) -> float | str:

@@ -1,6 +1,6 @@
 """Predicted step time and power of a layout, part by part; see docs/cost.md.
 
-Passes through the model are those of `search_spaces.passes`; a pipeline waits for its bubble (Narayanan et al. 2021,
+Passes through the model are those of `search_spaces.roofline`; a pipeline waits for its bubble (Narayanan et al. 2021,
 section 2.2), what becomes of gradients and parameters is ZeRO's (Rajbhandari et al. 2020), and power is what the work
 costs until the limit is reached and the clock falls. A prediction warms a search; it never stands in for a measurement.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from search_spaces.calibration import Calibration, data_sheet
-from search_spaces.config import TrialConfig
+from search_spaces.coefficients import Coefficients, data_sheet
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from search_spaces.passes import Cut, Load, Places, collective, is_autocast, members, passes
+from search_spaces.roofline import Cut, Load, Places, collective, is_autocast, members, passes
 from search_spaces.workload import Workload
 
-__all__ = ["Calibration", "Prediction", "data_sheet", "metrics", "predict"]
+__all__ = ["Coefficients", "Prediction", "data_sheet", "metrics", "predict"]
 
 UPDATE_BYTES = {"megatron": 46, "deepspeed": 70}
 """Memory traffic of the update of one parameter: fp32 gradient, weight and two moments, clipping by their norm, and
@@ -46,16 +46,16 @@ class Prediction:
     parts: dict[str, float]
 
 
-def predict(config: TrialConfig, work: Workload, calibration: Calibration) -> Prediction:
+def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Prediction:
     """For a legal layout of the whole model of `work`."""
-    c, rounds = calibration, config.gradient_accumulation_steps
-    loads = _loads(config, work, c)
-    layers = _layers_by_rank(config, work.model)
-    launch = _launch_s(config, c)
+    c, rounds = calibration, layout.gradient_accumulation_steps
+    loads = _loads(layout, work, c)
+    layers = _layers_by_rank(layout, work.model)
+    launch = _launch_s(layout, c)
     times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
-    states = _states(config, work, slow, times[slow], c)
+    states = _states(layout, work, slow, times[slow], c)
     updating = states.moved / c.states_bytes_per_s
 
     clocked = rounds * (load.matmul + load.attention)
@@ -67,16 +67,16 @@ def predict(config: TrialConfig, work: Workload, calibration: Calibration) -> Pr
     clock = _clock(clocked, steady, core, rest, budget)
     stretched = rounds * times[slow] + clocked / clock - clocked
 
-    waiting = (sum(times) / times[slow] - 1) * stretched / rounds / config.virtual_pipeline_stages
-    bubble = BUBBLES.get(config.pipeline_schedule, 1.0) * waiting
-    between = _between_stages(config, work, c)
+    waiting = (sum(times) / times[slow] - 1) * stretched / rounds / layout.virtual_pipeline_stages
+    bubble = BUBBLES.get(layout.pipeline_schedule, 1.0) * waiting
+    between = _between_stages(layout, work, c)
     offloading = states.offloaded / c.offloaded_per_s
     step = stretched + updating + states.exposed + bubble + between + offloading + c.step_s
 
     # What ranks have less to do than the slowest they wait for it.
     busy = sum(each.seconds for each in loads) / len(loads) / load.seconds
     power = c.idle_w + busy * (core * clock**2 + rest) / step
-    tokens_per_s = config.global_batch_size * work.sequence_length / step
+    tokens_per_s = layout.global_batch_size * work.sequence_length / step
     parts = {
         "matmul": rounds * load.matmul / clock,
         "attention": rounds * load.attention / clock,
@@ -92,20 +92,20 @@ def predict(config: TrialConfig, work: Workload, calibration: Calibration) -> Pr
         "bubble": bubble,
         "step": c.step_s,
     }
-    return Prediction(step, power, tokens_per_s, power * config.num_gpus / tokens_per_s, parts)
+    return Prediction(step, power, tokens_per_s, power * layout.num_gpus / tokens_per_s, parts)
 
 
-def metrics(config: TrialConfig, work: Workload, calibration: Calibration) -> dict[str, float]:
+def metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:
     """What is predicted of a layout, by the names that trials have their figures under."""
-    found, tokens = predict(config, work, calibration), config.global_batch_size * work.sequence_length
-    speed = found.tokens_per_s / config.num_gpus
+    found, tokens = predict(layout, work, calibration), layout.global_batch_size * work.sequence_length
+    speed = found.tokens_per_s / layout.num_gpus
     named = {
         "tokens_per_s": found.tokens_per_s,
         "tokens_per_s_per_gpu": speed,
         "step_time_s": found.step_time_s,
         "joules_per_token": found.joules_per_token,
         "energy_per_step_j": found.joules_per_token * tokens,
-        "mean_power_w": found.power_w * config.num_gpus,
+        "mean_power_w": found.power_w * layout.num_gpus,
     }
     if work.accelerator.peak_flops is not None:
         named["mfu"] = work.model.flops_per_token(work.sequence_length) * speed / work.accelerator.peak_flops
@@ -127,40 +127,40 @@ def _clock(clocked: float, steady: float, core: float, rest: float, budget: floa
     return clock
 
 
-def _loads(config: TrialConfig, work: Workload, c: Calibration) -> list[Load]:
+def _loads(layout: Layout, work: Workload, c: Coefficients) -> list[Load]:
     """Of each pipeline rank, for one microbatch forward and backward."""
-    through = passes(Cut.of(config, work), work.model, work.sequence_length, c)
-    layers = _layers_by_rank(config, work.model)
+    through = passes(Cut.of(layout, work), work.model, work.sequence_length, c)
+    layers = _layers_by_rank(layout, work.model)
     blocks = {count: through.block.times(count) for count in set(layers)}
     loads = [blocks[count] for count in layers]
-    first, last = _ends(config)
+    first, last = _ends(layout)
     loads[first] = loads[first].plus(through.embedding)
     loads[last] = loads[last].plus(through.head)
     return loads
 
 
-def _layers_by_rank(config: TrialConfig, model: ModelShape) -> list[int]:
+def _layers_by_rank(layout: Layout, model: ModelShape) -> list[int]:
     """Blocks of each pipeline rank."""
-    ranks = config.pipeline_parallel_size
-    if config.stage_layers is None:
+    ranks = layout.pipeline_parallel_size
+    if layout.stage_layers is None:
         return [model.layers // ranks] * ranks
-    stages = config.stage_layers
-    return [sum(stages[stage] for stage in config.stages_of(rank)) for rank in range(ranks)]
+    stages = layout.stage_layers
+    return [sum(stages[stage] for stage in layout.stages_of(rank)) for rank in range(ranks)]
 
 
-def _ends(config: TrialConfig) -> tuple[int, int]:
+def _ends(layout: Layout) -> tuple[int, int]:
     """The pipeline ranks of the embedding and of the head."""
-    return 0, 0 if config.pipeline_schedule == "zbv_zero_bubble" else config.pipeline_parallel_size - 1
+    return 0, 0 if layout.pipeline_schedule == "zbv_zero_bubble" else layout.pipeline_parallel_size - 1
 
 
-def _launch_s(config: TrialConfig, c: Calibration) -> float:
+def _launch_s(layout: Layout, c: Coefficients) -> float:
     """Time of the CPU for a block and a microbatch."""
-    seconds = c.compiled_launch_s if config.compile else c.eager_launch_s
-    if config.tensor_parallel_size > 1 and config.engine == "megatron" and not config.compile:
+    seconds = c.compiled_launch_s if layout.compile else c.eager_launch_s
+    if layout.tensor_parallel_size > 1 and layout.engine == "megatron" and not layout.compile:
         seconds += c.tensor_launch_s
-    if config.engine == "deepspeed":
+    if layout.engine == "deepspeed":
         seconds += c.deepspeed_launch_s
-    return seconds * (1.0 if config.recompute == "none" else LAUNCHED_AGAIN)
+    return seconds * (1.0 if layout.recompute == "none" else LAUNCHED_AGAIN)
 
 
 class _States(NamedTuple):
@@ -173,26 +173,26 @@ class _States(NamedTuple):
     offloaded: float
 
 
-def _states(config: TrialConfig, work: Workload, rank: int, round_s: float, c: Calibration) -> _States:
+def _states(layout: Layout, work: Workload, rank: int, round_s: float, c: Coefficients) -> _States:
     """Of a GPU of a pipeline rank that takes `round_s` for a microbatch, waiting for the CPU included."""
-    zero, rounds, tensor = config.zero_stage, config.gradient_accumulation_steps, config.tensor_parallel_size
-    copies = config.data_parallel_replicate_size if zero else config.shard_ranks
-    ranks = config.shard_ranks // copies
-    dense, experts = _held(config, work.model, rank)
-    held, shard = dense + experts, dense / ranks + experts / max(1, ranks // config.expert_parallel_size)
-    width, summed = _widths(config)
+    zero, rounds, tensor = layout.zero_stage, layout.gradient_accumulation_steps, layout.tensor_parallel_size
+    copies = layout.data_parallel_replicate_size if zero else layout.shard_ranks
+    ranks = layout.shard_ranks // copies
+    dense, experts = _held(layout, work.model, rank)
+    held, shard = dense + experts, dense / ranks + experts / max(1, ranks // layout.expert_parallel_size)
+    width, summed = _widths(layout)
     forward, backward = round_s / 3, round_s * 2 / 3
-    hides_gathers, hides_sums = _overlaps(config)
+    hides_gathers, hides_sums = _overlaps(layout)
 
-    places = Places.of(config, work)
+    places = Places.of(layout, work)
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
-    count = _messages(config, work.model, held)
+    count = _messages(layout, work.model, held)
     gather, gathered = collective(width * held, count, ranks, tensor, places, c)
     exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
 
     sums = rounds if zero >= 2 else 1
     # Where every rank keeps the sum it is scattered and gathered.
-    whole = zero == 0 or (config.engine == "deepspeed" and zero < 3)
+    whole = zero == 0 or (layout.engine == "deepspeed" and zero < 3)
     over = ranks if zero else copies
     scatter, scattered = collective((2 if whole else 1) * summed * held, count, over, tensor, places, c)
     exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
@@ -201,69 +201,69 @@ def _states(config: TrialConfig, work: Workload, rank: int, round_s: float, c: C
         exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more
 
     # Gradients are copied to be sent, or where they are summed, and added to what is there.
-    copied = width + summed + (AUTOCAST_BYTES if is_autocast(config) else 0)
+    copied = width + summed + (AUTOCAST_BYTES if is_autocast(layout) else 0)
     added = (rounds - 1) * summed if zero < 2 else 0
     moved = (gathers * 2.0 * width + rounds * copied + added) * held
-    if config.offload_optimizer:
+    if layout.offload_optimizer:
         return _States(moved, sent, exposed, shard)
-    return _States(moved + UPDATE_BYTES[config.engine] * shard, sent, exposed, 0.0)
+    return _States(moved + UPDATE_BYTES[layout.engine] * shard, sent, exposed, 0.0)
 
 
-def _widths(config: TrialConfig) -> tuple[int, int]:
+def _widths(layout: Layout) -> tuple[int, int]:
     """Bytes of a parameter as it is gathered, and of a gradient as it is summed."""
-    if config.precision == "fp32":
+    if layout.precision == "fp32":
         return 4, 4
-    return 2, 4 if is_autocast(config) or config.reduce_precision == "fp32" else 2
+    return 2, 4 if is_autocast(layout) or layout.reduce_precision == "fp32" else 2
 
 
-def _overlaps(config: TrialConfig) -> tuple[bool, bool]:
+def _overlaps(layout: Layout) -> tuple[bool, bool]:
     """Whether parameters are gathered, and gradients summed, beside computation.
 
     Pipelines sum after their last backward pass. DeepSpeed gathers ahead at stage 3 alone, and sums after the last
     backward pass without ZeRO, and where ZeRO-1 sums bf16 in fp32.
     """
-    gathers, sums = config.overlap_param_gather, config.overlap_grad_reduce and config.pipeline_parallel_size == 1
-    if config.engine == "megatron":
+    gathers, sums = layout.overlap_param_gather, layout.overlap_grad_reduce and layout.pipeline_parallel_size == 1
+    if layout.engine == "megatron":
         return gathers, sums
-    apart = config.precision == "bf16" and config.reduce_precision == "fp32" and not config.offload_optimizer
-    late = config.zero_stage == 0 or (config.zero_stage == 1 and apart)
-    return gathers and config.zero_stage == 3, sums and not late
+    apart = layout.precision == "bf16" and layout.reduce_precision == "fp32" and not layout.offload_optimizer
+    late = layout.zero_stage == 0 or (layout.zero_stage == 1 and apart)
+    return gathers and layout.zero_stage == 3, sums and not late
 
 
-def _messages(config: TrialConfig, model: ModelShape, held: float) -> int:
+def _messages(layout: Layout, model: ModelShape, held: float) -> int:
     """In how many pieces parameters or gradients are sent: part by part, or bucket by bucket."""
-    if config.engine == "deepspeed" and config.zero_stage:
-        return round(held / config.bucket_size) + 1
-    return model.layers // config.pipeline_parallel_size + 2
+    if layout.engine == "deepspeed" and layout.zero_stage:
+        return round(held / layout.bucket_size) + 1
+    return model.layers // layout.pipeline_parallel_size + 2
 
 
-def _exposed(seconds: float, beside: float, hidden: bool, c: Calibration) -> float:
+def _exposed(seconds: float, beside: float, hidden: bool, c: Coefficients) -> float:
     """What communication adds to a step that computes for `beside` seconds in the meantime."""
     return max(0.0, seconds - beside) + c.contention * min(seconds, beside) if hidden else seconds
 
 
-def _held(config: TrialConfig, model: ModelShape, rank: int) -> tuple[float, float]:
+def _held(layout: Layout, model: ModelShape, rank: int) -> tuple[float, float]:
     """Parameters of a pipeline rank's GPU before ZeRO shards them: experts apart from all others."""
-    tensor, layers = config.tensor_parallel_size, _layers_by_rank(config, model)[rank]
+    tensor, layers = layout.tensor_parallel_size, _layers_by_rank(layout, model)[rank]
     experts = model.num_experts * model.expert_parameters
-    ends = _ends(config).count(rank)
+    ends = _ends(layout).count(rank)
     copies = 1 if model.tie_embeddings and ends == 2 else ends
-    tables = copies * model.vocab * model.hidden / (1 if config.engine == "deepspeed" else tensor)
+    tables = copies * model.vocab * model.hidden / (1 if layout.engine == "deepspeed" else tensor)
     dense = layers * (model.block_parameters - experts) / tensor + tables
-    return dense, layers * experts / tensor / config.expert_parallel_size
+    return dense, layers * experts / tensor / layout.expert_parallel_size
 
 
-def _between_stages(config: TrialConfig, work: Workload, c: Calibration) -> float:
+def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Seconds in which hidden states and their gradients are on their way to the slowest pipeline rank."""
-    ranks = config.pipeline_parallel_size
+    ranks = layout.pipeline_parallel_size
     if ranks == 1:
         return 0.0
-    tokens = config.micro_batch_size * work.sequence_length / config.context_parallel_size
-    size = tokens * work.model.hidden * _widths(config)[0]
-    if config.sequence_parallel:
-        size /= config.tensor_parallel_size
-    if members(ranks, config.num_gpus // ranks, Places.of(config, work)) == ranks:
+    tokens = layout.micro_batch_size * work.sequence_length / layout.context_parallel_size
+    size = tokens * work.model.hidden * _widths(layout)[0]
+    if layout.sequence_parallel:
+        size /= layout.tensor_parallel_size
+    if members(ranks, layout.num_gpus // ranks, Places.of(layout, work)) == ranks:
         one = size / c.link_bytes_per_s + c.link_latency_s
     else:
         one = size / c.network_bytes_per_s + c.network_latency_s
-    return 2 * config.virtual_pipeline_stages * (config.gradient_accumulation_steps + ranks - 1) * one
+    return 2 * layout.virtual_pipeline_stages * (layout.gradient_accumulation_steps + ranks - 1) * one

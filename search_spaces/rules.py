@@ -6,74 +6,74 @@ import itertools
 from collections.abc import Callable
 
 from search_spaces import memory
-from search_spaces.config import ONE_STAGE_SCHEDULES, TrialConfig
+from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
 from search_spaces.workload import Workload
 
-Rule = Callable[[TrialConfig, Workload], str | None]
+Rule = Callable[[Layout, Workload], str | None]
 
 
-def gpus_divide(config: TrialConfig, work: Workload) -> str | None:
-    group = config.model_parallel_size
-    if config.num_gpus % group:
-        return f"{config.num_gpus} GPUs are no multiple of tensor x context x pipeline parallel size {group}"
+def gpus_divide(layout: Layout, work: Workload) -> str | None:
+    group = layout.model_parallel_size
+    if layout.num_gpus % group:
+        return f"{layout.num_gpus} GPUs are no multiple of tensor x context x pipeline parallel size {group}"
     return None
 
 
-def heads_divide(config: TrialConfig, work: Workload) -> str | None:
-    size, model = config.tensor_parallel_size, work.model
+def heads_divide(layout: Layout, work: Workload) -> str | None:
+    size, model = layout.tensor_parallel_size, work.model
     if model.heads % size or model.kv_heads % size:
         return f"{model.heads} heads and {model.kv_heads} key-value heads cannot be split over {size} GPUs"
     return None
 
 
-def width_divides(config: TrialConfig, work: Workload) -> str | None:
-    size, model = config.tensor_parallel_size, work.model
+def width_divides(layout: Layout, work: Workload) -> str | None:
+    size, model = layout.tensor_parallel_size, work.model
     if model.ffn_hidden % size or model.vocab % size:
         return f"ffn_hidden {model.ffn_hidden} and vocab {model.vocab} cannot be split over {size} GPUs"
     return None
 
 
-def sequence_divides(config: TrialConfig, work: Workload) -> str | None:
+def sequence_divides(layout: Layout, work: Workload) -> str | None:
     # Each context-parallel rank takes an early and a late piece of the sequence, so that causal attention is even.
-    pieces = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
+    pieces = 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
     if work.sequence_length % pieces:
         return f"sequence of {work.sequence_length} cannot be cut into {pieces} pieces"
-    if config.sequence_parallel and (work.sequence_length // config.context_parallel_size) % (
-        config.tensor_parallel_size
+    if layout.sequence_parallel and (work.sequence_length // layout.context_parallel_size) % (
+        layout.tensor_parallel_size
     ):
-        return f"sequence of {work.sequence_length} cannot be split over {config.tensor_parallel_size} GPUs"
+        return f"sequence of {work.sequence_length} cannot be split over {layout.tensor_parallel_size} GPUs"
     return None
 
 
-def layers_divide(config: TrialConfig, work: Workload) -> str | None:
-    layers, stages = work.model.layers, config.pipeline_stages
-    if config.stage_layers is None:
+def layers_divide(layout: Layout, work: Workload) -> str | None:
+    layers, stages = work.model.layers, layout.pipeline_stages
+    if layout.stage_layers is None:
         for depth in (layers, *work.depths):
             if depth % stages:
                 return f"{depth} layers cannot be split evenly over {stages} stages"
         return None
-    if len(config.stage_layers) != stages or sum(config.stage_layers) != layers or min(config.stage_layers) < 1:
+    if len(layout.stage_layers) != stages or sum(layout.stage_layers) != layers or min(layout.stage_layers) < 1:
         return f"stage_layers must be {stages} numbers above 0 that sum to {layers}"
     return None
 
 
-def batch_divides(config: TrialConfig, work: Workload) -> str | None:
-    per_round = config.data_parallel_size * config.micro_batch_size
-    if per_round == 0 or config.global_batch_size % per_round:
-        return f"global batch {config.global_batch_size} is no multiple of data parallel x microbatch {per_round}"
+def batch_divides(layout: Layout, work: Workload) -> str | None:
+    per_round = layout.data_parallel_size * layout.micro_batch_size
+    if per_round == 0 or layout.global_batch_size % per_round:
+        return f"global batch {layout.global_batch_size} is no multiple of data parallel x microbatch {per_round}"
     return None
 
 
-def pipeline_fills(config: TrialConfig, work: Workload) -> str | None:
+def pipeline_fills(layout: Layout, work: Workload) -> str | None:
     """1F1B (Narayanan et al. 2021) needs at least as many microbatches as stages to have a steady phase."""
-    stages, rounds = config.pipeline_parallel_size, config.gradient_accumulation_steps
+    stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
     if stages > 1 and rounds < stages:
         return f"{rounds} microbatches do not fill {stages} pipeline stages"
     return None
 
 
-def virtual_stages_fit_schedule(config: TrialConfig, work: Workload) -> str | None:
-    virtual, schedule = config.virtual_pipeline_stages, config.pipeline_schedule
+def virtual_stages_fit_schedule(layout: Layout, work: Workload) -> str | None:
+    virtual, schedule = layout.virtual_pipeline_stages, layout.pipeline_schedule
     if schedule in ONE_STAGE_SCHEDULES and virtual > 1:
         return f"{schedule} has one stage a rank, not {virtual}"
     if schedule == "zbv_zero_bubble" and virtual != 2:
@@ -83,70 +83,70 @@ def virtual_stages_fit_schedule(config: TrialConfig, work: Workload) -> str | No
     return None
 
 
-def interleaving_rounds_divide(config: TrialConfig, work: Workload) -> str | None:
+def interleaving_rounds_divide(layout: Layout, work: Workload) -> str | None:
     """Interleaved schedules run as many microbatches at a time as there are ranks."""
-    rounds, ranks = config.gradient_accumulation_steps, config.pipeline_parallel_size
-    if config.pipeline_schedule.startswith("interleaved") and rounds % max(1, rounds // ranks):
+    rounds, ranks = layout.gradient_accumulation_steps, layout.pipeline_parallel_size
+    if layout.pipeline_schedule.startswith("interleaved") and rounds % max(1, rounds // ranks):
         return f"{rounds} microbatches are no whole number of rounds of {ranks} or more"
     return None
 
 
-def zero_bubble_is_not_compiled(config: TrialConfig, work: Workload) -> str | None:
+def zero_bubble_is_not_compiled(layout: Layout, work: Workload) -> str | None:
     """A compiled backward pass gives the gradients of inputs and of weights at once; zero bubble has them apart."""
-    if config.compile and config.splits_backward:
-        return f"{config.pipeline_schedule} splits the backward pass, which a compiled block has as one"
+    if layout.compile and layout.splits_backward:
+        return f"{layout.pipeline_schedule} splits the backward pass, which a compiled block has as one"
     return None
 
 
-def zero_bubble_keeps_no_selection(config: TrialConfig, work: Workload) -> str | None:
+def zero_bubble_keeps_no_selection(layout: Layout, work: Workload) -> str | None:
     """A split backward pass goes through a block twice; torch gives out what selective recomputation kept once."""
-    if config.recompute == "selective" and config.splits_backward:
-        return f"{config.pipeline_schedule} needs twice what selective recomputation keeps for one backward pass"
+    if layout.recompute == "selective" and layout.splits_backward:
+        return f"{layout.pipeline_schedule} needs twice what selective recomputation keeps for one backward pass"
     return None
 
 
-def zero_with_pipeline(config: TrialConfig, work: Workload) -> str | None:
+def zero_with_pipeline(layout: Layout, work: Workload) -> str | None:
     """Stages keep the gradients of all microbatches in flight, and would gather their parameters once a microbatch."""
-    if config.pipeline_parallel_size > 1 and config.zero_stage > 1:
-        return f"ZeRO-{config.zero_stage} shards what a pipeline stage must keep whole between its microbatches"
+    if layout.pipeline_parallel_size > 1 and layout.zero_stage > 1:
+        return f"ZeRO-{layout.zero_stage} shards what a pipeline stage must keep whole between its microbatches"
     return None
 
 
-def tied_embeddings_meet(config: TrialConfig, work: Workload) -> str | None:
+def tied_embeddings_meet(layout: Layout, work: Workload) -> str | None:
     """Both copies of a tied table are kept equal by a sum of their gradients between two ranks."""
-    if work.model.tie_embeddings and config.pipeline_schedule == "zbv_zero_bubble":
+    if work.model.tie_embeddings and layout.pipeline_schedule == "zbv_zero_bubble":
         return "the V schedule would hold both copies of the tied embeddings on one rank"
     return None
 
 
-def replicas_divide(config: TrialConfig, work: Workload) -> str | None:
-    copies, ranks = config.data_parallel_replicate_size, config.data_parallel_size
+def replicas_divide(layout: Layout, work: Workload) -> str | None:
+    copies, ranks = layout.data_parallel_replicate_size, layout.data_parallel_size
     if ranks % copies:
         return f"{ranks} data-parallel ranks cannot hold {copies} copies of the ZeRO shards"
-    if copies > 1 and copies == config.shard_ranks:
+    if copies > 1 and copies == layout.shard_ranks:
         return f"{copies} copies on {copies} ranks leave ZeRO nothing to shard: that is ZeRO-0"
     return None
 
 
-def experts_divide(config: TrialConfig, work: Workload) -> str | None:
-    size, model = config.expert_parallel_size, work.model
+def experts_divide(layout: Layout, work: Workload) -> str | None:
+    size, model = layout.expert_parallel_size, work.model
     if size > 1 and not model.num_experts:
         return "a dense model has no experts to spread"
     if model.num_experts % size:
         return f"{model.num_experts} experts cannot be spread over {size} GPUs"
-    copies = config.data_parallel_replicate_size if config.zero_stage else 1
-    if (config.shard_ranks // copies) % size:
-        return f"expert parallel size {size} does not divide the {config.shard_ranks // copies} ranks of a shard group"
+    copies = layout.data_parallel_replicate_size if layout.zero_stage else 1
+    if (layout.shard_ranks // copies) % size:
+        return f"expert parallel size {size} does not divide the {layout.shard_ranks // copies} ranks of a shard group"
     return None
 
 
-def fp8_is_supported(config: TrialConfig, work: Workload) -> str | None:
-    model, size = work.model, config.tensor_parallel_size
-    if config.precision != "fp8":
+def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
+    model, size = work.model, layout.tensor_parallel_size
+    if layout.precision != "fp8":
         return None
     if not work.accelerator.fp8:
         return "the accelerator has no matrix units for fp8"
-    if config.engine != "megatron":
+    if layout.engine != "megatron":
         return "fp8 is in the megatron engine alone"
     if size > 1:
         return "scales of fp8 would have to be agreed on over the tensor-parallel ranks"
@@ -154,94 +154,94 @@ def fp8_is_supported(config: TrialConfig, work: Workload) -> str | None:
         return "grouped matrix products of experts have no fp8 form here"
     if any(width % 16 for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)):
         return "fp8 matrix products need widths that are multiples of 16"
-    if config.micro_batch_size * work.sequence_length // config.context_parallel_size % 16:
+    if layout.micro_batch_size * work.sequence_length // layout.context_parallel_size % 16:
         return "fp8 matrix products need microbatches whose tokens on a GPU are a multiple of 16"
     return None
 
 
-def async_tensor_parallel_is_supported(config: TrialConfig, work: Workload) -> str | None:
-    if config.async_tensor_parallel and not work.accelerator.peer_memory:
+def async_tensor_parallel_is_supported(layout: Layout, work: Workload) -> str | None:
+    if layout.async_tensor_parallel and not work.accelerator.peer_memory:
         return "asynchronous tensor parallelism needs GPUs that reach each other's memory"
     return None
 
 
-def rank_order_is_permutation(config: TrialConfig, work: Workload) -> str | None:
-    if config.rank_order is not None and sorted(config.rank_order) != list(range(config.num_gpus)):
-        return f"rank_order must name each of the {config.num_gpus} workers once"
+def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
+    if layout.rank_order is not None and sorted(layout.rank_order) != list(range(layout.num_gpus)):
+        return f"rank_order must name each of the {layout.num_gpus} workers once"
     return None
 
 
-def deepspeed_has_no_such_axis(config: TrialConfig, work: Workload) -> str | None:
-    if config.engine != "deepspeed":
+def deepspeed_has_no_such_axis(layout: Layout, work: Workload) -> str | None:
+    if layout.engine != "deepspeed":
         return None
-    if config.pipeline_parallel_size > 1 and config.pipeline_schedule != "1f1b":
+    if layout.pipeline_parallel_size > 1 and layout.pipeline_schedule != "1f1b":
         return "DeepSpeed's pipeline runs 1F1B alone"
-    if config.stage_layers is not None:
+    if layout.stage_layers is not None:
         return "DeepSpeed's pipeline module cuts its stages itself"
-    if config.data_parallel_replicate_size > 1:
+    if layout.data_parallel_replicate_size > 1:
         return "hybrid sharding is in the megatron engine alone"
     return None
 
 
-def deepspeed_pipeline_alone(config: TrialConfig, work: Workload) -> str | None:
+def deepspeed_pipeline_alone(layout: Layout, work: Workload) -> str | None:
     """DeepSpeed's automatic tensor parallelism replaces layers of whole models, not of pipeline modules."""
-    if config.engine == "deepspeed" and config.pipeline_parallel_size > 1 and config.tensor_parallel_size > 1:
+    if layout.engine == "deepspeed" and layout.pipeline_parallel_size > 1 and layout.tensor_parallel_size > 1:
         return "DeepSpeed's pipeline module does not take its automatic tensor parallelism"
     return None
 
 
-def deepspeed_pipeline_shards_states(config: TrialConfig, work: Workload) -> str | None:
+def deepspeed_pipeline_shards_states(layout: Layout, work: Workload) -> str | None:
     """In bf16 its optimizer is the one of ZeRO-1, at stage 0 too, and sums gradients in bf16 there."""
-    pipeline = config.engine == "deepspeed" and config.pipeline_parallel_size > 1
-    if pipeline and config.precision == "bf16" and config.zero_stage == 0 and config.shard_ranks > 1:
+    pipeline = layout.engine == "deepspeed" and layout.pipeline_parallel_size > 1
+    if pipeline and layout.precision == "bf16" and layout.zero_stage == 0 and layout.shard_ranks > 1:
         return "DeepSpeed's pipeline module in bf16 shards the optimizer states, which is ZeRO-1"
     return None
 
 
-def deepspeed_tensor_parallel_sums_in_place(config: TrialConfig, work: Workload) -> str | None:
+def deepspeed_tensor_parallel_sums_in_place(layout: Layout, work: Workload) -> str | None:
     """The matrix product that a sum over ranks overwrites would be summed again in the backward pass."""
-    if config.engine == "deepspeed" and config.tensor_parallel_size > 1 and config.recompute == "selective":
+    if layout.engine == "deepspeed" and layout.tensor_parallel_size > 1 and layout.recompute == "selective":
         return "DeepSpeed's tensor parallelism overwrites what selective recomputation keeps"
     return None
 
 
-def deepspeed_ulysses_heads_divide(config: TrialConfig, work: Workload) -> str | None:
-    size, model = config.context_parallel_size * config.tensor_parallel_size, work.model
-    if config.engine == "deepspeed" and config.context_parallel_size > 1 and model.kv_heads % size:
+def deepspeed_ulysses_heads_divide(layout: Layout, work: Workload) -> str | None:
+    size, model = layout.context_parallel_size * layout.tensor_parallel_size, work.model
+    if layout.engine == "deepspeed" and layout.context_parallel_size > 1 and model.kv_heads % size:
         return f"Ulysses cannot deal {model.kv_heads} key-value heads out to {size} GPUs"
     return None
 
 
-def deepspeed_experts_alone(config: TrialConfig, work: Workload) -> str | None:
-    if config.engine != "deepspeed" or not work.model.num_experts:
+def deepspeed_experts_alone(layout: Layout, work: Workload) -> str | None:
+    if layout.engine != "deepspeed" or not work.model.num_experts:
         return None
-    if config.zero_stage == 3:
+    if layout.zero_stage == 3:
         return "DeepSpeed's experts are not sharded by ZeRO-3"
-    if config.tensor_parallel_size > 1 or config.pipeline_parallel_size > 1:
+    if layout.tensor_parallel_size > 1 or layout.pipeline_parallel_size > 1:
         return "DeepSpeed's groups of experts are of data-parallel ranks, with neither tensor nor pipeline parallelism"
     if work.model.experts_per_token == 1:
         return "DeepSpeed weighs a single expert by its probability, not by one"
     return None
 
 
-def offload_is_supported(config: TrialConfig, work: Workload) -> str | None:
-    if config.offload_optimizer and config.zero_stage == 0:
+def offload_is_supported(layout: Layout, work: Workload) -> str | None:
+    if layout.offload_optimizer and layout.zero_stage == 0:
         return "DeepSpeed offloads what ZeRO shards: not at stage 0"
     return None
 
 
-def memory_fits(config: TrialConfig, work: Workload) -> str | None:
+def memory_fits(layout: Layout, work: Workload) -> str | None:
     """See `memory.judge`. Of proxies, the deeper has to fit."""
-    found = memory.estimate(config, work.run)
-    return found.needs if memory.judge(config, work.model, found.share) == "too big" else None
+    found = memory.estimate(layout, work.run)
+    return found.needs if memory.judge(layout, work.model, found.share) == "too big" else None
 
 
-def memory_surely_fits(config: TrialConfig, work: Workload) -> str | None:
+def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
     """For searches that do not want to risk it."""
-    if not work.refuse_borderline or memory.band(config, work) != "borderline":
+    if not work.refuse_borderline or memory.band(layout, work) != "borderline":
         return None
-    spread = "spread experts may need more, " if config.expert_parallel_size > 1 else ""
-    return f"borderline: {spread}{memory.estimate(config, work.run).needs}"
+    spread = "spread experts may need more, " if layout.expert_parallel_size > 1 else ""
+    return f"borderline: {spread}{memory.estimate(layout, work.run).needs}"
 
 
 RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
@@ -277,9 +277,9 @@ Those that memory does not depend on come last, so that it is reckoned once for 
 RULES: tuple[Rule, ...] = tuple(itertools.chain(*RULES_BY_AXIS.values()))
 
 
-def refusal(config: TrialConfig, work: Workload, rules: tuple[Rule, ...] = RULES) -> tuple[str, str] | None:
-    """Name and reason of the first of `rules` that refuses `config`, or None where all allow it."""
+def refusal(layout: Layout, work: Workload, rules: tuple[Rule, ...] = RULES) -> tuple[str, str] | None:
+    """Name and reason of the first of `rules` that refuses `layout`, or None where all allow it."""
     for rule in rules:
-        if (reason := rule(config, work)) is not None:
+        if (reason := rule(layout, work)) is not None:
             return rule.__name__, reason
     return None

@@ -13,33 +13,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from search_spaces.config import BUCKET_SIZE, TrialConfig
+from search_spaces.layout import BUCKET_SIZE, Layout
 from search_spaces.rules import RULES_BY_AXIS, refusal
 from search_spaces.workload import Workload
 
 
 @dataclass(frozen=True)
 class Space:
-    """`points`: the legal layouts in a fixed order. `refused`: how many distinct layouts each rule refused, those that
+    """`layouts`: the legal layouts in a fixed order. `refused`: how many distinct layouts each rule refused, those that
     differ only in axes settled after its refusal counted as one.
 
     `reasons` gives one example of each rule's reason. `combinations` counts the product of the axes, of which
     `distinct` are different layouts: the legal and the refused ones.
     """
 
-    points: tuple[TrialConfig, ...]
+    layouts: tuple[Layout, ...]
     combinations: int
     distinct: int
     refused: dict[str, int]
     reasons: dict[str, str]
 
 
-def varying(points: Iterable[TrialConfig]) -> dict[str, list[Any]]:
-    """Axis -> its values among `points` in their order, a default of None first, of the axes on which points differ."""
-    taken: dict[str, set[Any]] = {field.name: set() for field in fields(TrialConfig)}
-    for point in points:
+def varying(layouts: Iterable[Layout]) -> dict[str, list[Any]]:
+    """Axis -> its values among `layouts` in their order, a default of None first, of the axes on which they differ."""
+    taken: dict[str, set[Any]] = {field.name: set() for field in fields(Layout)}
+    for layout in layouts:
         for axis, values in taken.items():
-            values.add(getattr(point, axis))
+            values.add(getattr(layout, axis))
     return {
         axis: sorted(values, key=lambda value: () if value is None else value)
         for axis, values in taken.items()
@@ -52,70 +52,70 @@ def is_numeric(values: Iterable[Any]) -> bool:
     return all(isinstance(value, int) for value in values)
 
 
-def _pipeline_schedule(value: str, point: TrialConfig, work: Workload) -> str:
-    return value if point.pipeline_parallel_size > 1 else "1f1b"
+def _pipeline_schedule(value: str, layout: Layout, work: Workload) -> str:
+    return value if layout.pipeline_parallel_size > 1 else "1f1b"
 
 
-def _virtual_pipeline_stages(value: int, point: TrialConfig, work: Workload) -> int:
-    return value if point.pipeline_parallel_size > 1 else 1
+def _virtual_pipeline_stages(value: int, layout: Layout, work: Workload) -> int:
+    return value if layout.pipeline_parallel_size > 1 else 1
 
 
-def _stage_layers(value: tuple[int, ...] | None, point: TrialConfig, work: Workload) -> tuple[int, ...] | None:
-    stages, layers = point.pipeline_stages, work.model.layers
+def _stage_layers(value: tuple[int, ...] | None, layout: Layout, work: Workload) -> tuple[int, ...] | None:
+    stages, layers = layout.pipeline_stages, work.model.layers
     even = value == (layers // stages,) * stages and layers % stages == 0
-    return None if even or point.pipeline_parallel_size == 1 else value
+    return None if even or layout.pipeline_parallel_size == 1 else value
 
 
-def _zero_stage(value: int, point: TrialConfig, work: Workload) -> int:
-    if point.shard_ranks == 1:
+def _zero_stage(value: int, layout: Layout, work: Workload) -> int:
+    if layout.shard_ranks == 1:
         return 0
     # With a single microbatch, reducing gradients once a step is reducing them every microbatch.
-    once = point.gradient_accumulation_steps == 1 and point.pipeline_parallel_size == 1
-    return 2 if value == 1 and once and point.engine == "megatron" else value
+    once = layout.gradient_accumulation_steps == 1 and layout.pipeline_parallel_size == 1
+    return 2 if value == 1 and once and layout.engine == "megatron" else value
 
 
-def _data_parallel_replicate_size(value: int, point: TrialConfig, work: Workload) -> int:
-    return value if point.zero_stage else 1
+def _data_parallel_replicate_size(value: int, layout: Layout, work: Workload) -> int:
+    return value if layout.zero_stage else 1
 
 
-def _offload_optimizer(value: bool, point: TrialConfig, work: Workload) -> bool:
-    return value and point.engine == "deepspeed"
+def _offload_optimizer(value: bool, layout: Layout, work: Workload) -> bool:
+    return value and layout.engine == "deepspeed"
 
 
-def _sequence_parallel(value: bool, point: TrialConfig, work: Workload) -> bool:
-    return value and point.tensor_parallel_size > 1 and point.engine == "megatron"
+def _sequence_parallel(value: bool, layout: Layout, work: Workload) -> bool:
+    return value and layout.tensor_parallel_size > 1 and layout.engine == "megatron"
 
 
-def _async_tensor_parallel(value: bool, point: TrialConfig, work: Workload) -> bool:
-    return value and point.sequence_parallel and point.compile  # the compiler makes it of the synchronous one
+def _async_tensor_parallel(value: bool, layout: Layout, work: Workload) -> bool:
+    return value and layout.sequence_parallel and layout.compile  # the compiler makes it of the synchronous one
 
 
-def _rank_order(value: tuple[int, ...] | None, point: TrialConfig, work: Workload) -> tuple[int, ...] | None:
-    return None if value == tuple(range(point.num_gpus)) else value
+def _rank_order(value: tuple[int, ...] | None, layout: Layout, work: Workload) -> tuple[int, ...] | None:
+    return None if value == tuple(range(layout.num_gpus)) else value
 
 
-def _overlap_grad_reduce(value: bool, point: TrialConfig, work: Workload) -> bool:
-    if point.engine == "megatron":
-        return value or point.shard_ranks == 1
+def _overlap_grad_reduce(value: bool, layout: Layout, work: Workload) -> bool:
+    if layout.engine == "megatron":
+        return value or layout.shard_ranks == 1
     # DeepSpeed reduces after the last backward pass without ZeRO, in pipelines, and where ZeRO-1 sums bf16 in fp32.
-    sums_apart = point.precision == "bf16" and point.reduce_precision == "fp32" and not point.offload_optimizer
-    late = point.zero_stage == 0 or point.pipeline_parallel_size > 1 or (point.zero_stage == 1 and sums_apart)
+    sums_apart = layout.precision == "bf16" and layout.reduce_precision == "fp32" and not layout.offload_optimizer
+    late = layout.zero_stage == 0 or layout.pipeline_parallel_size > 1 or (layout.zero_stage == 1 and sums_apart)
     return value or late
 
 
-def _overlap_param_gather(value: bool, point: TrialConfig, work: Workload) -> bool:
-    return value or point.zero_stage < (1 if point.engine == "megatron" else 3)
+def _overlap_param_gather(value: bool, layout: Layout, work: Workload) -> bool:
+    return value or layout.zero_stage < (1 if layout.engine == "megatron" else 3)
 
 
-def _bucket_size(value: int, point: TrialConfig, work: Workload) -> int:
-    return value if point.engine == "deepspeed" and point.zero_stage else BUCKET_SIZE
+def _bucket_size(value: int, layout: Layout, work: Workload) -> int:
+    return value if layout.engine == "deepspeed" and layout.zero_stage else BUCKET_SIZE
 
 
-def _reduce_precision(value: str, point: TrialConfig, work: Workload) -> str:
-    return "fp32" if point.precision == "fp32" else value
+def _reduce_precision(value: str, layout: Layout, work: Workload) -> str:
+    return "fp32" if layout.precision == "fp32" else value
 
 
-_SETTLED: dict[str, Callable[[Any, TrialConfig, Workload], Any]] = {
+_SETTLED: dict[str, Callable[[Any, Layout, Workload], Any]] = {
     "pipeline_schedule": _pipeline_schedule,
     "virtual_pipeline_stages": _virtual_pipeline_stages,
     "stage_layers": _stage_layers,
@@ -130,44 +130,44 @@ _SETTLED: dict[str, Callable[[Any, TrialConfig, Workload], Any]] = {
     "bucket_size": _bucket_size,
     "reduce_precision": _reduce_precision,
 }
-_DEFAULTS = {field.name: field.default for field in fields(TrialConfig) if field.default is not MISSING}
+_DEFAULTS = {field.name: field.default for field in fields(Layout) if field.default is not MISSING}
 
 
-def canonical(config: TrialConfig, work: Workload) -> TrialConfig:
+def canonical(layout: Layout, work: Workload) -> Layout:
     """The same layout without settings that have no effect in it, so that equal layouts are equal values.
 
     Of an illegal one, the axes up to the one at which it is refused.
     """
-    point = TrialConfig(config.engine, config.num_gpus, config.global_batch_size)
+    settled = Layout(layout.engine, layout.num_gpus, layout.global_batch_size)
     for axis, rules in RULES_BY_AXIS.items():
-        (point,) = _grow(point, axis, [getattr(config, axis)], work)
-        if refusal(point, work, rules):
+        (settled,) = _grow(settled, axis, [getattr(layout, axis)], work)
+        if refusal(settled, work, rules):
             break
-    return point
+    return settled
 
 
 def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
-    """All legal points of `axes` (field of `TrialConfig` -> values to try) for one workload."""
+    """All legal points of `axes` (field of `Layout` -> values to try) for one workload."""
     refused: Counter[str] = Counter()
     reasons: dict[str, str] = {}
-    points = [TrialConfig(axes["engine"][0], axes["num_gpus"][0], work.global_batch_size)]
+    layouts = [Layout(axes["engine"][0], axes["num_gpus"][0], work.global_batch_size)]
     for axis, rules in RULES_BY_AXIS.items():
         values = axes[axis] if axis in axes else [_DEFAULTS[axis]]
-        parents, points = points, []
+        parents, layouts = layouts, []
         for parent in parents:
-            for point in _grow(parent, axis, values, work):
-                if (why := refusal(point, work, rules)) is None:
-                    points.append(point)
+            for layout in _grow(parent, axis, values, work):
+                if (why := refusal(layout, work, rules)) is None:
+                    layouts.append(layout)
                 else:
                     refused[why[0]] += 1
                     reasons.setdefault(*why)
     combinations = math.prod(map(len, axes.values()))
-    return Space(tuple(points), combinations, len(points) + refused.total(), dict(refused), reasons)
+    return Space(tuple(layouts), combinations, len(layouts) + refused.total(), dict(refused), reasons)
 
 
-def _grow(point: TrialConfig, axis: str, values: Sequence[Any], work: Workload) -> list[TrialConfig]:
+def _grow(layout: Layout, axis: str, values: Sequence[Any], work: Workload) -> list[Layout]:
     """`point` with each of the values of `axis` that differ in effect."""
     settle = _SETTLED.get(axis)
-    distinct = dict.fromkeys(values if settle is None else [settle(value, point, work) for value in values])
-    now = getattr(point, axis)
-    return [point if value == now else replace(point, **{axis: value}) for value in distinct]
+    distinct = dict.fromkeys(values if settle is None else [settle(value, layout, work) for value in values])
+    now = getattr(layout, axis)
+    return [layout if value == now else replace(layout, **{axis: value}) for value in distinct]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_spaces.cost import Calibration, data_sheet
-from service.calibration import Observation, design, fit, observations, ratios, save
+from search_spaces.cost import Coefficients, data_sheet
 from service.cluster import check_cluster, ray_session
 from service.errors import InputError
+from service.fitting import Observation, design, fit, observations, ratios, save
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.record.results import Results
 from service.record.tracking import Tracker
-from service.sampling.course import CalibrationCourse
+from service.sampling.agenda import CalibrationAgenda
 from service.search import Driver, check_data
 from service.spec import SearchSpec, new_search_id
 
@@ -54,14 +54,14 @@ def calibrate(spec: SearchSpec, tracking_uri: str | None = None) -> Calibrated:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_data(spec)
     spec = spec.located().model_copy(update={"name": f"{spec.name[:51]}-calibration"})
-    layouts = design(spec.legal.points, spec.workload, start, min(TRIALS, spec.budget.trials))
+    layouts = design(spec.legal.layouts, spec.workload, start, min(TRIALS, spec.budget.trials))
     if not layouts:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
     home = Home.locate().create()
     search_id, tracker = new_search_id(spec), Tracker(store_uri(tracking_uri), home)
     with home.driving(search_id), ray_session(spec):
         check_cluster(spec)
-        Driver(spec, search_id, home, tracker, CalibrationCourse(spec, layouts)).run()
+        Driver(spec, search_id, home, tracker, CalibrationAgenda(spec, layouts)).run()
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), spec.workload)
     if not observed:
         raise InputError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
@@ -72,7 +72,7 @@ def calibrate(spec: SearchSpec, tracking_uri: str | None = None) -> Calibrated:
     )
 
 
-def errors(observed: Sequence[Observation], calibration: Calibration) -> Error:
+def errors(observed: Sequence[Observation], calibration: Coefficients) -> Error:
     """How far predictions are from what was measured."""
     pairs = [ratios(one, calibration) for one in observed]
     times = [abs(slower - 1) for slower, _ in pairs]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def main() -> None:
 @refusing_bad_input
 def plan(spec: Path, every: bool, as_json: bool) -> None:
     """Print the legal layouts of SPEC, what each rule refuses, and what is predicted of them. Starts nothing."""
-    from service.calibration import load as load_calibration
+    from service.fitting import load as load_calibration
     from service.plan import make_plan, text
 
     loaded = load_spec(spec)
@@ -149,8 +148,8 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
     info = client.status(search)
     failures = [t for t in client.trials(info.id) if t.status not in ("ok", "running", "pruned")]
     if as_json:
-        told = _info(info) | {"failures": [asdict(trial) for trial in failures]}
-        click.echo(json.dumps(told, indent=2, default=datetime.isoformat))
+        told = _info(info) | {"failures": [trial.to_dict() for trial in failures]}
+        click.echo(json.dumps(told, indent=2))
         return
     click.echo(searches_table([info]))
     for trial in failures:
@@ -289,7 +288,7 @@ def why(target: str, choices: tuple[str, ...], tracking_uri: str | None, every: 
     from service.answers.why import parse_choices, text
 
     told = Wattune(tracking_uri).why(target, parse_choices(choices))
-    click.echo(json.dumps(asdict(told), indent=2) if as_json else text(told, every))
+    click.echo(json.dumps(told.to_dict(), indent=2) if as_json else text(told, every))
 
 
 @main.command()

@@ -53,7 +53,7 @@ class Home:
         return self.path / "telemetry"
 
     def calibration(self, accelerator: str) -> Path:
-        """The cost model's coefficients as trials on these machines have them: see `service.calibration`."""
+        """The cost model's coefficients as trials on these machines have them: see `service.fitting`."""
         return self.path / "calibration" / f"{accelerator}.json"
 
     def spool(self, search_id: str) -> Path:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from search_spaces import cost, memory
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.answers.tables import ALWAYS, heading, number, render
-from service.fronts import pareto_front
+from service.pareto import pareto_front
 from service.spec import SearchSpec, excess
 
 ROWS = 10
@@ -28,7 +28,7 @@ class Forecast:
     `service.spec.METRICS` that can be predicted, of the whole model.
     """
 
-    config: TrialConfig
+    layout: Layout
     share: float | None
     band: memory.Band | None
     metrics: dict[str, float]
@@ -36,7 +36,7 @@ class Forecast:
     def to_dict(self) -> dict[str, Any]:
         """The layout's fields and what is predicted of it, JSON-safe."""
         predicted = {"memory_share": self.share, "memory_band": self.band, "predicted": self.metrics}
-        return {"layout": self.config.label} | self.config.to_dict() | predicted
+        return {"layout": self.layout.label} | self.layout.to_dict() | predicted
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, JSON-safe; `points` in the order of the legal layouts."""
-        space, front = self.spec.legal, {forecast.config for forecast in self.front}
+        space, front = self.spec.legal, {forecast.layout for forecast in self.front}
         return {
             "combinations": space.combinations,
             "distinct": space.distinct,
@@ -88,7 +88,7 @@ class Plan:
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
             "points": [
-                forecast.to_dict() | {"on_predicted_front": forecast.config in front} for forecast in self.forecasts
+                forecast.to_dict() | {"on_predicted_front": forecast.layout in front} for forecast in self.forecasts
             ],
         }
 
@@ -97,20 +97,20 @@ class Plan:
         return -value if self.objectives[metric] == "maximize" else value
 
 
-def make_plan(spec: SearchSpec, calibration: cost.Calibration | None) -> Plan:
+def make_plan(spec: SearchSpec, calibration: cost.Coefficients | None) -> Plan:
     """Predict every legal layout of `spec`; `calibration` is None for machines of which nothing is known."""
-    forecasts = tuple(_forecast(spec, config, calibration) for config in spec.legal.points)
+    forecasts = tuple(_forecast(spec, layout, calibration) for layout in spec.legal.layouts)
     return Plan(spec, forecasts, None if calibration is None else calibration.source)
 
 
-def _forecast(spec: SearchSpec, config: TrialConfig, calibration: cost.Calibration | None) -> Forecast:
+def _forecast(spec: SearchSpec, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
     work = spec.workload
-    metrics = {} if calibration is None else cost.metrics(config, work, calibration)
-    whole = memory.estimate(config, work)
-    share = memory.estimate(config, work.run).share if work.depths else whole.share
+    metrics = {} if calibration is None else cost.metrics(layout, work, calibration)
+    whole = memory.estimate(layout, work)
+    share = memory.estimate(layout, work.run).share if work.depths else whole.share
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
-    return Forecast(config, share, memory.judge(config, work.model, share), metrics)
+    return Forecast(layout, share, memory.judge(layout, work.model, share), metrics)
 
 
 def text(plan: Plan, every: bool = False) -> str:
@@ -136,7 +136,7 @@ def _counts(plan: Plan) -> str:
     spec, space = plan.spec, plan.spec.legal
     lines = [
         f"{spec.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
-        f"{len(space.points)} legal"
+        f"{len(space.layouts)} legal"
     ]
     if doubtful := sum(forecast.band == "borderline" for forecast in plan.forecasts):
         lines.append(f"memory: {doubtful} of the legal ones may run out of it (borderline: {spec.borderline})")
@@ -156,8 +156,8 @@ def _table(plan: Plan, forecasts: Sequence[Forecast], every: bool = False) -> st
     headings = ["layout", "microbatches", *map(heading, metrics)]
     rows = [
         [
-            forecast.config.label,
-            str(forecast.config.gradient_accumulation_steps),
+            forecast.layout.label,
+            str(forecast.layout.gradient_accumulation_steps),
             *(number(metric, forecast.metrics[metric]) for metric in metrics),
         ]
         for forecast in shown

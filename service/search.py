@@ -17,20 +17,21 @@ import ray.tune
 from ray.actor import ActorHandle
 from ray.tune.experiment import Trial
 
-from search_spaces.config import TrialConfig
-from service.calibration import load as load_calibration
+from search_spaces.layout import Layout
 from service.cluster import check_cluster, ray_session
+from service.display import Display
 from service.errors import InputError, SearchError
+from service.fitting import load as load_calibration
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.progress import Progress
 from service.record import store
 from service.record.provenance import hardware, software
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
+from service.result import STATUSES, TrialResult
 from service.sampling import drift
-from service.sampling.course import Course, SearchCourse, Spent, settled
-from service.sampling.searcher import CourseSearcher, outcome_of
+from service.sampling.agenda import Agenda, SearchAgenda, Spent, settled
+from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.sampling.study import SearchStudy, study_exists
 from service.sampling.warmup import open_study
 from service.spec import SearchSpec, dump_spec, new_search_id, parse_spec
@@ -39,7 +40,6 @@ from service.trials.evaluate import evaluate
 from service.trials.gang import ON_HEAD, Gang, close_gangs, start_pool
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
-from trainables.result import STATUSES, TrialResult
 
 # A Tune trial only waits for its gang.
 TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
@@ -67,7 +67,7 @@ def run(spec: SearchSpec, tracking_uri: str | None = None, search_id: str | None
     with home.driving(search_id), ray_session(spec):
         check_cluster(spec)
         study = _study(spec, search_id, home, Results(store_uri(tracking_uri)))
-        course = SearchCourse(study, spec, _gangs(spec))
+        course = SearchAgenda(study, spec, _gangs(spec))
         Driver(spec, search_id, home, tracker, course).run()
     return search_id
 
@@ -100,7 +100,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
             study = _study(spec, record.id, home, recorded)
             study.recall([result for result in settled(results) if result.purpose == "search"])
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
-            course = SearchCourse(study, spec, _gangs(spec), results, spent)
+            course = SearchAgenda(study, spec, _gangs(spec), results, spent)
             Driver(spec, record.id, home, tracker, course).run(begun=True)
     return record.id
 
@@ -115,7 +115,7 @@ def _study(spec: SearchSpec, search_id: str, home: Home, recorded: Results) -> S
 
 def _gangs(spec: SearchSpec) -> int:
     """How many gangs fit the cluster, of those that the search has trials for."""
-    return max(1, min(spec.cluster.size // spec.gang_size, spec.budget.trials, len(spec.legal.points)))
+    return max(1, min(spec.cluster.size // spec.gang_size, spec.budget.trials, len(spec.legal.layouts)))
 
 
 def results_of(record: SearchRecord) -> list[TrialResult]:
@@ -123,7 +123,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
     return [
         TrialResult(
             trial_id=trial.trial_id,
-            config=TrialConfig.from_dict(trial.config),
+            layout=trial.layout,
             status=trial.status,
             cause=trial.cause,
             metrics=dict(trial.metrics),
@@ -142,8 +142,8 @@ class _Recorder(ray.tune.Callback):
     def __init__(
         self,
         tracker: Tracker,
-        progress: Progress,
-        course: Course,
+        progress: Display,
+        course: Agenda,
         pool: ActorHandle,
         telemetry: Mapping[str, Any],
     ) -> None:
@@ -152,9 +152,9 @@ class _Recorder(ray.tune.Callback):
         self.failure: SearchError | None = None
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        config, purpose = TrialConfig.from_dict(trial.config), trial.config["purpose"]
-        self.progress.started(config.label, purpose)
-        self.tracker.start_trial(trial.trial_id, config, {store.PURPOSE: purpose})
+        layout, purpose = Layout.from_dict(trial.config), trial.config["purpose"]
+        self.progress.started(layout.label, purpose)
+        self.tracker.start_trial(trial.trial_id, layout, {store.PURPOSE: purpose})
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._finish(trial, trial.last_result)
@@ -196,14 +196,14 @@ class _Recorder(ray.tune.Callback):
 class Driver:
     """One search, from its first actor to its last record."""
 
-    def __init__(self, spec: SearchSpec, search_id: str, home: Home, tracker: Tracker, course: Course) -> None:
+    def __init__(self, spec: SearchSpec, search_id: str, home: Home, tracker: Tracker, course: Agenda) -> None:
         self.spec, self.search_id, self.home, self.tracker, self.course = spec, search_id, home, tracker, course
         self.gangs: list[Gang] = []
 
     def run(self, begun: bool = False) -> None:
         """Take the course to its end. `begun`: whether the search has a record already."""
         spec, course = self.spec, self.course
-        progress = Progress(spec.objectives, spec.budget, course.sought, spec.limits, course.began)
+        progress = Display(spec.objectives, spec.budget, course.sought, spec.limits, course.began)
         for result in course.results:
             progress.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry)
@@ -220,7 +220,7 @@ class Driver:
                 constraints=spec.constraints,
             )
         so_far = f", {progress.done} of them done" if begun else ""
-        layouts = len(spec.legal.points)
+        layouts = len(spec.legal.layouts)
         progress.say(f"search {self.search_id}: {layouts} legal layouts, at most {course.sought} trials{so_far}")
         status, spool = "failed", self.home.spool(self.search_id)
         self._clear(spool)  # Ray would go on with the files of a driver that was killed
@@ -242,7 +242,7 @@ class Driver:
             for notice in self.tracker.notices:
                 progress.say(f"notice: {notice}")
 
-    def _drift(self, progress: Progress) -> list[str]:
+    def _drift(self, progress: Display) -> list[str]:
         """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""
         moves = self.course.drifts()
         told = {
@@ -272,7 +272,7 @@ class Driver:
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=CourseSearcher(self.course),
+                search_alg=AgendaSearcher(self.course),
                 num_samples=-1,
                 max_concurrent_trials=len(self.gangs),
                 reuse_actors=True,
@@ -299,7 +299,7 @@ class Driver:
 
 
 @contextlib.contextmanager
-def _stop_on_signal(course: Course, progress: Progress) -> Iterator[None]:
+def _stop_on_signal(course: Agenda, progress: Display) -> Iterator[None]:
     """Interrupt ends the search after the trials under way; a second one, or terminate, ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
@@ -321,7 +321,7 @@ def _stop_on_signal(course: Course, progress: Progress) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _summary(progress: Progress, course: Course) -> dict[str, float | None]:
+def _summary(progress: Display, course: Agenda) -> dict[str, float | None]:
     """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
     return {
         "trials": progress.done,
@@ -345,5 +345,5 @@ def _params(spec: SearchSpec) -> dict[str, Any]:
         "global_batch_size": spec.global_batch_size,
         "sampler": spec.sampler,
         "seed": spec.seed,
-        "legal_points": len(spec.legal.points),
+        "legal_points": len(spec.legal.layouts),
     }

@@ -16,16 +16,16 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from search_spaces.config import (
+from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.layout import (
     BUCKET_SIZE,
     ENGINES,
     PRECISIONS,
     RECOMPUTE,
     REDUCE_PRECISIONS,
     SCHEDULES,
-    TrialConfig,
+    Layout,
 )
-from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
 from search_spaces.rules import RULES, Workload, virtual_stages_fit_schedule
 from search_spaces.space import Space, enumerate_space
@@ -281,7 +281,7 @@ class SearchSpec(Strict):
 
     @property
     def axes(self) -> dict[str, list[Any]]:
-        """Field of `TrialConfig` -> values to try, duplicates removed."""
+        """Field of `Layout` -> values to try, duplicates removed."""
         axes = self.space.model_dump()
         axes["num_gpus"] = axes["num_gpus"] or [self.cluster.size]
         return {name: list(dict.fromkeys(values)) for name, values in axes.items()}
@@ -291,7 +291,7 @@ class SearchSpec(Strict):
         return enumerate_space(self.axes, self.workload)
 
     @property
-    def baseline_layout(self) -> TrialConfig | None:
+    def baseline_layout(self) -> Layout | None:
         """The legal layout that `baseline` names, None without one. Raises `ValueError` unless there is just one."""
         if self.baseline is None:
             return None
@@ -299,11 +299,11 @@ class SearchSpec(Strict):
         for axis in wanted:
             if axis not in self.axes:
                 raise ValueError(f"baseline.{axis}: unknown axis; must be {_choice(self.axes)}")
-        named = [point for point in self.legal.points if all(getattr(point, a) == v for a, v in wanted.items())]
+        named = [layout for layout in self.legal.layouts if all(getattr(layout, a) == v for a, v in wanted.items())]
         if not named:
-            raise ValueError(f"baseline: none of the {len(self.legal.points)} legal layouts is like that")
+            raise ValueError(f"baseline: none of the {len(self.legal.layouts)} legal layouts is like that")
         if len(named) > 1:
-            open_axes = [axis for axis in self.axes if len({getattr(point, axis) for point in named}) > 1]
+            open_axes = [axis for axis in self.axes if len({getattr(layout, axis) for layout in named}) > 1]
             raise ValueError(f"baseline: {len(named)} legal layouts are like that; name {', '.join(open_axes)} too")
         return named[0]
 
@@ -324,7 +324,7 @@ class SearchSpec(Strict):
     @property
     def gang_size(self) -> int:
         """Workers of one gang: the most GPUs that a legal point uses."""
-        return max(point.num_gpus for point in self.legal.points)
+        return max(layout.num_gpus for layout in self.legal.layouts)
 
     @property
     def limits(self) -> list[tuple[str, str, float]]:
@@ -342,7 +342,7 @@ class SearchSpec(Strict):
         self._axes_fit()
         self._lists_fit()
         self._depths_fit()
-        if not self.legal.points:
+        if not self.legal.layouts:
             field = "global_batch_size" if self._batch_is_to_blame() else "space"
             raise ValueError(f"{field}: no legal layout among {self.legal.distinct}; {self._refusals()}")
         _ = self.baseline_layout
@@ -541,8 +541,8 @@ def _input_error(text: str) -> InputError:
 
 def _misfit(schedule: str, virtual: int) -> str | None:
     """Why no pipeline runs this schedule with so many stages a rank; None if one does."""
-    config = TrialConfig("megatron", 1, 1, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
-    return virtual_stages_fit_schedule(config, Workload(PRESETS["tiny-llama"], 1, 1))
+    layout = Layout("megatron", 1, 1, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
+    return virtual_stages_fit_schedule(layout, Workload(PRESETS["tiny-llama"], 1, 1))
 
 
 def _choice(values: Iterable[object]) -> str:

@@ -27,7 +27,7 @@ from telemetry.devices import Device, DeviceInfo, discover
 from telemetry.export import MetricsExporter
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer, SealedBatch, to_table
-from telemetry.window import MARGIN_AFTER_NS, MARGIN_BEFORE_NS, WindowSummary, summarise
+from telemetry.windows.trial import MARGIN_AFTER_NS, MARGIN_BEFORE_NS, WindowSummary, summarise
 
 logger = logging.getLogger(__name__)
 

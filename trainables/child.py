@@ -26,8 +26,8 @@ from trainables.trial import Place, Progress, RankReport, TrialRequest, WrongTra
 
 PRELOAD = [
     "trainables.child",
-    "trainables.engines.megatron",
-    "trainables.engines.deepspeed",
+    "trainables.engines.megatron.engine",
+    "trainables.engines.deepspeed.engine",
     "torch._inductor.compile_fx",
 ]
 POLL_S = 0.1

@@ -87,7 +87,7 @@ class Mailbox:
                 if (
                     self.round is not None
                     and self.round.order.number > after
-                    and worker < self.round.order.request.config.num_gpus
+                    and worker < self.round.order.request.layout.num_gpus
                 ):
                     return self.round.order
                 await self.changed.wait()
@@ -105,7 +105,7 @@ class Mailbox:
                 return  # of a trial that was given up
             self.round.outcomes[worker] = outcome
             if outcome.status not in ("ok", "aborted") and self.round.failure is None:
-                rank = self.round.order.request.config.worker_rank(worker)
+                rank = self.round.order.request.layout.worker_rank(worker)
                 name = f"rank {rank}" if rank == worker else f"rank {rank} on worker {worker}"
                 self.round.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
             self.changed.notify_all()
@@ -127,7 +127,7 @@ class Mailbox:
             current = self.round
             if current is None:
                 return None
-            workers = current.order.request.config.num_gpus
+            workers = current.order.request.layout.num_gpus
             await self.changed.wait_for(lambda: len(current.steady) == workers or self.round is not current)
             if self.round is not current:
                 return None
@@ -152,7 +152,7 @@ class Mailbox:
             self.round = current = _Round(Order(self.number, request, (members[0].host, port)))
             self.latest = request.trial_id
             self.changed.notify_all()
-            workers = request.config.num_gpus
+            workers = request.layout.num_gpus
             await self.changed.wait_for(lambda: len(current.outcomes) == workers or self.round is not current)
             if self.round is current:
                 self.round = None

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from trainables.breakdown import COMPILED, GENERIC, Breakdown, break_down, collective, kernel_category, own_times
 
 
@@ -29,7 +29,7 @@ class Profile:
 
 def profile_step(
     step: Callable[[], object],
-    config: TrialConfig,
+    layout: Layout,
     use_gpu: bool,
     meet: Callable[[], None],
     slowest: Callable[[float], float],
@@ -42,8 +42,8 @@ def profile_step(
     began = time.monotonic()
     # NCCL exchanges between stages and between experts by the same kernel: where a layout has both, and for RCCL, whose
     # kernels have no telling names, the host's record of the collectives is needed as well. It costs host time.
-    ulysses = config.engine == "deepspeed" and config.context_parallel_size > 1
-    both = config.pipeline_parallel_size > 1 and (config.expert_parallel_size > 1 or ulysses)
+    ulysses = layout.engine == "deepspeed" and layout.context_parallel_size > 1
+    both = layout.pipeline_parallel_size > 1 and (layout.expert_parallel_size > 1 or ulysses)
     by_record = both or torch.version.hip is not None
     recorder: profile | None = None
     breakdown, problem = None, None
@@ -69,7 +69,7 @@ def profile_step(
         if recorder is not None:
             events = recorder.kineto_results.events()  # type: ignore[union-attr]
             if use_gpu:
-                exchange = None if by_record else "send_recv" if config.pipeline_parallel_size > 1 else "all_to_all"
+                exchange = None if by_record else "send_recv" if layout.pipeline_parallel_size > 1 else "all_to_all"
                 breakdown = _of_kernels(events, exchange, span_s)
             else:
                 breakdown = _of_operators(events, span_s)

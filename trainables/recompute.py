@@ -94,7 +94,7 @@ def _refuse(_: None) -> Tensor:
 
 
 def recomputed(block: nn.Module, mode: str, split_backward: bool = False) -> nn.Module:
-    """`block`, recomputed as `TrialConfig.recompute` says. Nothing in a block may be random.
+    """`block`, recomputed as `Layout.recompute` says. Nothing in a block may be random.
 
     `split_backward`: whether a backward pass goes through the block in parts, as in zero bubble.
     """

@@ -15,12 +15,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from trainables.batches import microbatches
 from trainables.data import open_tokens
-from trainables.engines import Job, build_engine
-from trainables.engines.base import StepOutput
+from trainables.engines.base import Job, StepOutput
+from trainables.engines.build import build_engine
 from trainables.measure import Protocol, Stretch, Timing, time_steps
 from trainables.profiling import Profile, profile_step
 
@@ -34,7 +34,7 @@ class TrialRequest:
     """
 
     trial_id: str
-    config: TrialConfig
+    layout: Layout
     model: ModelShape
     data: str
     sequence_length: int
@@ -99,8 +99,8 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
     """
     gc.freeze()  # the libraries: half a million objects, which a full collection would go through in some step
     _quieten()
-    batches = request.batches or (request.config.global_batch_size,)
-    config = replace(request.config, global_batch_size=batches[0])
+    batches = request.batches or (request.layout.global_batch_size,)
+    layout = replace(request.layout, global_batch_size=batches[0])
     progress = Progress()
 
     def on_phase(name: str) -> None:
@@ -116,7 +116,7 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
     device, store = _join(request, place)
     progress = replace(progress, device=_device_uuid(device))
     on_phase("build")
-    engine = build_engine(Job(config, request.model, request.sequence_length, request.seed, place.rank, device))
+    engine = build_engine(Job(layout, request.model, request.sequence_length, request.seed, place.rank, device))
     stream = open_tokens(request.data, request.model.vocab)
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
@@ -124,7 +124,7 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
     began = time.monotonic_ns()
 
     def train() -> StepOutput:
-        batch = microbatches(stream, config, request.sequence_length, len(losses), engine.data_parallel_rank, device)
+        batch = microbatches(stream, layout, request.sequence_length, len(losses), engine.data_parallel_rank, device)
         return engine.step(batch)
 
     def slowest(seconds: float) -> float:
@@ -141,7 +141,7 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
         # The slowest rank's time is the step's. The exchange keeps the ranks in step, too.
         seconds = slowest((time.monotonic_ns() - began) / 1e9)
         began = time.monotonic_ns()
-        progress = replace(progress, tokens_per_s=config.global_batch_size * request.sequence_length / seconds)
+        progress = replace(progress, tokens_per_s=layout.global_batch_size * request.sequence_length / seconds)
         tell(progress)
         if len(losses) == 1:
             _settle()
@@ -149,7 +149,7 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
         return seconds, began
 
     def meet() -> None:
-        keys = [f"profiling/{rank}" for rank in range(config.num_gpus)]
+        keys = [f"profiling/{rank}" for rank in range(layout.num_gpus)]
         store.set(keys[place.rank], "")
         store.wait(keys)
 
@@ -157,10 +157,10 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
     profile = None
     for batch in batches:
         if timings:
-            config = replace(config, global_batch_size=batch)
+            layout = replace(layout, global_batch_size=batch)
             engine.set_global_batch_size(batch)
             began = time.monotonic_ns()
-        timings[batch] = time_steps(step, request.protocol, config.compile, on_phase, on_steady)
+        timings[batch] = time_steps(step, request.protocol, layout.compile, on_phase, on_steady)
         on_phase("report")
         total = torch.stack(losses)
         dist.all_reduce(total)
@@ -168,11 +168,11 @@ def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], No
         check_learning(history)
         if request.protocol.breakdown and profile is None:
             on_phase("breakdown")
-            profile = profile_step(train, config, place.use_gpu, meet, slowest)
+            profile = profile_step(train, layout, place.use_gpu, meet, slowest)
     peak_memory_gib = torch.cuda.max_memory_reserved(device) / 2**30 if place.use_gpu else None
     report = RankReport(
         rank=place.rank,
-        coordinates=config.coordinates(place.rank),
+        coordinates=layout.coordinates(place.rank),
         device=progress.device,
         timings=timings,
         losses=history,
@@ -196,7 +196,7 @@ def check_learning(losses: tuple[float, ...]) -> None:
 
 def _join(request: TrialRequest, place: Place) -> tuple[torch.device, dist.Store]:
     """Take the device and the place in the trial's own process group; the store is the trial's own, too."""
-    size = request.config.num_gpus
+    size = request.layout.num_gpus
     # DeepSpeed reads its place from the environment.
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(size))
     device = torch.device("cuda", place.local_rank) if place.use_gpu else torch.device("cpu")

@@ -58,7 +58,7 @@ class Follower:
         return Work(
             device=progress.device or cpu_uuid(),
             trial_id=self.request.trial_id,
-            layout=self.request.config.label,
+            layout=self.request.layout.label,
             phase=progress.phase,
             tokens_per_s=progress.tokens_per_s,
         )
@@ -67,7 +67,7 @@ class Follower:
 def worker_loop(config: dict[str, Any]) -> None:
     """Serve trials until the mailbox is closed.
 
-    `config`: `mailbox`, the actor's handle, `telemetry`, the cluster's `Fleet`, and `use_gpu`. Raises `RayError` if one
+    `layout`: `mailbox`, the actor's handle, `telemetry`, the cluster's `Fleet`, and `use_gpu`. Raises `RayError` if one
     of these actors is lost: Ray Train then starts the gang anew.
     """
     mailbox = config["mailbox"]
@@ -91,7 +91,7 @@ def worker_loop(config: dict[str, Any]) -> None:
         number, began = order.number, time.monotonic()
         over = mailbox.aborted.remote(number)
         store_host, store_port = order.store
-        rank = order.request.config.worker_rank(worker)
+        rank = order.request.layout.worker_rank(worker)
         place = Place(rank, member.local_rank, store_host, store_port, config["use_gpu"])
         follower = Follower(
             order.request,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.record.results import SearchRecord, TrialRecord
 
 CONFIDENCE = 0.95
@@ -26,7 +25,7 @@ class Candidate:
     """
 
     label: str
-    config: dict[str, Any]
+    layout: Layout
     metrics: dict[str, float]
     methods: dict[str, str]
     trials: tuple[TrialRecord, ...]
@@ -50,7 +49,7 @@ class Candidate:
 def explored(search: SearchRecord) -> list[Candidate]:
     """The trials of the search itself that ended well, each as it was measured then."""
     return [
-        Candidate(trial.label, trial.config, trial.metrics, trial.methods, (trial,))
+        Candidate(trial.label, trial.layout, trial.metrics, trial.methods, (trial,))
         for trial in search.trials
         if trial.status == "ok" and trial.purpose == "search"
     ]
@@ -63,19 +62,19 @@ def candidates(search: SearchRecord) -> list[Candidate]:
     """
     repeats = finalists(search)
     again = {layout: [trial for trial in trials if trial.status == "ok"] for layout, trials in repeats.items()}
-    once = [one for one in explored(search) if not again.get(TrialConfig.from_dict(one.config))]
+    once = [one for one in explored(search) if not again.get(one.layout)]
     return [*once, *(_mean(trials) for trials in again.values() if trials)]
 
 
-def finalists(search: SearchRecord) -> dict[TrialConfig, list[TrialRecord]]:
+def finalists(search: SearchRecord) -> dict[Layout, list[TrialRecord]]:
     """The trials of each layout that was measured again, as far as they have ended.
 
     Failed ones are included, but not those that the machines failed, which are run again.
     """
-    repeats: dict[TrialConfig, list[TrialRecord]] = {}
+    repeats: dict[Layout, list[TrialRecord]] = {}
     for trial in search.trials:
         if trial.purpose == "finalist" and trial.status not in ("running", "stopped") and not trial.infrastructure:
-            repeats.setdefault(TrialConfig.from_dict(trial.config), []).append(trial)
+            repeats.setdefault(trial.layout, []).append(trial)
     return repeats
 
 
@@ -106,8 +105,8 @@ def _mean(trials: Sequence[TrialRecord]) -> Candidate:
             intervals[metric] = half_width
         if method := alike[0].methods.get(metric):
             methods[metric] = method
-    label = TrialConfig.from_dict(first.config).label
-    return Candidate(label, first.config, metrics, methods, tuple(trials), first.purpose, intervals)
+    label = first.layout.label
+    return Candidate(label, first.layout, metrics, methods, tuple(trials), first.purpose, intervals)
 
 
 def doubt(method: str | None) -> int:

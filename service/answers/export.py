@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.answers.candidates import Candidate
+from service.answers.exports import megatron_lm
 from service.record.results import SearchRecord
-from trainables import deepspeed_config, megatron_args
+from trainables.engines.deepspeed import configuration
 
 
 def export(search: SearchRecord, candidate: Candidate) -> dict[str, Any]:
@@ -19,19 +20,19 @@ def export(search: SearchRecord, candidate: Candidate) -> dict[str, Any]:
         "purpose": candidate.purpose,
         "trials": [trial.trial_id for trial in candidate.trials],
         "workload": search.params,
-        "config": candidate.config,
-        **_launch(TrialConfig.from_dict(candidate.config)),
+        "config": candidate.layout.to_dict(),
+        **_launch(candidate.layout),
         "metrics": candidate.metrics,
         "intervals": candidate.intervals,
         "methods": candidate.methods,
     }
 
 
-def _launch(config: TrialConfig) -> dict[str, Any]:
+def _launch(layout: Layout) -> dict[str, Any]:
     """The layout as its framework takes it, and what of it the framework has no word for."""
-    if config.engine == "deepspeed":
+    if layout.engine == "deepspeed":
         return {
-            "deepspeed": deepspeed_config.configuration(config),
-            "not_expressible": deepspeed_config.not_expressible(config),
+            "deepspeed": configuration.configuration(layout),
+            "not_expressible": configuration.not_expressible(layout),
         }
-    return {"megatron_lm": megatron_args.arguments(config), "not_expressible": megatron_args.not_expressible(config)}
+    return {"megatron_lm": megatron_lm.arguments(layout), "not_expressible": megatron_lm.not_expressible(layout)}

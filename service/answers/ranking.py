@@ -16,7 +16,7 @@ import numpy as np
 
 from service.answers.candidates import METHODS, Candidate, candidates, doubt
 from service.errors import InputError
-from service.fronts import knee, pareto_front
+from service.pareto import knee, pareto_front
 from service.record.results import SearchRecord, TrialRecord
 
 DIRECTIONS = {
@@ -156,7 +156,7 @@ def best(
     Conditions are `where`, 'metric<=number', and `within`, 'metric 2%': no more than that share off the best value of
     the metric among layouts that meet `where` (the epsilon-constraint method, Haimes et al. 1971). Without a metric,
     the best point of the Pareto front on the search's first objective or, with `knee`, the one where the front bends
-    most (`service.fronts.knee`). Ties are settled by the other objectives in their order.
+    most (`service.pareto.knee`). Ties are settled by the other objectives in their order.
 
     Layouts that were measured again are asked first, and the others only if none of those meets the conditions. Raises
     `InputError` for an unknown metric, a malformed condition, or if no layout is left.

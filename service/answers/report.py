@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from search_spaces.config import TrialConfig
 from search_spaces.space import is_numeric, varying
 from service.answers.candidates import Candidate, explored
 from service.answers.overview import notices
 from service.answers.ranking import Ranking
 from service.answers.tables import heading, number, render
-from service.fronts import REFERENCE, hypervolume, pareto_front, scaled
+from service.pareto import REFERENCE, hypervolume, pareto_front, scaled
 from service.record.results import SearchRecord, TrialRecord
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def _importance(values: Mapping[Candidate, float]) -> dict[str, float]:
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    layouts = [TrialConfig.from_dict(one.config) for one in values]
+    layouts = [one.layout for one in values]
     axes = varying(layouts)
     distributions: dict[str, BaseDistribution] = {
         axis: IntDistribution(0, len(choices) - 1)
@@ -214,8 +213,8 @@ def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:
     watching = [trial for trial in search.trials if trial.purpose == "sentinel"]
     if not watching:
         return None, []
-    layout = TrialConfig.from_dict(watching[0].config)
-    same = [t for t in search.trials if t.status == "ok" and TrialConfig.from_dict(t.config) == layout]
+    layout = watching[0].layout
+    same = [t for t in search.trials if t.status == "ok" and t.layout == layout]
     runs: list[SentinelRun] = []
     for trial in sorted((t for t in same if t.purpose in ("search", "sentinel")), key=_end):
         first = runs[0].metrics if runs else trial.metrics
@@ -246,7 +245,7 @@ def _gpu_hours(trial: TrialRecord) -> float:
     """GPUs times hours of a trial that is over."""
     if trial.started is None or trial.ended is None:
         return 0.0
-    return (trial.ended - trial.started).total_seconds() / 3600 * trial.config["num_gpus"]
+    return (trial.ended - trial.started).total_seconds() / 3600 * trial.layout.num_gpus
 
 
 def _end(trial: TrialRecord) -> float:

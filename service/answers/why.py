@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from service.answers.candidates import Candidate, candidates
 from service.answers.ranking import Ranking, within_noise
@@ -28,7 +28,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a layout, or of `layouts` ones that a rule refused together, which have no `label` and `config`.
+    """What became of a layout, or of `layouts` ones that a rule refused together, which have no `label` and `layout`.
 
     `outcome` is `on the front`, `dominated`, `constrained` (it breaks a constraint of the search), `not ranked` (it
     lacks a figure that others have), the status of a trial without result, `not tried`, `refused` or, without a search,
@@ -39,7 +39,13 @@ class Fate:
     reason: str | None
     layouts: int = 1
     label: str | None = None
-    config: dict[str, Any] | None = None
+    layout: Layout | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe; the layout is under `config`."""
+        values = asdict(self)
+        del values["layout"]
+        return values | {"config": self.layout and self.layout.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class Explanation:
 
     fates: tuple[Fate, ...]
     notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"fates": [fate.to_dict() for fate in self.fates], "notes": list(self.notes)}
 
 
 def parse_choices(texts: Sequence[str]) -> dict[str, Any]:
@@ -76,9 +86,9 @@ def why(spec: SearchSpec, choices: Mapping[str, Any], search: SearchRecord | Non
     narrowed = SearchSpec.model_construct(**kept | {"space": spec.space.model_copy(update=chosen)})
     space, tried = narrowed.legal, {} if search is None else _tried(search)
     # A setting without effect beside the others is written as the default: no legal layout has the value chosen.
-    idle = [axis for axis in chosen if space.points and not any(_has(point, axis, chosen) for point in space.points)]
+    idle = [axis for axis in chosen if space.layouts and not any(_has(point, axis, chosen) for point in space.layouts)]
     wanted = [axis for axis in chosen if axis not in idle]
-    known = dict.fromkeys([*space.points, *tried])
+    known = dict.fromkeys([*space.layouts, *tried])
     layouts = [layout for layout in known if all(_has(layout, axis, chosen) for axis in wanted)]
     notes = [
         f"{axis} {_text(beyond)} is not in the spec"
@@ -105,7 +115,7 @@ def _checked(choices: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {axis: getattr(checked, axis) for axis in choices}
 
 
-def _has(layout: TrialConfig, axis: str, chosen: Mapping[str, list[Any]]) -> bool:
+def _has(layout: Layout, axis: str, chosen: Mapping[str, list[Any]]) -> bool:
     return getattr(layout, axis) in chosen[axis]
 
 
@@ -113,17 +123,17 @@ def _text(values: Sequence[Any]) -> str:
     return ", ".join(str(list(value) if isinstance(value, tuple) else value) for value in values)
 
 
-def _tried(search: SearchRecord) -> dict[TrialConfig, Fate]:
+def _tried(search: SearchRecord) -> dict[Layout, Fate]:
     """What became of each layout that the search tried."""
     fates = {}
     for trial in search.trials:
-        layout = TrialConfig.from_dict(trial.config)
-        fates[layout] = Fate(trial.status, trial.cause, label=layout.label, config=trial.config)
+        layout = trial.layout
+        fates[layout] = Fate(trial.status, trial.cause, label=layout.label, layout=trial.layout)
     ranking = Ranking(search, candidates(search))
     front = ranking.front(ranking.admitted())
     for one in ranking.candidates:
-        layout = TrialConfig.from_dict(one.config)
-        fates[layout] = Fate(*_judged(one, ranking, front), label=layout.label, config=one.config)
+        layout = one.layout
+        fates[layout] = Fate(*_judged(one, ranking, front), label=layout.label, layout=one.layout)
     return fates
 
 
@@ -151,10 +161,10 @@ def _judged(one: Candidate, ranking: Ranking, front: Sequence[Candidate]) -> tup
     return DOMINATED, f"by {better.label}: {', '.join(told)}{noise}"
 
 
-def _untried(layout: TrialConfig, spec: SearchSpec, searched: bool) -> Fate:
+def _untried(layout: Layout, spec: SearchSpec, searched: bool) -> Fate:
     memory = estimate(layout, spec.workload.run)
     needs = None if memory.share is None else memory.needs
-    return Fate(NOT_TRIED if searched else LEGAL, needs, label=layout.label, config=layout.to_dict())
+    return Fate(NOT_TRIED if searched else LEGAL, needs, label=layout.label, layout=layout)
 
 
 def text(explanation: Explanation, every: bool = False) -> str:

@@ -7,12 +7,13 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from search_spaces.layout import Layout
 from service.errors import InputError
 from service.record import store
 
@@ -27,16 +28,16 @@ _NAMED = 5  # how many known searches an error message lists
 class TrialRecord:
     """One trial as recorded. A metric that is missing is absent from `metrics`.
 
-    `status` is one of `trainables.result.STATUSES`, or `running`, or `stopped` when the search ended before the trial.
+    `status` is one of `service.result.STATUSES`, or `running`, or `stopped` when the search ended before the trial.
     `methods` says how metrics were obtained where that is not plain: energy and throttling by counter, integrated,
     sampled or estimated; figures extrapolated from depth proxies, or from short trials (`short`).
-    `purpose` is one of `trainables.result.PURPOSES`. `infrastructure`: whether a failure was the machines', after which
+    `purpose` is one of `service.result.PURPOSES`. `infrastructure`: whether a failure was the machines', after which
     the layout is run again. `ended` is None while the trial runs.
     """
 
     trial_id: str
     label: str
-    config: dict[str, Any]
+    layout: Layout
     status: str
     cause: str | None
     metrics: dict[str, float]
@@ -46,6 +47,13 @@ class TrialRecord:
     infrastructure: bool = False
     started: datetime | None = None
     ended: datetime | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe; the layout is under `config`."""
+        values = asdict(self)
+        del values["layout"]
+        times = {name: time and time.isoformat() for name, time in (("started", self.started), ("ended", self.ended))}
+        return values | times | {"config": self.layout.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,8 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
         },
         notices=tuple(tags.get(store.NOTICES, "").splitlines()),
         run_id=run.info.run_id,
-        trials=tuple(_trial(child) for child in children),
+        # A run is there for a moment before its parameters are.
+        trials=tuple(_trial(child) for child in children if "engine" in child.data.params),
     )
 
 
@@ -154,7 +163,7 @@ def _trial(run: Run) -> TrialRecord:
     return TrialRecord(
         trial_id=tags[store.TRIAL_ID],
         label=run.info.run_name,
-        config={k: store.from_param(v) for k, v in run.data.params.items() if not k.startswith(store.ENVIRONMENT)},
+        layout=Layout.from_dict({k: store.from_param(v) for k, v in run.data.params.items()}),
         status=tags[store.STATUS],
         cause=tags.get(store.CAUSE),
         metrics={k: v for k, v in run.data.metrics.items() if "/" not in k and math.isfinite(v)},

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.errors import InputError
 from service.home import Home
 from service.record import store
+from service.result import TrialResult
 from telemetry.store import thin, write_samples
-from trainables.result import TrialResult
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -110,16 +110,17 @@ class Tracker:
             self._send_spooled()
             if self.notices:
                 raise InputError(self.notices[0])
-            for trial in search.trials:
-                if trial.status == "running" and trial.trial_id not in self._runs:
-                    self._stop_trial(trial.run_id, "the search was interrupted")
+            for run in store.find_runs(self._client, self._experiment_id, {store.PARENT: self._parent}):
+                tags = run.data.tags
+                if tags[store.STATUS] == "running" and tags[store.TRIAL_ID] not in self._runs:
+                    self._stop_trial(run.info.run_id, "the search was interrupted")
             self._client.update_run(self._parent, "RUNNING")
             self._log(self._parent, tags={store.STATUS: "running"})
             return dict(self._client.get_run(self._parent).data.metrics)
 
-    def start_trial(self, trial_id: str, config: TrialConfig, tags: Mapping[str, str]) -> None:
+    def start_trial(self, trial_id: str, layout: Layout, tags: Mapping[str, str]) -> None:
         """Create the child run, with the configuration as its parameters."""
-        self._open[trial_id] = {"started_ms": _now_ms(), "config": config.to_dict(), "tags": dict(tags)}
+        self._open[trial_id] = {"started_ms": _now_ms(), "config": layout.to_dict(), "tags": dict(tags)}
         self._attempt(f"trial {trial_id}", lambda: self._create_trial(trial_id, self._open[trial_id]))
 
     def finish_trial(self, result: TrialResult, samples: pyarrow.Table | None = None) -> None:
@@ -128,7 +129,7 @@ class Tracker:
         `samples` is a table of `telemetry.samples.SCHEMA`, in MLflow whole as Parquet and thinned as time series.
         """
         trial_id = result.trial_id
-        start = self._open.get(trial_id) or {"started_ms": _now_ms(), "config": result.config.to_dict(), "tags": {}}
+        start = self._open.get(trial_id) or {"started_ms": _now_ms(), "config": result.layout.to_dict(), "tags": {}}
         directory = self._spool(result, samples, {**start, "finished_ms": _now_ms()})
         self._open.pop(trial_id, None)
         self._attempt(f"trial {trial_id}", lambda: self._send(directory), f"; kept in {directory} to be sent again")
@@ -199,7 +200,7 @@ class Tracker:
             store.TRIAL_ID: trial_id,
             store.STATUS: "running",
         }
-        label = TrialConfig.from_dict(start["config"]).label
+        label = Layout.from_dict(start["config"]).label
         run = self._client.create_run(self._experiment_id, start["started_ms"], _clip(tags), label)
         self._runs[trial_id] = run.info.run_id
         self._log(run.info.run_id, params=start["config"])
@@ -289,8 +290,8 @@ def _outcome(result: TrialResult) -> dict[str, str]:
         layers = " and ".join(str(proxy.layers) for proxy in result.proxies)
         notes.append(f"Figures are **extrapolated** from models of {layers} layers; both results are in result.json.")
     elif "short" in result.methods.values():
-        few, many = (proxy.result.config.global_batch_size for proxy in result.proxies)
-        whole = result.config.global_batch_size
+        few, many = (proxy.result.layout.global_batch_size for proxy in result.proxies)
+        whole = result.layout.global_batch_size
         notes.append(f"Of a **short** trial: steps of {few} and {many} sequences stand for steps of {whole}.")
     return tags | ({"mlflow.note.content": "\n\n".join(notes)} if notes else {})
 

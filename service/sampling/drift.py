@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainables.result import TrialResult
+from service.result import TrialResult
 
 NOISE = {"tokens_per_s": 0.01, "joules_per_token": 0.03}
 """How far figures of one layout lie apart on GPUs that do not drift, with room to spare, as shares.

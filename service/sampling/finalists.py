@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from search_spaces.config import TrialConfig
-from service.fronts import pareto_front, scaled
+from search_spaces.layout import Layout
+from service.pareto import pareto_front, scaled
+from service.result import TrialResult
 from service.spec import excess
-from trainables.result import TrialResult
 
 CLOSE = 0.02
 """By what share of a figure a layout may have been measured worse than it is: a short trial, run once."""
@@ -70,7 +70,7 @@ def spread(front: Sequence[TrialResult], objectives: Mapping[str, str], count: i
     return [front[i] for i in chosen]
 
 
-def rounds(layouts: Sequence[TrialConfig], repeats: int, seed: int) -> list[TrialConfig]:
+def rounds(layouts: Sequence[Layout], repeats: int, seed: int) -> list[Layout]:
     """Each layout `repeats` times: rounds of all of them, each in an order of its own that the seed decides."""
     draw = random.Random(seed)
     return [layout for _ in range(repeats) for layout in draw.sample(list(layouts), len(layouts))]

@@ -9,15 +9,15 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from search_spaces.config import TrialConfig
-from service.sampling.course import Course
-from trainables.result import TrialResult
+from search_spaces.layout import Layout
+from service.result import TrialResult
+from service.sampling.agenda import Agenda
 
 
-class CourseSearcher(Searcher):
-    """Hands out the trials of a `Course`. What became of them, the driver tells the course, once it is on disk."""
+class AgendaSearcher(Searcher):
+    """Hands out the trials of a `Agenda`. What became of them, the driver tells the course, once it is on disk."""
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: Agenda) -> None:
         super().__init__()
         self.course = course
 
@@ -38,7 +38,7 @@ class CourseSearcher(Searcher):
 
 
 def outcome_of(trial_id: str, config: Mapping[str, Any], reported: Mapping[str, Any] | None) -> TrialResult:
-    """The `TrialResult` inside what the Tune trial of `config` reported.
+    """The `TrialResult` inside what the Tune trial of `layout` reported.
 
     A trial is an actor that waits for a gang: one that died without a word was lost with its node or its memory.
     """
@@ -46,5 +46,5 @@ def outcome_of(trial_id: str, config: Mapping[str, Any], reported: Mapping[str, 
         result = TrialResult.from_dict(json.loads(reported["result"]))
     else:
         cause = "the trial's own process died before it reported"
-        result = TrialResult(trial_id, TrialConfig.from_dict(config), "crash", cause, infrastructure=True)
+        result = TrialResult(trial_id, Layout.from_dict(config), "crash", cause, infrastructure=True)
     return replace(result, purpose=config["purpose"])

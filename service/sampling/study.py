@@ -13,14 +13,14 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.space import is_numeric, varying
 from service.record.store import sqlite_file
+from service.result import TrialResult
 from service.sampling.surrogate import Coordinates, SurrogateSampler
 from service.sampling.uniform import UniformSampler
 from service.spec import excess
-from trainables.result import TrialResult
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -71,8 +71,8 @@ class SnappingSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        if (point := self.first()) is not None:
-            return point
+        if (layout := self.first()) is not None:
+            return layout
         known = self.inner.infer_relative_search_space(study, trial)
         wanted = self.inner.sample_relative(study, trial, known)
         rest = {name: axis for name, axis in search_space.items() if name not in wanted}
@@ -104,16 +104,16 @@ class SearchStudy:
     def __init__(
         self,
         name: str,
-        points: Sequence[TrialConfig],
+        layouts: Sequence[Layout],
         objectives: Mapping[str, str],
         limits: Sequence[tuple[str, str, float]],
         sampler: str,
         seed: int,
         storage: str | None = None,
         *,
-        first: Iterable[TrialConfig] = (),
+        first: Iterable[Layout] = (),
         memory: MemoryModel | None = None,
-        predicted: Mapping[TrialConfig, Mapping[str, float]] | None = None,
+        predicted: Mapping[Layout, Mapping[str, float]] | None = None,
     ) -> None:
         """`limits` are (metric, '<=' or '>=', bound); `storage` is an Optuna URL, None keeps the study in memory.
 
@@ -121,19 +121,21 @@ class SearchStudy:
         `predicted` has metrics of points by name; only the sampler `auto` makes use of them.
         """
         self.objectives, self.limits, self.memory = dict(objectives), list(limits), memory
-        self.axes = varying(points)
+        self.axes = varying(layouts)
         self.distributions: dict[str, BaseDistribution] = {
             axis: FloatDistribution(place(axis, values[0]), place(axis, values[-1]))
             if is_numeric(values)
             else CategoricalDistribution(range(len(values)))
             for axis, values in self.axes.items()
         }
-        self.unseen = {self._coordinates(point): point for point in points}
-        self.first = chain([point for point in first if point in points], points if sampler == "exhaustive" else ())
-        self.trials: dict[TrialConfig, Trial] = {}
+        self.unseen = {self._coordinates(layout): layout for layout in layouts}
+        self.first = chain(
+            [layout for layout in first if layout in layouts], layouts if sampler == "exhaustive" else ()
+        )
+        self.trials: dict[Layout, Trial] = {}
         self.worst: dict[str, float] = {}
-        self.deferred: list[tuple[TrialConfig, TrialResult]] = []
-        self.again: list[TrialConfig] = []
+        self.deferred: list[tuple[Layout, TrialResult]] = []
+        self.again: list[Layout] = []
         self.study = optuna.create_study(
             storage=storage,
             study_name=name,
@@ -144,8 +146,8 @@ class SearchStudy:
         self.seed = seed + self._asked()
         if sampler == "auto":
             figures = {
-                self._coordinates(point): [metrics.get(metric) for metric in self.objectives]
-                for point, metrics in (predicted or {}).items()
+                self._coordinates(layout): [metrics.get(metric) for metric in self.objectives]
+                for layout, metrics in (predicted or {}).items()
             }
             inner: BaseSampler = SurrogateSampler(
                 self.distributions, self._candidates, self._needed, figures, self.seed
@@ -162,7 +164,7 @@ class SearchStudy:
 
         They need not have been told to the study. What it was asked for without result, `ask` hands out before others.
         """
-        recorded = {result.config: result for result in results}
+        recorded = {result.layout: result for result in results}
         for result in results:
             self._observe(result)
             if result.status == "ok":
@@ -171,16 +173,16 @@ class SearchStudy:
             if set(left.params) != set(self.axes):  # broken off while it was asked for
                 self.study.tell(left.number, state=TrialState.FAIL)
                 continue
-            config = self.unseen.pop(tuple(left.params[axis] for axis in self.axes))
-            self.trials[config] = Trial(self.study, left._trial_id)
-            if config in recorded:
-                self._report(config, recorded[config])
+            layout = self.unseen.pop(tuple(left.params[axis] for axis in self.axes))
+            self.trials[layout] = Trial(self.study, left._trial_id)
+            if layout in recorded:
+                self._report(layout, recorded[layout])
             else:
-                self.again.append(config)
-        for config in recorded:
-            self.unseen.pop(self._coordinates(config), None)
+                self.again.append(layout)
+        for layout in recorded:
+            self.unseen.pop(self._coordinates(layout), None)
 
-    def ask(self) -> TrialConfig | None:
+    def ask(self) -> Layout | None:
         """The next point to try, or None when every legal point was handed out."""
         if self.again:
             return self.again.pop(0)
@@ -189,36 +191,36 @@ class SearchStudy:
         if isinstance(self.sampler.inner, SurrogateSampler) and self._asked() >= SURROGATE_TRIALS:
             self.sampler.inner = make_sampler("tpe", self.seed)
         trial = self.study.ask(self.distributions)
-        config = self.unseen.pop(tuple(trial.params[axis] for axis in self.axes))
-        self.trials[config] = trial
-        return config
+        layout = self.unseen.pop(tuple(trial.params[axis] for axis in self.axes))
+        self.trials[layout] = trial
+        return layout
 
-    def give_back(self, config: TrialConfig) -> None:
+    def give_back(self, layout: Layout) -> None:
         """Take back a point that `ask` handed out and of which nothing was learnt: it is handed out again first."""
-        self.again.append(config)
+        self.again.append(layout)
 
-    def tell(self, config: TrialConfig, result: TrialResult) -> None:
+    def tell(self, layout: Layout, result: TrialResult) -> None:
         """Report the outcome of a point that `ask` handed out."""
         self._observe(result)
-        self._report(config, result)
+        self._report(layout, result)
 
-    def _report(self, config: TrialConfig, result: TrialResult) -> None:
+    def _report(self, layout: Layout, result: TrialResult) -> None:
         """Tell the study of an outcome, once there are values to tell it with."""
         if result.status == "pruned":
-            self.study.tell(self.trials[config], state=TrialState.PRUNED)
+            self.study.tell(self.trials[layout], state=TrialState.PRUNED)
             return
         if result.status != "ok" and not self.worst:
-            self.deferred.append((config, result))  # there are no values yet to be worse than
+            self.deferred.append((layout, result))  # there are no values yet to be worse than
             return
-        self._tell(config, result)
+        self._tell(layout, result)
         while self.deferred and self.worst:
             self._tell(*self.deferred.pop())
 
-    def _tell(self, config: TrialConfig, result: TrialResult) -> None:
-        trial, ok = self.trials[config], result.status == "ok"
+    def _tell(self, layout: Layout, result: TrialResult) -> None:
+        trial, ok = self.trials[layout], result.status == "ok"
         # Samplers require the same constraints of every trial; above zero is violated.
         trial.set_constraint("ran", FITS if ok or result.status == "oom" else EXCEEDS)
-        trial.set_constraint("memory", self._excess_of_memory(config, result.status == "oom"))
+        trial.set_constraint("memory", self._excess_of_memory(layout, result.status == "oom"))
         for limit in self.limits:
             trial.set_constraint("".join(map(str, limit)), excess(limit, result.metrics))
         values = self._values(result) if ok else self.worst
@@ -228,10 +230,10 @@ class SearchStudy:
         """Let the memory model learn from a trial that fitted, or did not."""
         measured = result.metrics.get("peak_memory_gib") if result.status == "ok" else None
         if self.memory is not None and (measured is not None or result.status == "oom"):
-            self.memory.observe(result.config, measured)
+            self.memory.observe(result.layout, measured)
 
-    def _excess_of_memory(self, config: TrialConfig, exceeds: bool) -> float:
-        share = None if self.memory is None else self.memory.share(config)
+    def _excess_of_memory(self, layout: Layout, exceeds: bool) -> float:
+        share = None if self.memory is None else self.memory.share(layout)
         if share is None:
             return EXCEEDS if exceeds else FITS
         return max(share - 1, LEAST) if exceeds else min(share - 1, -LEAST)
@@ -251,11 +253,11 @@ class SearchStudy:
     def _asked(self) -> int:
         return len(self.study.get_trials(deepcopy=False))
 
-    def _coordinates(self, point: TrialConfig) -> Coordinates:
+    def _coordinates(self, layout: Layout) -> Coordinates:
         return tuple(
-            place(axis, getattr(point, axis))
+            place(axis, getattr(layout, axis))
             if isinstance(self.distributions[axis], FloatDistribution)
-            else values.index(getattr(point, axis))
+            else values.index(getattr(layout, axis))
             for axis, values in self.axes.items()
         )
 
@@ -266,19 +268,19 @@ class SearchStudy:
         """
         if self.memory is None:
             return dict.fromkeys(self.unseen)
-        shares = {where: self.memory.share(point) for where, point in self.unseen.items()}
+        shares = {where: self.memory.share(layout) for where, layout in self.unseen.items()}
         fitting = [where for where, share in shares.items() if share is None or share <= 1] or shares
         return {where: self.memory.estimated(self.unseen[where]) for where in fitting}
 
     def _needed(self) -> dict[Coordinates, tuple[float, float]]:
         """What was found of the memory of points: see `MemoryModel.needed`."""
         found = {} if self.memory is None else self.memory.needed
-        return {self._coordinates(point): shares for point, shares in found.items()}
+        return {self._coordinates(layout): shares for layout, shares in found.items()}
 
     def _first(self) -> dict[str, Any] | None:
         """The next of the points to begin with."""
-        for point in self.first:
-            if (where := self._coordinates(point)) in self.unseen:
+        for layout in self.first:
+            if (where := self._coordinates(layout)) in self.unseen:
                 return dict(zip(self.axes, where, strict=True))
         return None
 
@@ -291,10 +293,10 @@ class SearchStudy:
         ]
         candidates = self._candidates()
 
-        def distance(point: Coordinates) -> float:
+        def distance(layout: Coordinates) -> float:
             return sum(
                 (here != there) if span is None else abs(here - there) / span
-                for span, here, there in zip(spans, point, goal, strict=True)
+                for span, here, there in zip(spans, layout, goal, strict=True)
             )
 
         chosen = goal if goal in candidates else min(candidates, key=distance)

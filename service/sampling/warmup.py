@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import cycle, islice
 
-from search_spaces.calibration import Calibration
-from search_spaces.config import TrialConfig
+from search_spaces.coefficients import Coefficients
 from search_spaces.cost import metrics
+from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.workload import Workload
 from service.answers.ranking import pareto
@@ -27,7 +27,7 @@ def open_study(
     spec: SearchSpec,
     search_id: str,
     storage: str,
-    calibration: Calibration | None,
+    calibration: Coefficients | None,
     earlier: Iterable[SearchRecord] = (),
 ) -> SearchStudy:
     """The study of a search, new or as `storage`, an Optuna URL, has it; with all that is known ahead.
@@ -36,18 +36,18 @@ def open_study(
     and `exhaustive` are left without predictions and winners; `auto` weighs predictions itself, others begin with the
     best.
     """
-    points, memory = spec.legal.points, MemoryModel(spec.workload)
-    predicted: dict[TrialConfig, dict[str, float]] = {}
-    first: list[TrialConfig] = []
+    layouts, memory = spec.legal.layouts, MemoryModel(spec.workload)
+    predicted: dict[Layout, dict[str, float]] = {}
+    first: list[Layout] = []
     if spec.sampler not in ("random", "exhaustive"):
-        predicted = predictions(points, spec.workload, calibration) if calibration else {}
+        predicted = predictions(layouts, spec.workload, calibration) if calibration else {}
         leading = {} if spec.sampler == "auto" else predicted
         first = first_points(winners(earlier, spec), leading, spec.objectives, memory)
     if spec.baseline_layout is not None:
         first.insert(0, spec.baseline_layout)
     return SearchStudy(
         search_id,
-        points,
+        layouts,
         spec.objectives,
         spec.limits,
         spec.sampler,
@@ -59,30 +59,28 @@ def open_study(
     )
 
 
-def predictions(
-    points: Iterable[TrialConfig], work: Workload, calibration: Calibration
-) -> dict[TrialConfig, dict[str, float]]:
+def predictions(layouts: Iterable[Layout], work: Workload, calibration: Coefficients) -> dict[Layout, dict[str, float]]:
     """Metrics, by their name, that the cost model predicts of each point."""
-    return {point: metrics(point, work, calibration) for point in points}
+    return {layout: metrics(layout, work, calibration) for layout in layouts}
 
 
-def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> Iterator[TrialConfig]:
+def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> Iterator[Layout]:
     """Layouts on the fronts of `searches`, in their order, with the batch of `spec`, in which they must be legal."""
-    left = set(spec.legal.points)
+    left = set(spec.legal.layouts)
     for search in searches:
         for candidate in pareto(search):
-            layout = replace(TrialConfig.from_dict(candidate.config), global_batch_size=spec.global_batch_size)
+            layout = replace(candidate.layout, global_batch_size=spec.global_batch_size)
             if layout in left:
                 left.remove(layout)
                 yield layout
 
 
 def first_points(
-    winners: Iterable[TrialConfig],
-    predicted: Mapping[TrialConfig, Mapping[str, float]],
+    winners: Iterable[Layout],
+    predicted: Mapping[Layout, Mapping[str, float]],
     objectives: Mapping[str, str],
     memory: MemoryModel,
-) -> list[TrialConfig]:
+) -> list[Layout]:
     """Layouts to begin with: winners, then those predicted to be the best on each objective in turn.
 
     The latter differ from all before them in `APART` axes, as far as there are such. None is on the edge of memory.
@@ -99,7 +97,7 @@ def first_points(
     return chosen
 
 
-def _next(order: Iterable[TrialConfig], chosen: Sequence[TrialConfig], memory: MemoryModel) -> TrialConfig | None:
+def _next(order: Iterable[Layout], chosen: Sequence[Layout], memory: MemoryModel) -> Layout | None:
     """The first of `order` that is not just a neighbour of one that was chosen; else the first that was not chosen."""
     neighbour = None
     for layout in order:
@@ -110,10 +108,10 @@ def _next(order: Iterable[TrialConfig], chosen: Sequence[TrialConfig], memory: M
     return neighbour
 
 
-def _is_safe(layout: TrialConfig, memory: MemoryModel) -> bool:
+def _is_safe(layout: Layout, memory: MemoryModel) -> bool:
     return memory.band(layout) in ("fits", None)
 
 
-def _differ(one: TrialConfig, other: TrialConfig) -> bool:
+def _differ(one: Layout, other: Layout) -> bool:
     """Whether two layouts are not just neighbours."""
-    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(TrialConfig)) >= APART
+    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Layout)) >= APART

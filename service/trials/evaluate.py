@@ -16,9 +16,11 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import NodeWindow, Proxy, TrialResult
 from service.spec import SearchSpec
 from service.trials import early_stop, probe, short
+from service.trials.extrapolation import SPENT, over_batch, over_depth
 from service.trials.figures import (
     breakdown_metrics,
     breakdown_problems,
@@ -28,12 +30,10 @@ from service.trials.figures import (
     telemetry_problems,
     trial_metrics,
 )
-from service.trials.proxy import SPENT, over_batch, over_depth
-from telemetry.window import WindowSummary, combine
+from telemetry.windows.trial import WindowSummary, combine
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Protocol
-from trainables.result import NodeWindow, Proxy, TrialResult
 from trainables.trial import TrialRequest
 
 LEASE_S = 3600.0
@@ -41,21 +41,21 @@ GRACE_S = 60.0
 
 
 def evaluate(
-    config: Mapping[str, Any],
+    step: Mapping[str, Any],
     *,
     spec: SearchSpec,
     pool: ActorHandle,
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
 ) -> None:
-    """A Tune function trainable: report the `TrialResult` of the layout `config`, once; nothing if the pool is lost.
+    """A Tune function trainable: report the `TrialResult` of the layout of `step`, once; nothing if the pool is lost.
 
-    Beside the layout's fields, `config` has the trial's `purpose` and the `front` to hold it against.
+    Beside the layout's fields, `step` has the trial's `purpose` and the `front` to hold it against.
     """
     trial_id = ray.tune.get_context().get_trial_id()
     assert trial_id is not None
-    layout = TrialConfig.from_dict(config)
-    purpose, front = config.get("purpose", "search"), config.get("front", ())
+    layout = Layout.from_dict(step)
+    purpose, front = step.get("purpose", "search"), step.get("front", ())
     try:
         mailbox: Any = ray.get(pool.lease.remote(trial_id, LEASE_S))
     except RayActorError:
@@ -78,7 +78,7 @@ def evaluate(
 
 def run(
     trial_id: str,
-    layout: TrialConfig,
+    layout: Layout,
     spec: SearchSpec,
     mailbox: ActorHandle,
     telemetry: Mapping[str, ActorHandle],
@@ -103,7 +103,7 @@ def run(
 
 def run_at_depths(
     trial_id: str,
-    layout: TrialConfig,
+    layout: Layout,
     spec: SearchSpec,
     mailbox: ActorHandle,
     telemetry: Mapping[str, ActorHandle],
@@ -135,7 +135,7 @@ def run_at_depths(
 
 def run_probe(
     trial_id: str,
-    layout: TrialConfig,
+    layout: Layout,
     spec: SearchSpec,
     depths: tuple[int, int],
     mailbox: ActorHandle,
@@ -165,7 +165,7 @@ def run_probe(
     return TrialResult(trial_id, layout, "oom", reason, spent, proxies=tuple(proxies)), seconds
 
 
-def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec, purpose: str = "search") -> TrialRequest:
+def make_request(trial_id: str, layout: Layout, spec: SearchSpec, purpose: str = "search") -> TrialRequest:
     """The trial as a gang gets it: finalists in full and in windows of their own, others short where that saves time.
 
     The two windows of a short trial last half as long each; a finalist that was explored by such a trial gets as many
@@ -173,16 +173,16 @@ def make_request(trial_id: str, config: TrialConfig, spec: SearchSpec, purpose: 
     """
     timing = spec.measurement.model_dump()
     deadline_s, short_trials = timing.pop("deadline_s"), timing.pop("short_trials")
-    sizes = (short.batches(config) if short_trials else None) or ()
+    sizes = (short.batches(layout) if short_trials else None) or ()
     if purpose == "finalist":
         timing["window_s"] = spec.finalists.window_s
-        deadline_s *= config.global_batch_size / max(sizes, default=config.global_batch_size)
+        deadline_s *= layout.global_batch_size / max(sizes, default=layout.global_batch_size)
         sizes = ()
     elif sizes:
         timing["window_s"] /= len(sizes)
     return TrialRequest(
         trial_id=trial_id,
-        config=config,
+        layout=layout,
         model=spec.shape,
         data=spec.data,
         sequence_length=spec.sequence_length,
@@ -211,14 +211,14 @@ def run_on_gang(
     except GetTimeoutError:
         cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
         ray.get(mailbox.give_up.remote(cause))
-        return TrialResult(request.trial_id, request.config, "hang", cause, infrastructure=True)
+        return TrialResult(request.trial_id, request.layout, "hang", cause, infrastructure=True)
     outcomes, members, gang_s = found
     first = outcomes[0]
     if first.status != "ok":
         pruned = first.status == "pruned"
         return TrialResult(
             request.trial_id,
-            request.config,
+            request.layout,
             first.status,
             first.cause,
             metrics={early_stop.BOUND + name: bound for name, bound in best.items()} if pruned else {},
@@ -252,7 +252,7 @@ def judge(
         return {}
     spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
     (summary,) = summaries([node_windows(spans, members, telemetry)], telemetry)
-    best = early_stop.bounds(spec, request.config.num_gpus, steps, summary.energy_j)
+    best = early_stop.bounds(spec, request.layout.num_gpus, steps, summary.energy_j)
     point = early_stop.dominating(spec.objectives, best, front)
     if point is not None:
         ray.get(mailbox.prune.remote(request.trial_id, early_stop.cause(best, point)))
@@ -280,7 +280,7 @@ def measured(
         summary, idle = found[i], None if idle_windows[i] is None else found[len(windows) + i]
         run = TrialResult(
             trial_id=request.trial_id,
-            config=replace(request.config, global_batch_size=batch),
+            layout=replace(request.layout, global_batch_size=batch),
             status="ok",
             cause="; ".join(telemetry_problems(summary, idle)) or None,
             metrics=metrics(batch * spec.sequence_length, reports, timing, summary, idle, spec),
@@ -290,13 +290,13 @@ def measured(
         )
         runs.append(run)
     problems = [
-        run.cause if len(runs) == 1 else f"at {run.config.global_batch_size} sequences: {run.cause}"
+        run.cause if len(runs) == 1 else f"at {run.layout.global_batch_size} sequences: {run.cause}"
         for run in runs
         if run.cause
     ]
     whole = replace(
         runs[0],
-        config=request.config,
+        layout=request.layout,
         cause="; ".join([*problems, *breakdown_problems(outcomes)]) or None,
         metrics=runs[0].metrics | trial_metrics(reports, gang_s) | breakdown_metrics(ranks),
         losses=reports[0].losses,

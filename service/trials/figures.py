@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from service.result import RankRecord
 from service.spec import SearchSpec
-from telemetry.window import WindowSummary
+from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Timing
-from trainables.result import RankRecord
 from trainables.trial import RankReport
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
+from service.result import Proxy
 from service.spec import SearchSpec
-from service.trials.proxy import line
+from service.trials.extrapolation import line
 from trainables.measure import Protocol
-from trainables.result import Proxy
 from trainables.trial import TrialRequest
 
 LAYERS_PER_STAGE = (4, 8)
@@ -23,11 +23,11 @@ STEPS = Protocol(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window_
 """Three steps: the first makes the optimizer's states, without which the peak of those after it is not reached."""
 
 
-def depths(config: TrialConfig, spec: SearchSpec) -> tuple[int, int] | None:
+def depths(layout: Layout, spec: SearchSpec) -> tuple[int, int] | None:
     """The depths at which to probe a layout; None where there is no need to, or none such below the model's own."""
-    if spec.borderline != "probe" or config.stage_layers is not None or band(config, spec.workload) != "borderline":
+    if spec.borderline != "probe" or layout.stage_layers is not None or band(layout, spec.workload) != "borderline":
         return None
-    shallow, deep = (layers * config.pipeline_stages for layers in LAYERS_PER_STAGE)
+    shallow, deep = (layers * layout.pipeline_stages for layers in LAYERS_PER_STAGE)
     return (shallow, deep) if deep < spec.workload.run.model.layers else None
 
 
@@ -36,13 +36,13 @@ def probing(request: TrialRequest) -> TrialRequest:
     return replace(request, protocol=STEPS, batches=request.batches[-1:])
 
 
-def refusal(config: TrialConfig, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> str | None:
+def refusal(layout: Layout, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> str | None:
     """Why a layout does not fit, by two probes that ended well; None if it may.
 
     What torch reserves and does not use it gives back where memory is short, so that it does not count.
     """
     work = spec.workload.run
-    estimated = estimate(config, work, range(config.pipeline_parallel_size))
+    estimated = estimate(layout, work, range(layout.pipeline_parallel_size))
     if estimated.usable_bytes is None:
         return None
     places, usable_gib = (shallow.layers, deep.layers), estimated.usable_bytes / 2**30

@@ -7,7 +7,7 @@ and zero-bubble forms a step takes (m + p - 1) times as long as one of m microba
 
 from __future__ import annotations
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 
 FILL = 2
 """The smaller number, in full pipelines: with one, interleaved schedules hold less in flight than with more, and ZeRO-1
@@ -21,16 +21,16 @@ SAVED = 3
 """The least by which the whole batch must exceed both together for short trials to be worth their error."""
 
 
-def batches(config: TrialConfig) -> tuple[int, int] | None:
+def batches(layout: Layout) -> tuple[int, int] | None:
     """The two global batch sizes to time in place of the layout's own, larger first; None where that saves too little.
 
     GPipe keeps all microbatches of a step in memory, of which a smaller step would say too little.
     """
-    if config.pipeline_parallel_size > 1 and config.pipeline_schedule == "gpipe":
+    if layout.pipeline_parallel_size > 1 and layout.pipeline_schedule == "gpipe":
         return None
-    few = FILL * config.pipeline_parallel_size
+    few = FILL * layout.pipeline_parallel_size
     many = SPREAD * few
-    if SAVED * (few + many) > config.gradient_accumulation_steps:
+    if SAVED * (few + many) > layout.gradient_accumulation_steps:
         return None
-    microbatch = config.global_batch_size // config.gradient_accumulation_steps
+    microbatch = layout.global_batch_size // layout.gradient_accumulation_steps
     return many * microbatch, few * microbatch

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from trainables.result import TrialResult
+from service.result import TrialResult
 
 STEADY_C = 3.0
 """By how many degC a GPU's temperature may change over a window that counts as steady; it is read in whole degrees."""

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from benchmarks.search import Table
 from benchmarks.table import write
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.record.results import TrialRecord
 from tests.service.records import STARTED, search, trial
 
 
-def of(layout: TrialConfig, made: TrialRecord) -> TrialRecord:
+def of(layout: Layout, made: TrialRecord) -> TrialRecord:
     ended = STARTED + timedelta(seconds=4)
-    return replace(made, label=layout.label, config=layout.to_dict(), started=STARTED, ended=ended)
+    return replace(made, label=layout.label, layout=layout, started=STARTED, ended=ended)
 
 
 def test_a_search_as_a_table_is_read_back(tmp_path: Path) -> None:
-    fast, thrifty, full = (TrialConfig("megatron", 4, 8, micro_batch_size=size) for size in (1, 2, 4))
+    fast, thrifty, full = (Layout("megatron", 4, 8, micro_batch_size=size) for size in (1, 2, 4))
     uneven = replace(full, pipeline_parallel_size=2, stage_layers=(3, 5), sequence_parallel=True)
     found = search(
         of(fast, trial("a", tokens_per_s=20.0, joules_per_token=2.0, window_time_s=3.0, warmup_time_s=2.0)),

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.config import RECOMPUTE, SCHEDULES, TrialConfig
-from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import RECOMPUTE, SCHEDULES, Layout
 from search_spaces.models import PRESETS
-from search_spaces.passes import GATHERED_ATTENTION
+from search_spaces.roofline import GATHERED_ATTENTION
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
 
-def sheet_of(name: str) -> Calibration:
+def sheet_of(name: str) -> Coefficients:
     found = data_sheet(name)
     assert found is not None
     return found
@@ -26,7 +26,7 @@ def sheet_of(name: str) -> Calibration:
 
 SHEET = sheet_of("h100")
 ENDLESS = 1e30
-IDEAL = Calibration(
+IDEAL = Coefficients(
     source="a machine that does nothing but matrix products and attention",
     matmul_flops=1e15,
     attention_flops=1e15,
@@ -71,39 +71,39 @@ AXES: dict[str, list[Any]] = {
     "compile": [False, True],
     "precision": ["bf16", "fp32", "fp8"],
 }
-SPACES = {work: enumerate_space(AXES, work).points for work in (WORK, MIXTURE)}
-LAYOUTS = [(work, config) for work, configs in SPACES.items() for config in configs]
-RATES = [field for field in fields(Calibration) if field.name.endswith("_per_s")]
+SPACES = {work: enumerate_space(AXES, work).layouts for work in (WORK, MIXTURE)}
+LAYOUTS = [(work, layout) for work, layouts in SPACES.items() for layout in layouts]
+RATES = [field for field in fields(Coefficients) if field.name.endswith("_per_s")]
 
 
-def layout(**settings: Any) -> TrialConfig:
-    return TrialConfig("megatron", 8, 64, **settings)
+def layout_of(**settings: Any) -> Layout:
+    return Layout("megatron", 8, 64, **settings)
 
 
-def seconds(config: TrialConfig, calibration: Calibration = SHEET, work: Workload = WORK) -> float:
-    return predict(config, work, calibration).step_time_s
+def seconds(layout: Layout, calibration: Coefficients = SHEET, work: Workload = WORK) -> float:
+    return predict(layout, work, calibration).step_time_s
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(LAYOUTS))
-def test_parts_make_up_the_step_and_power_keeps_its_limit(drawn: tuple[Workload, TrialConfig]) -> None:
-    work, config = drawn
-    prediction = predict(config, work, SHEET)
+def test_parts_make_up_the_step_and_power_keeps_its_limit(drawn: tuple[Workload, Layout]) -> None:
+    work, layout = drawn
+    prediction = predict(layout, work, SHEET)
     assert min(prediction.parts.values()) >= 0
     assert sum(prediction.parts.values()) == pytest.approx(prediction.step_time_s)
     assert SHEET.idle_w < prediction.power_w <= SHEET.power_limit_w * (1 + 1e-6)
     tokens = work.global_batch_size * work.sequence_length
     assert prediction.tokens_per_s == pytest.approx(tokens / prediction.step_time_s)
-    energy = prediction.power_w * prediction.step_time_s * config.num_gpus
+    energy = prediction.power_w * prediction.step_time_s * layout.num_gpus
     assert prediction.joules_per_token == pytest.approx(energy / tokens)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(LAYOUTS), st.sampled_from(RATES))
-def test_nothing_is_slower_for_more_bandwidth(drawn: tuple[Workload, TrialConfig], rate: Field[float]) -> None:
-    work, config = drawn
+def test_nothing_is_slower_for_more_bandwidth(drawn: tuple[Workload, Layout], rate: Field[float]) -> None:
+    work, layout = drawn
     faster = replace(SHEET, **{rate.name: 2 * getattr(SHEET, rate.name)})
-    assert seconds(config, faster, work) <= seconds(config, SHEET, work) * (1 + 1e-9)
+    assert seconds(layout, faster, work) <= seconds(layout, SHEET, work) * (1 + 1e-9)
 
 
 def test_matrix_products_and_attention_take_the_models_flops() -> None:
@@ -115,14 +115,14 @@ def test_matrix_products_and_attention_take_the_models_flops() -> None:
     expected = tokens * (causal - weights_in_norms) / 8 / IDEAL.matmul_flops
     # Attention's backward pass is two and a half times its forward pass, where PaLM has twice.
     attention = tokens * model.layers * model.hidden * length / 8 / IDEAL.attention_flops
-    assert seconds(layout(zero_stage=1), IDEAL) == pytest.approx(expected + attention, rel=1e-6)
+    assert seconds(layout_of(zero_stage=1), IDEAL) == pytest.approx(expected + attention, rel=1e-6)
 
 
 @pytest.mark.parametrize(("engine", "slower"), [("megatron", GATHERED_ATTENTION), ("deepspeed", 1.0)])
 def test_attention_of_gathered_keys_is_not_square_and_slower(engine: str, slower: float) -> None:
     """Ulysses's ranks have whole sequences of some heads."""
     plain, split = (
-        predict(replace(layout(zero_stage=1, context_parallel_size=size), engine=engine), WORK, IDEAL).parts[
+        predict(replace(layout_of(zero_stage=1, context_parallel_size=size), engine=engine), WORK, IDEAL).parts[
             "attention"
         ]
         for size in (1, 2)
@@ -131,7 +131,7 @@ def test_attention_of_gathered_keys_is_not_square_and_slower(engine: str, slower
 
 
 def test_full_recomputation_runs_blocks_forward_once_more() -> None:
-    plain, again = (predict(layout(zero_stage=1, recompute=mode), WORK, IDEAL) for mode in ("none", "full"))
+    plain, again = (predict(layout_of(zero_stage=1, recompute=mode), WORK, IDEAL) for mode in ("none", "full"))
     assert again.parts["attention"] / plain.parts["attention"] == pytest.approx(4.5 / 3.5)
     assert 1.25 < again.parts["matmul"] / plain.parts["matmul"] < 4 / 3  # not the head
 
@@ -149,9 +149,9 @@ def test_full_recomputation_runs_blocks_forward_once_more() -> None:
 def test_bubble_of_even_stages(settings: dict[str, Any], expected: float) -> None:
     """Narayanan et al. 2021, section 2.2: (p - 1) / (v m); zero bubble leaves a third of it, or none."""
     headless = replace(WORK, model=replace(WORK.model, vocab=8))
-    config = layout(pipeline_parallel_size=4, **settings)
-    prediction = predict(config, headless, IDEAL)
-    assert config.gradient_accumulation_steps == 32
+    layout = layout_of(pipeline_parallel_size=4, **settings)
+    prediction = predict(layout, headless, IDEAL)
+    assert layout.gradient_accumulation_steps == 32
     assert prediction.parts["bubble"] / (prediction.step_time_s - prediction.parts["bubble"]) == pytest.approx(
         expected, rel=1e-3
     )
@@ -159,14 +159,14 @@ def test_bubble_of_even_stages(settings: dict[str, Any], expected: float) -> Non
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     even, uneven, worse = (
-        seconds(layout(pipeline_parallel_size=2, stage_layers=layers)) for layers in (None, (17, 15), (12, 20))
+        seconds(layout_of(pipeline_parallel_size=2, stage_layers=layers)) for layers in (None, (17, 15), (12, 20))
     )
     assert uneven < even < worse  # the last stage has the head besides
 
 
 def test_at_the_power_limit_the_clock_falls() -> None:
     hungry = replace(IDEAL, joules_per_flop=1e-12)
-    free, held = (predict(layout(zero_stage=1), WORK, calibration) for calibration in (IDEAL, hungry))
+    free, held = (predict(layout_of(zero_stage=1), WORK, calibration) for calibration in (IDEAL, hungry))
     assert free.power_w == pytest.approx(IDEAL.idle_w + 1e-13 * IDEAL.matmul_flops)
     assert held.power_w == pytest.approx(IDEAL.power_limit_w)
     # Power above idle goes with the cube of the clock: 1000 W at the full one, of which 600 are allowed.
@@ -175,18 +175,18 @@ def test_at_the_power_limit_the_clock_falls() -> None:
 
 def test_gpus_that_wait_take_idle_power() -> None:
     waiting = replace(IDEAL, step_s=1e6)
-    assert predict(layout(zero_stage=1), WORK, waiting).power_w == pytest.approx(IDEAL.idle_w, rel=1e-3)
+    assert predict(layout_of(zero_stage=1), WORK, waiting).power_w == pytest.approx(IDEAL.idle_w, rel=1e-3)
 
 
 def test_groups_within_a_node_are_faster() -> None:
-    within = layout(tensor_parallel_size=8, compile=True)
+    within = layout_of(tensor_parallel_size=8, compile=True)
     assert seconds(within) < seconds(within, work=replace(WORK, gpus_per_node=4))
 
 
 def test_rank_order_decides_who_shares_a_node() -> None:
     small = replace(WORK, gpus_per_node=4)
     order = (0, 4, 1, 5, 2, 6, 3, 7)
-    plain = layout(tensor_parallel_size=2)
+    plain = layout_of(tensor_parallel_size=2)
     assert seconds(plain, work=small) < seconds(replace(plain, rank_order=order), work=small)
     assert seconds(replace(plain, rank_order=tuple(range(8))), work=small) == seconds(plain, work=small)
     assert seconds(replace(plain, rank_order=order)) == seconds(plain)  # one node
@@ -218,27 +218,27 @@ TENSOR: dict[str, Any] = {"tensor_parallel_size": 4, "sequence_parallel": True, 
     ],
 )
 def test_which_of_two_settings_is_the_faster_one(base: dict[str, Any], faster: dict[str, Any]) -> None:
-    slow = replace(layout(), **base)
+    slow = replace(layout_of(), **base)
     assert seconds(replace(slow, **faster)) < seconds(slow)
 
 
 def test_hybrid_shards_gather_within_the_node() -> None:
     work = replace(WORK, global_batch_size=512)
-    many = TrialConfig("megatron", 512, 512, zero_stage=3)
+    many = Layout("megatron", 512, 512, zero_stage=3)
     assert seconds(replace(many, data_parallel_replicate_size=64), work=work) < seconds(many, work=work)
 
 
 def test_spread_experts_exchange_tokens() -> None:
-    spread = predict(layout(zero_stage=1, expert_parallel_size=4), MIXTURE, SHEET)
+    spread = predict(layout_of(zero_stage=1, expert_parallel_size=4), MIXTURE, SHEET)
     assert spread.parts["expert_parallel"] > 0
-    assert predict(layout(zero_stage=1), MIXTURE, SHEET).parts["expert_parallel"] == 0
+    assert predict(layout_of(zero_stage=1), MIXTURE, SHEET).parts["expert_parallel"] == 0
 
 
 def test_gpt3_on_1024_h100_is_about_as_fast_as_published() -> None:
     """Megatron-LM's README, strong scaling: 0.47 of bf16's peak on 96 GPUs, 0.42 on 4608."""
     model = PRESETS["gpt3-175b"]
     work = Workload(model, 2048, 1536, ACCELERATORS["h100"])
-    config = TrialConfig(
+    layout = Layout(
         "megatron",
         1024,
         1536,
@@ -251,7 +251,7 @@ def test_gpt3_on_1024_h100_is_about_as_fast_as_published() -> None:
         compile=True,
         reduce_precision="bf16",
     )
-    speed = predict(config, work, SHEET).tokens_per_s * model.flops_per_token(2048) / 1024
+    speed = predict(layout, work, SHEET).tokens_per_s * model.flops_per_token(2048) / 1024
     assert 0.3 < speed / 989.4e12 < 0.5
 
 
@@ -263,4 +263,4 @@ def test_every_accelerator_that_is_known_has_a_labelled_calibration() -> None:
         else:
             assert calibration is not None
             assert name in calibration.source.lower()
-            assert all(getattr(calibration, field.name) > 0 for field in fields(Calibration)[1:])
+            assert all(getattr(calibration, field.name) > 0 for field in fields(Coefficients)[1:])

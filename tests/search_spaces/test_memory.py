@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.committed import BENCHMARKS
 from benchmarks.memory import Point, points, tabled
-from search_spaces.config import SCHEDULES, TrialConfig
 from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.memory import (
     DEEPSPEED_ZERO3_BYTES,
     MEASURED_SHARE,
@@ -34,27 +34,27 @@ SEQUENCE = 2048
 ROUNDS = 8
 
 
-def ranks_of(config: TrialConfig, model: str = "llama3-8b") -> tuple[RankMemory, ...]:
+def ranks_of(layout: Layout, model: str = "llama3-8b") -> tuple[RankMemory, ...]:
     """Of a layout on GPUs of which nothing is known, by pipeline rank."""
-    work = Workload(PRESETS[model], SEQUENCE, config.global_batch_size)
-    return tuple(estimate(config, work, range(config.pipeline_parallel_size)).ranks.values())
+    work = Workload(PRESETS[model], SEQUENCE, layout.global_batch_size)
+    return tuple(estimate(layout, work, range(layout.pipeline_parallel_size)).ranks.values())
 
 
-def layout(engine: str = "megatron", dp: int = 1, **settings: object) -> TrialConfig:
+def layout_of(engine: str = "megatron", dp: int = 1, **settings: object) -> Layout:
     """A layout of `dp` replicas and `ROUNDS` microbatches."""
-    config = replace(TrialConfig(engine, 0, 0), **settings)  # type: ignore[arg-type]
-    sequences = ROUNDS * dp * config.micro_batch_size
-    return replace(config, num_gpus=dp * config.model_parallel_size, global_batch_size=sequences)
+    layout = replace(Layout(engine, 0, 0), **settings)  # type: ignore[arg-type]
+    sequences = ROUNDS * dp * layout.micro_batch_size
+    return replace(layout, num_gpus=dp * layout.model_parallel_size, global_batch_size=sequences)
 
 
-def largest_states(config: TrialConfig, model: str = "llama3-8b") -> float:
-    return max(rank.parameters + rank.gradients + rank.optimizer for rank in ranks_of(config, model))
+def largest_states(layout: Layout, model: str = "llama3-8b") -> float:
+    return max(rank.parameters + rank.gradients + rank.optimizer for rank in ranks_of(layout, model))
 
 
 @pytest.mark.parametrize("model", ["llama3-1b", "llama3-8b", "gpt3-1.3b", "mixtral-8x7b"])
 def test_one_gpu_holds_every_parameter_once(model: str) -> None:
     """Master copies in fp32 and gathered ones in bf16; bf16 gradients, and Adam's two states in fp32."""
-    (rank,) = ranks_of(layout(reduce_precision="bf16"), model)
+    (rank,) = ranks_of(layout_of(reduce_precision="bf16"), model)
     parameters = PRESETS[model].parameters
     assert rank.parameters == 6 * parameters
     assert rank.gradients == 2 * parameters
@@ -64,7 +64,7 @@ def test_one_gpu_holds_every_parameter_once(model: str) -> None:
 def test_zero_shards_what_its_stage_says() -> None:
     """Rajbhandari et al. 2020, figure 1, for eight ranks and the bytes of each engine."""
     whole = PRESETS["llama3-8b"].parameters
-    (megatron,) = ranks_of(layout(dp=8, zero_stage=2))
+    (megatron,) = ranks_of(layout_of(dp=8, zero_stage=2))
     assert megatron.parameters == whole * (2 + 4 / 8)
     assert megatron.gradients == whole * 4 / 8
     assert megatron.optimizer == whole * 8 / 8
@@ -85,7 +85,7 @@ def test_states_of_deepspeed(
 ) -> None:
     """Bytes a parameter of the whole model; with ZeRO-3 two parts are gathered besides, one of them held once more."""
     shape = PRESETS["llama3-8b"]
-    (rank,) = ranks_of(layout("deepspeed", dp=8, zero_stage=zero, reduce_precision=reduced, compile=True))
+    (rank,) = ranks_of(layout_of("deepspeed", dp=8, zero_stage=zero, reduce_precision=reduced, compile=True))
     table = shape.vocab * shape.hidden + shape.hidden
     gathered = 2 * (table + shape.block_parameters) + DEEPSPEED_ZERO3_BYTES * table if zero == 3 else 0
     assert rank.parameters == parameters * shape.parameters + gathered
@@ -97,20 +97,22 @@ def test_states_of_deepspeed(
 def test_buckets_of_deepspeed() -> None:
     """Two in bf16, one on its way while the other is filled."""
     sizes = (10**8, 5 * 10**8)
-    small, large = (ranks_of(layout("deepspeed", dp=8, zero_stage=2, bucket_size=size, compile=True)) for size in sizes)
+    small, large = (
+        ranks_of(layout_of("deepspeed", dp=8, zero_stage=2, bucket_size=size, compile=True)) for size in sizes
+    )
     assert large[0].communication - small[0].communication == 4 * 4 * 10**8
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "gpt3-1.3b", "mixtral-8x7b"])
 def test_pipeline_ranks_hold_the_model_between_them(model: str) -> None:
-    ranks = ranks_of(layout(pipeline_parallel_size=4), model)
+    ranks = ranks_of(layout_of(pipeline_parallel_size=4), model)
     shape = PRESETS[model]
     twice = shape.vocab * shape.hidden if shape.tie_embeddings else 0  # both ends hold a tied table
     assert sum(rank.optimizer for rank in ranks) == 8 * (shape.parameters + twice)
 
 
 def test_tensor_ranks_split_all_but_norms() -> None:
-    (rank,) = ranks_of(layout(tensor_parallel_size=4))
+    (rank,) = ranks_of(layout_of(tensor_parallel_size=4))
     shape = PRESETS["llama3-8b"]
     norms = (2 * shape.layers + 1) * shape.hidden
     assert rank.optimizer == 8 * ((shape.parameters - norms) / 4 + norms)
@@ -119,16 +121,16 @@ def test_tensor_ranks_split_all_but_norms() -> None:
 def test_spread_experts_are_held_once_in_a_group() -> None:
     shape = PRESETS["mixtral-8x7b"]
     experts = shape.layers * shape.num_experts * shape.expert_parameters
-    (rank,) = ranks_of(layout(dp=8, expert_parallel_size=4), "mixtral-8x7b")
+    (rank,) = ranks_of(layout_of(dp=8, expert_parallel_size=4), "mixtral-8x7b")
     assert rank.optimizer == 8 * (shape.parameters - experts + experts / 4)
-    (sharded,) = ranks_of(layout(dp=8, expert_parallel_size=4, zero_stage=1), "mixtral-8x7b")
+    (sharded,) = ranks_of(layout_of(dp=8, expert_parallel_size=4, zero_stage=1), "mixtral-8x7b")
     assert sharded.optimizer == shape.parameters
 
 
 def test_offloaded_states_are_not_on_the_gpu() -> None:
     whole = PRESETS["llama3-8b"].parameters
     for zero, gradients in ((1, 2 * whole), (2, 0)):
-        (away,) = ranks_of(layout("deepspeed", dp=4, zero_stage=zero, offload_optimizer=True))
+        (away,) = ranks_of(layout_of("deepspeed", dp=4, zero_stage=zero, offload_optimizer=True))
         assert (away.parameters, away.gradients, away.optimizer) == (2 * whole, gradients, 0)
 
 
@@ -148,7 +150,7 @@ LAYOUTS = {
 def test_more_zero_never_needs_more(engine: str, more: dict[str, object]) -> None:
     """DeepSpeed's ZeRO-3 apart, which takes more of two ranks than its ZeRO-2."""
     stages = range(4 if engine == "megatron" else 3)
-    states = [largest_states(layout(engine, zero_stage=stage, **more)) for stage in stages]  # type: ignore[arg-type]
+    states = [largest_states(layout_of(engine, zero_stage=stage, **more)) for stage in stages]  # type: ignore[arg-type]
     assert states == sorted(states, reverse=True)
 
 
@@ -156,7 +158,7 @@ def test_more_zero_never_needs_more(engine: str, more: dict[str, object]) -> Non
 @given(axis=st.sampled_from(["tensor", "pipeline"]), zero=st.integers(0, 1), more=st.fixed_dictionaries(LAYOUTS))
 def test_more_model_parallelism_never_needs_more(axis: str, zero: int, more: dict[str, object]) -> None:
     axis += "_parallel_size"
-    states = [largest_states(layout(zero_stage=zero, **{axis: size}, **more)) for size in (1, 2, 4)]  # type: ignore[arg-type]
+    states = [largest_states(layout_of(zero_stage=zero, **{axis: size}, **more)) for size in (1, 2, 4)]  # type: ignore[arg-type]
     assert states == sorted(states, reverse=True)
 
 
@@ -172,7 +174,7 @@ def test_more_model_parallelism_never_needs_more(axis: str, zero: int, more: dic
 def test_less_kept_and_fewer_sequences_need_less(
     model: str, schedule: str, pipeline: int, tensor: int, sequence: bool, more: dict[str, object]
 ) -> None:
-    config = layout(
+    layout = layout_of(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         pipeline_schedule=schedule if pipeline > 1 else "1f1b",
@@ -180,20 +182,20 @@ def test_less_kept_and_fewer_sequences_need_less(
         sequence_parallel=sequence and tensor > 1,
         **more,  # type: ignore[arg-type]
     )
-    work = Workload(PRESETS[model], SEQUENCE, config.global_batch_size)
-    assume(refusal(config, work) is None)
-    by_mode = [ranks_of(replace(config, recompute=mode), model) for mode in ("none", "selective", "full")]
+    work = Workload(PRESETS[model], SEQUENCE, layout.global_batch_size)
+    assume(refusal(layout, work) is None)
+    by_mode = [ranks_of(replace(layout, recompute=mode), model) for mode in ("none", "selective", "full")]
     for none, selective, full in zip(*by_mode, strict=True):
         assert none.activations >= selective.activations >= full.activations > 0
     twice = replace(
-        config, micro_batch_size=2 * config.micro_batch_size, global_batch_size=2 * config.global_batch_size
+        layout, micro_batch_size=2 * layout.micro_batch_size, global_batch_size=2 * layout.global_batch_size
     )
-    assert estimate(twice, work).peak_bytes > estimate(config, work).peak_bytes
+    assert estimate(twice, work).peak_bytes > estimate(layout, work).peak_bytes
 
 
 def test_what_the_loss_gives_back_is_used_again() -> None:
     """Where it is not compiled, gradients on their way, and what is computed again, fit in its tensors."""
-    compiled, eager = (ranks_of(layout(recompute="full", micro_batch_size=8, compile=on))[0] for on in (True, False))
+    compiled, eager = (ranks_of(layout_of(recompute="full", micro_batch_size=8, compile=on))[0] for on in (True, False))
     assert eager.logits > compiled.logits
     assert eager.communication < compiled.communication
     assert eager.activations < compiled.activations
@@ -201,8 +203,8 @@ def test_what_the_loss_gives_back_is_used_again() -> None:
 
 def test_pipeline_ends_are_the_heaviest() -> None:
     """Embedding and most microbatches in flight on the first stage, output projection, logits and loss on the last."""
-    config = layout(pipeline_parallel_size=4, compile=True)
-    found = estimate(config, Workload(PRESETS["llama3-8b"], 8192, config.global_batch_size), range(4))
+    layout = layout_of(pipeline_parallel_size=4, compile=True)
+    found = estimate(layout, Workload(PRESETS["llama3-8b"], 8192, layout.global_batch_size), range(4))
     first, *middle, last = (found.reserved(rank) for rank in range(4))
     assert min(first, last) > max(middle)
 
@@ -219,23 +221,23 @@ def test_pipeline_ends_are_the_heaviest() -> None:
 )
 def test_microbatches_in_flight(schedule: str, virtual: int, passes: tuple[int, ...]) -> None:
     """Counts of passes whose backward pass is not complete, as the papers' figures have them for two ranks."""
-    config = layout(pipeline_parallel_size=2, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
-    (alone,) = ranks_of(layout())
-    share = PRESETS["llama3-8b"].layers // config.pipeline_stages
+    layout = layout_of(pipeline_parallel_size=2, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
+    (alone,) = ranks_of(layout_of())
+    share = PRESETS["llama3-8b"].layers // layout.pipeline_stages
     block = alone.activations / PRESETS["llama3-8b"].layers
-    assert [rank.activations / (block * share) for rank in ranks_of(config)] == pytest.approx(passes)
+    assert [rank.activations / (block * share) for rank in ranks_of(layout)] == pytest.approx(passes)
 
 
 def test_a_short_step_has_fewer_passes_down_the_v_in_flight() -> None:
     """With two microbatches the first of two ranks goes back before the second is up the V again (Qi et al. 2023)."""
-    config = layout(pipeline_parallel_size=2, pipeline_schedule="zbv_zero_bubble", virtual_pipeline_stages=2)
-    short = replace(config, global_batch_size=2)
+    layout = layout_of(pipeline_parallel_size=2, pipeline_schedule="zbv_zero_bubble", virtual_pipeline_stages=2)
+    short = replace(layout, global_batch_size=2)
     assert [passes_in_flight(short, rank) for rank in range(2)] == [3, 4]
 
 
 def test_gradients_come_after_what_all_microbatches_kept() -> None:
     """A step of GPipe, and one of 1F1B of as many microbatches as stages, has no gradients yet when most is kept."""
-    long = layout(pipeline_parallel_size=2)
+    long = layout_of(pipeline_parallel_size=2)
     short, gpipe = replace(long, global_batch_size=2), replace(long, pipeline_schedule="gpipe")
     assert ranks_of(short)[0].gradients < ranks_of(long)[0].gradients
     assert ranks_of(short)[1] == ranks_of(long)[1]
@@ -245,15 +247,15 @@ def test_gradients_come_after_what_all_microbatches_kept() -> None:
 @pytest.mark.parametrize("zero", [1, 2])
 def test_deepspeed_copies_gradients_for_the_update_where_little_is_given_back(zero: int) -> None:
     """A copy of the shard's, in fp32, with full recomputation in steps of several microbatches."""
-    config = layout("deepspeed", dp=4, zero_stage=zero, recompute="full", micro_batch_size=2)
-    (rank,) = ranks_of(config)
+    layout = layout_of("deepspeed", dp=4, zero_stage=zero, recompute="full", micro_batch_size=2)
+    (rank,) = ranks_of(layout)
     assert rank.slack == PRESETS["llama3-8b"].parameters  # 4 bytes for each, of four shards
-    for other in (replace(config, global_batch_size=8), replace(config, recompute="none")):
+    for other in (replace(layout, global_batch_size=8), replace(layout, recompute="none")):
         assert ranks_of(other)[0].slack < rank.slack
 
 
 def test_zero_bubble_holds_whole_stages_that_it_computed_again() -> None:
-    plain = layout(pipeline_parallel_size=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2)
+    plain = layout_of(pipeline_parallel_size=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2)
     plain = replace(plain, recompute="full")
     held = ranks_of(replace(plain, pipeline_schedule="interleaved_zero_bubble"))
     whole = ranks_of(replace(plain, pipeline_schedule="interleaved_zero_bubble", recompute="none"))
@@ -264,20 +266,20 @@ def test_zero_bubble_holds_whole_stages_that_it_computed_again() -> None:
 @pytest.mark.parametrize(("engine", "schedule"), [*(("megatron", name) for name in SCHEDULES), ("deepspeed", "1f1b")])
 def test_a_pipeline_needs_what_is_in_flight(engine: str, schedule: str, recompute: str) -> None:
     """However many microbatches a step has, but for GPipe, which has them all in flight."""
-    config = layout(
+    layout = layout_of(
         engine,
         pipeline_parallel_size=4,
         pipeline_schedule=schedule,
         virtual_pipeline_stages=1 if schedule in ("gpipe", "1f1b") else 2,
         recompute=recompute,
     )
-    few, many = (ranks_of(replace(config, global_batch_size=rounds)) for rounds in (16, 160))
+    few, many = (ranks_of(replace(layout, global_batch_size=rounds)) for rounds in (16, 160))
     assert (few == many) is (schedule != "gpipe")
 
 
 def test_what_goes_between_stages_is_split_as_sequences_are() -> None:
-    config = layout(pipeline_parallel_size=2, tensor_parallel_size=2, compile=True)
-    whole, split = (ranks_of(replace(config, sequence_parallel=on)) for on in (False, True))
+    layout = layout_of(pipeline_parallel_size=2, tensor_parallel_size=2, compile=True)
+    whole, split = (ranks_of(replace(layout, sequence_parallel=on)) for on in (False, True))
     hidden = 2 * SEQUENCE * PRESETS["llama3-8b"].hidden
     # Two outputs in flight and a gradient on the first rank; what comes next and a gradient that was sent on the last.
     for before, after, count in zip(whole, split, (3, 2), strict=True):
@@ -285,21 +287,21 @@ def test_what_goes_between_stages_is_split_as_sequences_are() -> None:
 
 
 def test_uneven_stages() -> None:
-    even, uneven = (layout(pipeline_parallel_size=2, stage_layers=cut) for cut in (None, (12, 20)))
+    even, uneven = (layout_of(pipeline_parallel_size=2, stage_layers=cut) for cut in (None, (12, 20)))
     assert ranks_of(uneven)[1].activations == 20 / 16 * ranks_of(even)[1].activations
 
 
 def test_slack_is_given_back_where_memory_is_short() -> None:
-    config = layout(dp=4, zero_stage=1, micro_batch_size=8, compile=True, reduce_precision="bf16")
-    work = Workload(PRESETS["llama3-8b"], SEQUENCE, config.global_batch_size, ACCELERATORS["h200"])
-    found = estimate(config, work)
+    layout = layout_of(dp=4, zero_stage=1, micro_batch_size=8, compile=True, reduce_precision="bf16")
+    work = Workload(PRESETS["llama3-8b"], SEQUENCE, layout.global_batch_size, ACCELERATORS["h200"])
+    found = estimate(layout, work)
     (rank,) = found.ranks.values()
     assert found.usable_bytes is not None
     assert found.share is not None
     assert rank.needed < found.usable_bytes < rank.needed + rank.slack
     assert found.peak_bytes == found.usable_bytes
     assert found.share < 1
-    assert estimate(config, replace(work, accelerator=ACCELERATORS["gpu"])).share is None
+    assert estimate(layout, replace(work, accelerator=ACCELERATORS["gpu"])).share is None
 
 
 STAGES = st.lists(st.integers(1, 9), min_size=8, max_size=8).map(tuple)
@@ -325,7 +327,7 @@ def test_the_ranks_looked_at_are_the_fullest(
     more: dict[str, object],
 ) -> None:
     virtual = 1 if schedule in ("gpipe", "1f1b") else 2
-    config = layout(
+    layout = layout_of(
         pipeline_parallel_size=pipeline,
         pipeline_schedule=schedule,
         virtual_pipeline_stages=virtual,
@@ -335,22 +337,22 @@ def test_the_ranks_looked_at_are_the_fullest(
         **more,  # type: ignore[arg-type]
     )
     for accelerator in (ACCELERATORS["gpu"], ACCELERATORS["h100"]):
-        work = Workload(PRESETS[model], SEQUENCE, config.global_batch_size, accelerator)
-        some, every = estimate(config, work), estimate(config, work, range(pipeline))
+        work = Workload(PRESETS[model], SEQUENCE, layout.global_batch_size, accelerator)
+        some, every = estimate(layout, work), estimate(layout, work, range(pipeline))
         assert (some.peak_bytes, some.share, some.needs) == (every.peak_bytes, every.share, every.needs)
 
 
 H200 = Workload(PRESETS["llama3-8b"], 8192, 8, ACCELERATORS["h200"])
 
 
-def replicas(engine: str = "megatron", **settings: Any) -> TrialConfig:
+def replicas(engine: str = "megatron", **settings: Any) -> Layout:
     """Of the work of `H200`: four GPUs, ZeRO-1."""
-    return replace(TrialConfig(engine, 4, 8, zero_stage=1, compile=True), **settings)
+    return replace(Layout(engine, 4, 8, zero_stage=1, compile=True), **settings)
 
 
-def share_of(config: TrialConfig, source: MemoryModel | Workload = H200) -> float:
+def share_of(layout: Layout, source: MemoryModel | Workload = H200) -> float:
     """By the formula, or as a search has corrected it."""
-    found = source.share(config) if isinstance(source, MemoryModel) else estimate(config, source.run).share
+    found = source.share(layout) if isinstance(source, MemoryModel) else estimate(layout, source.run).share
     assert found is not None
     return found
 
@@ -369,20 +371,20 @@ def test_what_a_layout_needs_is_named_largest_first() -> None:
     ],
 )
 def test_bands(settings: dict[str, Any], expected: str) -> None:
-    config = replicas(**settings)
-    assert band(config, H200) == MemoryModel(H200).band(config) == expected
+    layout = replicas(**settings)
+    assert band(layout, H200) == MemoryModel(H200).band(layout) == expected
     unknown = replace(H200, accelerator=ACCELERATORS["gpu"])
-    assert band(config, unknown) is MemoryModel(unknown).band(config) is None
+    assert band(layout, unknown) is MemoryModel(unknown).band(layout) is None
 
 
 def test_what_was_never_measured_is_refused_later() -> None:
     """Fewer points are lost to an error of the formula, which launches would find."""
     work = replace(H200, accelerator=Accelerator(memory_gib=100.0))
-    for config, limit in ((replicas(), MEASURED_SHARE), (replicas(recompute="selective"), UNMEASURED_SHARE)):
-        needed = max(rank.needed for rank in estimate(config, work).ranks.values())
+    for layout, limit in ((replicas(), MEASURED_SHARE), (replicas(recompute="selective"), UNMEASURED_SHARE)):
+        needed = max(rank.needed for rank in estimate(layout, work).ranks.values())
         for share, expected in ((limit * 0.99, "borderline"), (limit * 1.01, "too big")):
             memory_gib = (needed / share + OUTSIDE_BYTES) / 2**30
-            assert band(config, replace(work, accelerator=Accelerator(memory_gib))) == expected
+            assert band(layout, replace(work, accelerator=Accelerator(memory_gib))) == expected
 
 
 def test_spread_experts_are_never_safe() -> None:
@@ -395,46 +397,46 @@ def test_spread_experts_are_never_safe() -> None:
 
 def test_of_proxies_the_deeper_has_to_fit() -> None:
     work = replace(H200, model=PRESETS["llama3-70b"])
-    config = replicas()
-    assert band(config, work) == "too big"
-    assert [band(config, replace(work, depths=depths)) for depths in ((1, 2), (1, 40))] == ["fits", "too big"]
+    layout = replicas()
+    assert band(layout, work) == "too big"
+    assert [band(layout, replace(work, depths=depths)) for depths in ((1, 2), (1, 40))] == ["fits", "too big"]
 
 
 def test_trials_correct_their_engine() -> None:
-    model, config, other = MemoryModel(H200), replicas(), replicas("deepspeed")
-    predicted_gib = estimate(config, H200).peak_bytes / 2**30
-    shares = [share_of(config, model)]
+    model, layout, other = MemoryModel(H200), replicas(), replicas("deepspeed")
+    predicted_gib = estimate(layout, H200).peak_bytes / 2**30
+    shares = [share_of(layout, model)]
     for _ in range(40):
-        model.observe(config, 1.1 * predicted_gib)
-        shares.append(share_of(config, model))
+        model.observe(layout, 1.1 * predicted_gib)
+        shares.append(share_of(layout, model))
     assert shares == sorted(shares)
-    assert shares[0] == share_of(config)
+    assert shares[0] == share_of(layout)
     assert shares[0] < shares[1] < 1.05 * shares[0]
     assert shares[-1] == pytest.approx(1.1 * shares[0], rel=0.01)
     assert share_of(other, model) == share_of(other)
 
 
 def test_one_odd_trial_corrects_nothing() -> None:
-    model, config = MemoryModel(H200), replicas()
+    model, layout = MemoryModel(H200), replicas()
     for measured in (1.0, 1.0, 3.0, 1.0, 1.0):
-        model.observe(config, measured * estimate(config, H200).peak_bytes / 2**30)
-    assert share_of(config, model) == share_of(config)
+        model.observe(layout, measured * estimate(layout, H200).peak_bytes / 2**30)
+    assert share_of(layout, model) == share_of(layout)
 
 
 def test_running_out_says_that_more_was_needed() -> None:
-    model, config, hopeless = MemoryModel(H200), replicas(), replicas(micro_batch_size=2, compile=False)
+    model, layout, hopeless = MemoryModel(H200), replicas(), replicas(micro_batch_size=2, compile=False)
     model.observe(hopeless, None)  # which was known
-    assert share_of(config, model) == share_of(config)
+    assert share_of(layout, model) == share_of(layout)
     for _ in range(3):
-        model.observe(config, None)
-    assert share_of(config, model) > share_of(config)
+        model.observe(layout, None)
+    assert share_of(layout, model) > share_of(layout)
 
 
 def test_nothing_is_learnt_of_machines_whose_memory_is_not_known() -> None:
-    model, config = MemoryModel(replace(H200, accelerator=ACCELERATORS["gpu"])), replicas()
-    model.observe(config, None)
-    model.observe(config, 100.0)
-    assert model.share(config) is None
+    model, layout = MemoryModel(replace(H200, accelerator=ACCELERATORS["gpu"])), replicas()
+    model.observe(layout, None)
+    model.observe(layout, 100.0)
+    assert model.share(layout) is None
 
 
 @pytest.fixture(scope="module")
@@ -446,7 +448,7 @@ def test_committed_measurements(measured: list[Point]) -> None:
     """Of layouts that do not spread experts; see docs/memory.md for those that do."""
     errors = {point: abs(point.error) for point in measured if point.error is not None and not point.spread_experts}
     assert len(errors) >= 40
-    assert {point.config.engine for point in errors} == {"megatron", "deepspeed"}
+    assert {point.layout.engine for point in errors} == {"megatron", "deepspeed"}
     for held_out in (False, True):
         some = [error for point, error in errors.items() if held_out is not point.fitted]
         assert statistics.mean(some) < 0.03
@@ -469,7 +471,7 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     errors = [abs(point.error) for point in new if point.error is not None]
     assert statistics.mean(errors) < 0.04
     assert max(errors) < 0.1
-    assert {band(point.config, point.work) for point in new} == {"fits", "borderline"}
+    assert {band(point.layout, point.work) for point in new} == {"fits", "borderline"}
 
 
 def test_a_sweep_of_layouts_that_are_not_compiled() -> None:
@@ -479,7 +481,7 @@ def test_a_sweep_of_layouts_that_are_not_compiled() -> None:
     assert statistics.mean(errors) < 0.03
     assert max(errors) < 0.1
     bands = {
-        ran_out: {band(p.config, p.work) for p in sweep if (p.reserved_gib is None) is ran_out}
+        ran_out: {band(p.layout, p.work) for p in sweep if (p.reserved_gib is None) is ran_out}
         for ran_out in (True, False)
     }
     assert bands == {True: {"too big"}, False: {"fits", "borderline"}}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
 from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.rules import RULES, refusal
 from search_spaces.workload import Workload
 
-BASE = TrialConfig("megatron", 4, 16)
+BASE = Layout("megatron", 4, 16)
 WORK = Workload(PRESETS["tiny-llama"], 128, 16)
 INTERLEAVED = {
     "pipeline_parallel_size": 2,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.config import BUCKET_SIZE, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES, TrialConfig
 from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.layout import BUCKET_SIZE, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.rules import RULES, RULES_BY_AXIS, refusal
 from search_spaces.space import canonical, enumerate_space
@@ -57,8 +57,8 @@ def products(draw: st.DrawFn) -> dict[str, list[Any]]:
     return axes
 
 
-configs = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VALUES.items()}).map(
-    lambda values: TrialConfig(global_batch_size=16, **values)
+layouts = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VALUES.items()}).map(
+    lambda values: Layout(global_batch_size=16, **values)
 )
 workloads = st.builds(
     Workload,
@@ -76,15 +76,15 @@ workloads = st.builds(
 )
 
 
-def brute_force(axes: dict[str, list[Any]], work: Workload) -> list[TrialConfig]:
+def brute_force(axes: dict[str, list[Any]], work: Workload) -> list[Layout]:
     return [
-        TrialConfig(global_batch_size=work.global_batch_size, **dict(zip(axes, values, strict=True)))
+        Layout(global_batch_size=work.global_batch_size, **dict(zip(axes, values, strict=True)))
         for values in itertools.product(*axes.values())
     ]
 
 
 def test_every_axis_is_tried() -> None:
-    assert {*VALUES, "global_batch_size"} == {field.name for field in fields(TrialConfig)}
+    assert {*VALUES, "global_batch_size"} == {field.name for field in fields(Layout)}
     assert set(VALUES) == set(RULES_BY_AXIS)
 
 
@@ -92,7 +92,7 @@ def test_every_axis_is_tried() -> None:
 @given(products(), workloads)
 def test_legal_points(axes: dict[str, list[Any]], work: Workload) -> None:
     space = enumerate_space(axes, work)
-    for point in space.points:
+    for point in space.layouts:
         dp, tp, pp, cp = (
             point.data_parallel_size,
             point.tensor_parallel_size,
@@ -125,7 +125,7 @@ def test_legal_points(axes: dict[str, list[Any]], work: Workload) -> None:
         assert point.rank_order is None or list(point.rank_order) != sorted(point.rank_order)
         one_round = point.gradient_accumulation_steps == 1
         assert not (point.engine == "megatron" and point.zero_stage == 1 and one_round)
-    assert len(set(space.points)) == len(space.points)
+    assert len(set(space.layouts)) == len(space.layouts)
 
 
 @settings(max_examples=100, deadline=None)
@@ -137,56 +137,56 @@ def test_counts_are_those_of_looking_at_every_combination(axes: dict[str, list[A
     refusals = {point: refusal(point, work) for point in distinct}
     assert space.combinations == len(product)
     assert space.distinct == len(distinct)
-    assert set(space.points) == {point for point, why in refusals.items() if why is None}
+    assert set(space.layouts) == {point for point, why in refusals.items() if why is None}
     assert space.refused == dict(Counter(why[0] for why in refusals.values() if why))
     assert set(space.reasons) == set(space.refused) <= {rule.__name__ for rule in RULES}
-    assert space.points == enumerate_space(axes, work).points
+    assert space.layouts == enumerate_space(axes, work).layouts
 
 
-def effect(config: TrialConfig, work: Workload) -> dict[str, Any]:
+def effect(layout: Layout, work: Workload) -> dict[str, Any]:
     """What a legal layout does, told by what each part of a training step sees of it."""
-    megatron, pipeline = config.engine == "megatron", config.pipeline_parallel_size > 1
-    sharded = config.zero_stage > 0 and config.shard_ranks > config.data_parallel_replicate_size
+    megatron, pipeline = layout.engine == "megatron", layout.pipeline_parallel_size > 1
+    sharded = layout.zero_stage > 0 and layout.shard_ranks > layout.data_parallel_replicate_size
     if not sharded:
         reduced = "every step"
-    elif config.zero_stage == 1 and not (megatron and config.gradient_accumulation_steps == 1 and not pipeline):
+    elif layout.zero_stage == 1 and not (megatron and layout.gradient_accumulation_steps == 1 and not pipeline):
         reduced = "every step, to shards"
     else:
         reduced = "every microbatch, to shards"
     # DeepSpeed's ZeRO-1 sums bf16 in fp32 after the last backward pass.
-    in_fp32 = config.precision == "bf16" and config.reduce_precision == "fp32" and not config.offload_optimizer
-    early = sharded and not pipeline and not (config.zero_stage == 1 and in_fp32)
-    sequence_parallel = megatron and config.sequence_parallel and config.tensor_parallel_size > 1
+    in_fp32 = layout.precision == "bf16" and layout.reduce_precision == "fp32" and not layout.offload_optimizer
+    early = sharded and not pipeline and not (layout.zero_stage == 1 and in_fp32)
+    sequence_parallel = megatron and layout.sequence_parallel and layout.tensor_parallel_size > 1
     return {
-        "engine": config.engine,
-        "gpus": config.rank_order or tuple(range(config.num_gpus)),
-        "mesh": [config.coordinates(rank) for rank in range(config.num_gpus)],
-        "experts": config.expert_parallel_size,
-        "microbatch": config.micro_batch_size,
-        "stages": [list(layers) for layers in config.layers_by_stage(work.model.layers)] if pipeline else None,
-        "schedule": (config.pipeline_schedule, config.virtual_pipeline_stages) if pipeline else None,
-        "shards": config.shard_ranks // config.data_parallel_replicate_size if sharded else 1,
-        "parameters": sharded and config.zero_stage == 3,
+        "engine": layout.engine,
+        "gpus": layout.rank_order or tuple(range(layout.num_gpus)),
+        "mesh": [layout.coordinates(rank) for rank in range(layout.num_gpus)],
+        "experts": layout.expert_parallel_size,
+        "microbatch": layout.micro_batch_size,
+        "stages": [list(layers) for layers in layout.layers_by_stage(work.model.layers)] if pipeline else None,
+        "schedule": (layout.pipeline_schedule, layout.virtual_pipeline_stages) if pipeline else None,
+        "shards": layout.shard_ranks // layout.data_parallel_replicate_size if sharded else 1,
+        "parameters": sharded and layout.zero_stage == 3,
         "gradients": reduced,
-        "gradients overlapped": config.overlap_grad_reduce if config.shard_ranks > 1 and (megatron or early) else None,
+        "gradients overlapped": layout.overlap_grad_reduce if layout.shard_ranks > 1 and (megatron or early) else None,
         "gathering overlapped": (
-            config.overlap_param_gather if sharded and (megatron or config.zero_stage == 3) else None
+            layout.overlap_param_gather if sharded and (megatron or layout.zero_stage == 3) else None
         ),
-        "bucket": config.bucket_size if sharded and not megatron else None,
-        "optimizer": "cpu" if config.offload_optimizer and not megatron else "gpu",
-        "precision": config.precision,
-        "sums": config.reduce_precision if config.precision != "fp32" else "fp32",
+        "bucket": layout.bucket_size if sharded and not megatron else None,
+        "optimizer": "cpu" if layout.offload_optimizer and not megatron else "gpu",
+        "precision": layout.precision,
+        "sums": layout.reduce_precision if layout.precision != "fp32" else "fp32",
         "norms": "sharded" if sequence_parallel else "whole",
-        "asynchronous": sequence_parallel and config.compile and config.async_tensor_parallel,
-        "compiled": config.compile,
-        "recompute": config.recompute,
+        "asynchronous": sequence_parallel and layout.compile and layout.async_tensor_parallel,
+        "compiled": layout.compile,
+        "recompute": layout.recompute,
     }
 
 
 @settings(max_examples=150, deadline=None)
 @given(products(), workloads)
 def test_two_points_are_one_just_where_they_have_one_effect(axes: dict[str, list[Any]], work: Workload) -> None:
-    for point in enumerate_space(axes, work).points[:4]:
+    for point in enumerate_space(axes, work).layouts[:4]:
         for axis, values in VALUES.items():
             for value in values:
                 other = replace(point, **{axis: value})
@@ -198,14 +198,14 @@ def test_two_points_are_one_just_where_they_have_one_effect(axes: dict[str, list
 
 
 @settings(max_examples=300, deadline=None)
-@given(configs, workloads)
-def test_rules_read_only_axes_that_are_settled(config: TrialConfig, work: Workload) -> None:
+@given(layouts, workloads)
+def test_rules_read_only_axes_that_are_settled(layout: Layout, work: Workload) -> None:
     """A rule that read a later axis would judge its default instead of its value."""
-    point = canonical(config, work)
+    point = canonical(layout, work)
     settled: dict[str, Any] = {}
     for axis, rules in RULES_BY_AXIS.items():
         settled[axis] = getattr(point, axis)
-        early = TrialConfig(global_batch_size=config.global_batch_size, **({"num_gpus": point.num_gpus} | settled))
+        early = Layout(global_batch_size=layout.global_batch_size, **({"num_gpus": point.num_gpus} | settled))
         why = refusal(early, work, rules)
         assert refusal(point, work, rules) == why
         if why:
@@ -222,9 +222,9 @@ def test_a_space_counted_by_hand() -> None:
         "zero_stage": [0, 1],
     }
     space = enumerate_space(axes, Workload(PRESETS["tiny-llama"], 128, 4))
-    assert (space.combinations, space.distinct, len(space.points)) == (8, 5, 4)
+    assert (space.combinations, space.distinct, len(space.layouts)) == (8, 5, 4)
     assert space.refused == {"gpus_divide": 1}
-    assert [point.label for point in space.points] == [
+    assert [point.label for point in space.layouts] == [
         "megatron 2gpu dp2 zero0 mbs1",
         "megatron 2gpu dp2 zero1 mbs1",
         "megatron 2gpu dp1 pp2 zero0 mbs1",
@@ -252,7 +252,7 @@ def test_a_million_combinations_take_seconds() -> None:
     began = time.process_time()
     space = enumerate_space(axes, Workload(PRESETS["tiny-llama"], 128, 16, ACCELERATORS["h200"]))
     assert space.combinations == math.prod(map(len, axes.values())) > 1e6
-    assert len(space.points) > 1000
+    assert len(space.layouts) > 1000
     assert time.process_time() - began < 10
 
 
@@ -261,4 +261,4 @@ def test_depth_proxies_must_split_over_the_stages_too(depths: tuple[int, ...], l
     axes = FIXED | {"num_gpus": [4], "pipeline_parallel_size": [1, 2, 4]}
     work = Workload(replace(PRESETS["tiny-llama"], layers=8), 128, 16, depths=depths)
     space = enumerate_space(axes, work)
-    assert sorted(point.pipeline_parallel_size for point in space.points) == legal
+    assert sorted(point.pipeline_parallel_size for point in space.layouts) == legal

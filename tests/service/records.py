@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.record.results import SearchRecord, TrialRecord
 
-CONFIG = TrialConfig("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
+CONFIG = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
 DEFAULT = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 
 
 def trial(trial_id: str, energy: str = "counter", status: str = "ok", **metrics: float) -> TrialRecord:
     methods = {"joules_per_token": energy} if "joules_per_token" in metrics else {}
-    return TrialRecord(trial_id, CONFIG.label, CONFIG.to_dict(), status, None, metrics, methods, f"run-{trial_id}")
+    return TrialRecord(trial_id, CONFIG.label, CONFIG, status, None, metrics, methods, f"run-{trial_id}")
 
 
 def search(

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from search_spaces.cost import data_sheet, predict
 from service.calibrate import Error, errors
-from service.calibration import Observation
 from service.cli import main
+from service.fitting import Observation
 from service.home import Home
 from service.spec import parse_spec
 
@@ -31,7 +31,7 @@ def test_errors_are_means_of_shares_of_what_was_measured() -> None:
     spec, sheet = parse_spec(SPEC), data_sheet("h200")
     assert sheet is not None
     observed = []
-    for point, seconds, watts in zip(spec.legal.points, (1 / 0.8, 1 / 1.1), (1 / 0.9, None), strict=True):
+    for point, seconds, watts in zip(spec.legal.layouts, (1 / 0.8, 1 / 1.1), (1 / 0.9, None), strict=True):
         predicted = predict(point, spec.workload, sheet)
         power = watts and watts * predicted.power_w
         observed.append(Observation(point, spec.workload, seconds * predicted.step_time_s, power))

@@ -14,12 +14,12 @@ import yaml
 from click.testing import CliRunner, Result
 
 import service
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.cli import main
 from service.home import Home
 from service.record.tracking import Tracker
+from service.result import TrialResult
 from service.spec import parse_spec
-from trainables.result import TrialResult
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -141,12 +141,12 @@ def searched(home: Home) -> str:
     tracker = Tracker(home.tracking_uri, home)
     objectives = {"tokens_per_s": "maximize"}
     tracker.start_search("tiny-1", yaml.safe_dump(TINY), {}, {}, {}, name="tiny", objectives=objectives)
-    fast, big = parse_spec(yaml.safe_dump(TINY)).legal.points
+    fast, big = parse_spec(yaml.safe_dump(TINY)).legal.layouts
     for result in (
         TrialResult("t0", fast, "ok", None, {"tokens_per_s": 20.0}),
         TrialResult("t1", big, "oom", "rank 0: out of memory"),
     ):
-        tracker.start_trial(result.trial_id, result.config, {})
+        tracker.start_trial(result.trial_id, result.layout, {})
         tracker.finish_trial(result)
     tracker.finish_search("finished", {})
     return "tiny-1"
@@ -213,7 +213,7 @@ def test_plan_counts_and_explains(empty: Path) -> None:
     shown = call("plan", spec).stdout
     assert "8 combinations" in shown
     assert "gpus_divide" in shown
-    assert all(TrialConfig.from_dict(point).label in shown for point in told["points"])
+    assert all(Layout.from_dict(point).label in shown for point in told["points"])
 
 
 def test_data_prepares_tokens_that_plan_and_run_accept(empty: Path) -> None:

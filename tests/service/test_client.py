@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 import service
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service import InputError, Wattune, load_spec
 from service.home import Home
 from service.record.tracking import Tracker
-from trainables.result import TrialResult
+from service.result import TrialResult
 
-FAST = TrialConfig("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")
-FRUGAL = TrialConfig("megatron", 2, 16, micro_batch_size=4, zero_stage=3, precision="fp32")
+FAST = Layout("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")
+FRUGAL = Layout("megatron", 2, 16, micro_batch_size=4, zero_stage=3, precision="fp32")
 
-UNTRIED = TrialConfig("megatron", 2, 16, micro_batch_size=4, precision="fp32")
+UNTRIED = Layout("megatron", 2, 16, micro_batch_size=4, precision="fp32")
 SPEC = """
 name: tiny
 model: tiny-llama
@@ -35,10 +35,10 @@ def wattune(home: Home) -> Wattune:
     tracker = Tracker(home.tracking_uri, home)
     objectives = {"tokens_per_s": "maximize", "joules_per_token": "minimize"}
     tracker.start_search("tiny-1", SPEC, {"model": "tiny-llama"}, {}, {}, name="tiny", objectives=objectives)
-    for trial_id, config, speed, energy in (("t0", FAST, 20.0, 3.0), ("t1", FRUGAL, 10.0, 1.0)):
-        tracker.start_trial(trial_id, config, {})
+    for trial_id, layout, speed, energy in (("t0", FAST, 20.0, 3.0), ("t1", FRUGAL, 10.0, 1.0)):
+        tracker.start_trial(trial_id, layout, {})
         metrics: dict[str, float | None] = {"tokens_per_s": speed, "joules_per_token": energy}
-        tracker.finish_trial(TrialResult(trial_id, config, "ok", None, metrics))
+        tracker.finish_trial(TrialResult(trial_id, layout, "ok", None, metrics))
     return Wattune()
 
 
@@ -48,7 +48,7 @@ def test_the_client_answers_from_the_store_that_the_environment_names(wattune: W
     assert wattune.status("tiny").trials == {"ok": 2}
     assert [trial.trial_id for trial in wattune.trials("tiny")] == ["t0", "t1"]
     assert [trial.trial_id for trial in wattune.pareto("tiny")] == ["t0", "t1"]
-    assert TrialConfig.from_dict(wattune.best("tiny").config) == FAST
+    assert wattune.best("tiny").layout == FAST
     assert wattune.best("tiny", minimize="joules_per_token").trial_id == "t1"
     assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).trial_id == "t1"
     assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 50%"]).trial_id == "t1"

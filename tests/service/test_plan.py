@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from search_spaces.config import TrialConfig
 from search_spaces.cost import data_sheet
+from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from service.cli import main
 from service.plan import ROWS, Plan, make_plan, text
@@ -28,14 +28,14 @@ def planned(**changes: Any) -> Plan:
     return make_plan(spec, data_sheet(spec.cluster.accelerator))
 
 
-def costs(plan: Plan, config: TrialConfig) -> tuple[float, float]:
-    (found,) = (forecast for forecast in plan.forecasts if forecast.config == config)
+def costs(plan: Plan, layout: Layout) -> tuple[float, float]:
+    (found,) = (forecast for forecast in plan.forecasts if forecast.layout == layout)
     return -found.metrics["tokens_per_s"], found.metrics["joules_per_token"]
 
 
 def test_every_legal_layout_is_predicted() -> None:
     plan = planned()
-    assert [forecast.config for forecast in plan.forecasts] == list(plan.spec.legal.points)
+    assert [forecast.layout for forecast in plan.forecasts] == list(plan.spec.legal.layouts)
     for forecast in plan.forecasts:
         found = forecast.metrics
         tokens = plan.spec.tokens_per_step
@@ -49,8 +49,8 @@ def test_every_legal_layout_is_predicted() -> None:
 
 def test_the_front_is_what_nothing_promising_beats() -> None:
     plan = planned()
-    promising = [costs(plan, forecast.config) for forecast in plan.promising]
-    front = [costs(plan, forecast.config) for forecast in plan.front]
+    promising = [costs(plan, forecast.layout) for forecast in plan.promising]
+    front = [costs(plan, forecast.layout) for forecast in plan.front]
     beaten = {
         mine
         for mine in promising
@@ -83,7 +83,7 @@ def test_what_is_predicted_not_to_fit_is_not_promising() -> None:
 def test_proxies_have_to_fit_and_are_predicted_whole() -> None:
     plan = planned(model="llama3-70b", depth_proxy=[4, 8])
     for forecast in plan.forecasts:
-        deeper = estimate(forecast.config, plan.spec.at_depth(8).workload)
+        deeper = estimate(forecast.layout, plan.spec.at_depth(8).workload)
         assert forecast.share == deeper.share
         assert forecast.metrics["peak_memory_gib"] > deeper.peak_bytes / 2**30
     assert "each trial is run with 8 and with 4 layers" in text(plan)
@@ -102,13 +102,13 @@ def test_machines_of_which_nothing_is_known() -> None:
 
 def test_command() -> None:
     told = json.loads(CliRunner().invoke(main, ["plan", str(NODE), "--json"]).stdout)
-    points = [TrialConfig.from_dict(point) for point in told["points"]]
-    assert points == list(load_spec(NODE).legal.points)
+    points = [Layout.from_dict(point) for point in told["points"]]
+    assert points == list(load_spec(NODE).legal.layouts)
     assert told["distinct"] == len(points) + sum(told["refused"].values())
     assert told["memory_bands"]["fits"] + told["memory_bands"]["borderline"] == len(points)
     assert "h200" in told["predicted_from"]
     assert {point["layout"] for point in told["points"] if point["on_predicted_front"]} == {
-        forecast.config.label for forecast in planned().front
+        forecast.layout.label for forecast in planned().front
     }
     brief, full = (CliRunner().invoke(main, ["plan", str(NODE), *options]).stdout for options in ([], ["--all"]))
     assert "memory_fits" in brief

@@ -22,11 +22,11 @@ from service.errors import InputError
 from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
-from service.sampling.course import SearchCourse, Step, settled
+from service.result import TrialResult
+from service.sampling.agenda import SearchAgenda, Step, settled
 from service.sampling.study import SearchStudy
 from service.search import results_of, resume
 from service.spec import dump_spec, load_spec, parse_spec
-from trainables.result import TrialResult
 
 SPEC: dict[str, Any] = {
     "name": "resumed",
@@ -56,17 +56,17 @@ def spec_file(tmp_path: Path) -> Path:
 def broken_off(home: Home, spec_file: Path) -> tuple[str, list[TrialResult]]:
     """What a driver leaves that was killed: one trial recorded, one in the spool only, one under way."""
     spec = load_spec(spec_file)
-    study = SearchStudy("s1", spec.legal.points, spec.objectives, [], "tpe", 0, home.optuna_storage)
+    study = SearchStudy("s1", spec.legal.layouts, spec.objectives, [], "tpe", 0, home.optuna_storage)
     tracker = Tracker(home.tracking_uri, home)
     facts = {"model": "tiny-llama", "accelerator": "cpu", "data": "synthetic"}
     tracker.start_search("s1", dump_spec(spec), facts, {}, {}, name="resumed", objectives=spec.objectives)
     results = []
     for i, (status, cause) in enumerate([("ok", None), ("crash", "a worker died"), ("ok", None)]):
-        config = study.ask()
-        assert config is not None
-        tracker.start_trial(f"t{i}", config, {})
-        results.append(TrialResult(f"t{i}", config, status, cause, {"tokens_per_s": 10.0 + i} if not cause else {}))
-    study.tell(results[0].config, results[0])
+        layout = study.ask()
+        assert layout is not None
+        tracker.start_trial(f"t{i}", layout, {})
+        results.append(TrialResult(f"t{i}", layout, status, cause, {"tokens_per_s": 10.0 + i} if not cause else {}))
+    study.tell(results[0].layout, results[0])
     tracker.finish_trial(results[0])
     tracker._spool(results[1], None, {"started_ms": 1, "finished_ms": 2, "config": {}, "tags": {}})
     tracker.update_search({"search_time_s": 100.0, "gpu_hours": 0.5})
@@ -88,8 +88,8 @@ def test_the_record_is_taken_up_where_it_was(home: Home, broken_off: tuple[str, 
     assert [client.get_run(t.run_id).info.status for t in record.trials] == ["FINISHED", "FAILED", "KILLED"]
     with home.driving(search):
         assert Wattune().status(search).status == "running"
-        tracker.start_trial("t3", results[2].config, {})
-        tracker.finish_trial(TrialResult("t3", results[2].config, "ok"))
+        tracker.start_trial("t3", results[2].layout, {})
+        tracker.finish_trial(TrialResult("t3", results[2].layout, "ok"))
         tracker.finish_search("finished", {"search_time_s": 120.0})
     parent = client.get_run(record.run_id)
     assert (parent.info.status, parent.data.metrics["search_time_s"]) == ("FINISHED", 120.0)
@@ -109,7 +109,7 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
         replace(results[0], trial_id="t5", purpose="finalist"),
     ]
     for result in later:
-        tracker.start_trial(result.trial_id, result.config, {"wattune.purpose": result.purpose})
+        tracker.start_trial(result.trial_id, result.layout, {"wattune.purpose": result.purpose})
         tracker.finish_trial(result)
     found = results_of(Results(home.tracking_uri).search(search))
     assert [(r.trial_id, r.purpose, r.infrastructure) for r in found] == [
@@ -121,12 +121,12 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
     ]
 
     spec = parse_spec(yaml.safe_dump(SPEC | {"finalists": {"count": 4, "repeats": 3}, "sentinel_every": 5}))
-    study = SearchStudy(search, spec.legal.points, spec.objectives, [], "tpe", 0, home.optuna_storage)
+    study = SearchStudy(search, spec.legal.layouts, spec.objectives, [], "tpe", 0, home.optuna_storage)
     study.recall([result for result in settled(found) if result.purpose == "search"])
-    assert study.ask() == results[2].config, "handed out, with no result that counts"
-    course = SearchCourse(study, spec, results=found)
+    assert study.ask() == results[2].layout, "handed out, with no result that counts"
+    course = SearchAgenda(study, spec, results=found)
     steps = [course.next("t6"), course.next("t7")]
-    assert steps == [Step(results[0].config, "finalist")] * 2, "of one layout, measured once of three times"
+    assert steps == [Step(results[0].layout, "finalist")] * 2, "of one layout, measured once of three times"
     assert course.next("t8") is None
 
 

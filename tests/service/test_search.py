@@ -17,9 +17,9 @@ from click.testing import CliRunner
 
 from service.answers.ranking import best, pareto
 from service.calibrate import calibrate
-from service.calibration import load
 from service.cli import main
 from service.errors import InputError
+from service.fitting import load
 from service.home import Home
 from service.record.results import Results
 from service.record.store import open_client
@@ -118,7 +118,7 @@ def test_search_trains_measures_records_and_answers(
 
     called = CliRunner().invoke(main, ["best", search, "--minimize", "joules_per_token", "--format", "json"])
     told = json.loads(called.stdout)
-    assert told["config"] == best(record, minimize="joules_per_token").config
+    assert told["config"] == best(record, minimize="joules_per_token").layout.to_dict()
     assert "estimated" in called.stderr
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from search_spaces.config import ENGINES, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import ENGINES, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES
 from search_spaces.models import PRESETS
 from service.errors import InputError
 from service.spec import METRICS, SECTIONS, SearchSpec, dump_spec, load_spec, parse_constraint, parse_spec
@@ -54,8 +54,8 @@ def refusal(text: str) -> str:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_load(path: Path) -> None:
     spec = load_spec(path)
-    assert len(spec.legal.points) >= 8
-    assert max(point.num_gpus for point in spec.legal.points) <= spec.cluster.size
+    assert len(spec.legal.layouts) >= 8
+    assert max(point.num_gpus for point in spec.legal.layouts) <= spec.cluster.size
 
 
 def test_there_are_examples() -> None:
@@ -69,7 +69,7 @@ def test_defaults() -> None:
         "joules_per_token": "minimize",
         "throttle_ratio": "minimize",
     }
-    assert [point.label for point in defaults.legal.points] == ["megatron 4gpu dp4 zero0 mbs1"]
+    assert [point.label for point in defaults.legal.layouts] == ["megatron 4gpu dp4 zero0 mbs1"]
     assert defaults.gang_size == 4
 
 
@@ -103,18 +103,23 @@ def test_llama_knows_no_longest_sequence() -> None:
 def test_axes_of_lists(given: Any, values: list[Any]) -> None:
     uneven = spec(space={"pipeline_parallel_size": 2, "stage_layers": given})
     assert uneven.axes["stage_layers"] == values
-    assert {point.stage_layers for point in uneven.legal.points} == {None if v == (2, 2) else v for v in values}
+    assert {point.stage_layers for point in uneven.legal.layouts} == {None if v == (2, 2) else v for v in values}
     assert parse_spec(dump_spec(uneven)) == uneven
 
 
 def test_rank_orders_of_several_sizes() -> None:
     ordered = spec(space={"num_gpus": [2, 4], "rank_order": [None, [1, 0], [0, 1, 3, 2], [0, 1]]})
-    assert sorted(str(point.rank_order) for point in ordered.legal.points) == ["(0, 1, 3, 2)", "(1, 0)", "None", "None"]
+    assert sorted(str(layout.rank_order) for layout in ordered.legal.layouts) == [
+        "(0, 1, 3, 2)",
+        "(1, 0)",
+        "None",
+        "None",
+    ]
 
 
 def test_proxies_are_the_model_with_fewer_layers() -> None:
     whole = spec(depth_proxy=[1, 2], model={**SHAPE, "layers": 8, "num_experts": 4, "family": "llama"})
-    assert whole.legal.points
+    assert whole.legal.layouts
     half = whole.at_depth(2)
     assert half.shape == replace(whole.shape, layers=2)
     assert half.model_copy(update={"model": whole.model, "depth_proxy": [1, 2]}) == whole
@@ -123,7 +128,7 @@ def test_proxies_are_the_model_with_fewer_layers() -> None:
 
 def test_proxies_let_models_be_tried_that_do_not_fit() -> None:
     cluster = {"gpus_per_node": 4, "accelerator": "h100"}
-    assert spec(model="llama3-70b", cluster=cluster, depth_proxy=[1, 2], space={"zero_stage": 3}).legal.points
+    assert spec(model="llama3-70b", cluster=cluster, depth_proxy=[1, 2], space={"zero_stage": 3}).legal.layouts
     line = refusal(yaml.safe_dump(fields(model="llama3-70b", cluster=cluster, depth_proxy=[1, 6])))
     assert re.match(r"space: no legal layout among 1; memory_fits refused 1 \(needs 136 GiB", line)
 
@@ -133,7 +138,7 @@ def test_virtual_stages_that_do_not_divide_a_proxy_are_refused_one_by_one() -> N
     found = spec(
         model={**SHAPE, "layers": 16}, depth_proxy=[4, 8], space={"pipeline_parallel_size": 2, **interleaved}
     ).legal
-    assert [point.virtual_pipeline_stages for point in found.points] == [2]
+    assert [point.virtual_pipeline_stages for point in found.layouts] == [2]
     assert found.refused == {"layers_divide": 1}
 
 
@@ -560,5 +565,5 @@ def test_the_worked_example_counts_as_it_says() -> None:
     told = " ".join(example[2].split())
     assert f"= {space.combinations} combinations, of which {space.distinct} are different layouts" in told
     assert f"refuse {sum(space.refused.values())}, namely {space.refused['zero_with_pipeline']} pipelines" in told
-    assert f"{space.refused['memory_fits']} that do not fit in memory; {len(space.points)} are legal" in told
+    assert f"{space.refused['memory_fits']} that do not fit in memory; {len(space.layouts)} are legal" in told
     assert set(space.refused) == {"zero_with_pipeline", "memory_fits"}

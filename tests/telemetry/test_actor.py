@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from telemetry.actor import Fleet, Telemetry, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices import CpuDevice, cpu_uuid
 from telemetry.stream import subscribe
-from telemetry.window import WindowSummary
+from telemetry.windows.trial import WindowSummary
 
 Start = Callable[..., Telemetry]
 

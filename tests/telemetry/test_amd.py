@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from telemetry.devices import DeviceInfo
 from telemetry.devices.amd import _ThrottledTime, torch_uuid
 from telemetry.samples import SCHEMA
-from telemetry.window import summarise
+from telemetry.windows.trial import summarise
 
 ROOT = Path(__file__).parents[2]
 

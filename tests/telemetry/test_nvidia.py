@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from telemetry.devices.base import DeviceInfo
 from telemetry.devices.nvidia import _Total, _WrappingBytes, throttle_field_ids
 from telemetry.samples import SCHEMA
-from telemetry.window import WindowSummary, summarise
+from telemetry.windows.trial import WindowSummary, summarise
 
 ROOT = Path(__file__).parents[2]
 TICK_NS = 100_000_000

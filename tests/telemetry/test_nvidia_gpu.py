@@ -12,7 +12,7 @@ import pytest
 from telemetry.devices.nvidia import REFRESH_NS, NvidiaDevice, discover
 from telemetry.sampler import FULL_PERIOD_S, Sampler
 from telemetry.samples import SCHEMA, SampleBuffer
-from telemetry.window import summarise
+from telemetry.windows.trial import summarise
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from telemetry.devices.replay import ReplayDevice, TraceEnded, Track, load
 from telemetry.sampler import Sampler
 from telemetry.samples import SCHEMA, SampleBuffer
 from telemetry.store import write_samples
-from telemetry.window import summarise
+from telemetry.windows.trial import summarise
 
 SECOND = 1_000_000_000
 TENTH = SECOND // 10

@@ -15,7 +15,7 @@ from telemetry.devices.base import DeviceInfo
 from telemetry.devices.cpu import IDLE_WATTS_PER_CPU, WATTS_PER_BUSY_CPU
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer
-from telemetry.window import summarise
+from telemetry.windows.trial import summarise
 
 
 class Failing:

@@ -41,7 +41,7 @@ def run_ranks(nursery: Nursery, store: TCPStore) -> RunRanks:
                     failed.set()
                 return outcome
 
-        with ThreadPoolExecutor(request.config.num_gpus) as pool:
-            return list(pool.map(rank_outcome, range(request.config.num_gpus)))
+        with ThreadPoolExecutor(request.layout.num_gpus) as pool:
+            return list(pool.map(rank_outcome, range(request.layout.num_gpus)))
 
     return run

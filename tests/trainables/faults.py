@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from trainables import child
 from trainables.data import SYNTHETIC
@@ -33,7 +33,7 @@ from trainables.model import Block
 from trainables.trial import Place, Progress, RankReport, TrialRequest
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-SHARDED = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32", zero_stage=3)
+SHARDED = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32", zero_stage=3)
 PIPELINE = replace(SHARDED, zero_stage=0, pipeline_parallel_size=2)
 PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 REQUEST = TrialRequest("good", SHARDED, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=60, seed=0)
@@ -125,7 +125,7 @@ def main(count: int) -> None:
         outcomes = run(replace(REQUEST, trial_id=name))
         assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("ok", None)] * 2, outcomes
         assert outcomes[0].report is not None
-        return statistics.median(outcomes[0].report.timings[REQUEST.config.global_batch_size].window_steps_s)
+        return statistics.median(outcomes[0].report.timings[REQUEST.layout.global_batch_size].window_steps_s)
 
     at_first, seen = good("good at first"), []
     before = left_behind()
@@ -134,7 +134,7 @@ def main(count: int) -> None:
             good(f"good {number}")
             continue
         fault = list(FAULTS)[number // 3 % len(FAULTS)]
-        outcomes = run(replace(REQUEST, trial_id=f"{fault} {number}", config=FAULTS[fault]))
+        outcomes = run(replace(REQUEST, trial_id=f"{fault} {number}", layout=FAULTS[fault]))
         seen.append([fault, *[outcome.status for outcome in outcomes], outcomes[1].cause])
     at_last = good("good at last")
     print(json.dumps({"failed": seen, "step_s": [at_first, at_last], "left": [before, left_behind()]}))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from trainables.batches import microbatches
 from trainables.data import SYNTHETIC, TokenStream, open_tokens
 
@@ -20,11 +20,11 @@ def numbered() -> TokenStream:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> TrialConfig:
+def layouts(draw: st.DrawFn) -> Layout:
     dp, tp, pp, mbs, accumulated = (
         draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 8), (1, 2), (1, 2), (1, 2, 5), (1, 2, 7))
     )
-    return TrialConfig(
+    return Layout(
         "megatron",
         dp * tp * pp,
         dp * mbs * accumulated,
@@ -35,35 +35,35 @@ def layouts(draw: st.DrawFn) -> TrialConfig:
     )
 
 
-@given(config=layouts(), step=st.integers(0, 50))
-def test_data_parallel_ranks_share_out_exactly_the_global_batch(config: TrialConfig, step: int) -> None:
+@given(layout=layouts(), step=st.integers(0, 50))
+def test_data_parallel_ranks_share_out_exactly_the_global_batch(layout: Layout, step: int) -> None:
     stream, found = numbered(), []
-    for rank in range(config.data_parallel_size):
-        batch = list(microbatches(stream, config, SEQUENCE_LENGTH, step, rank, CPU))
-        assert len(batch) == config.gradient_accumulation_steps
+    for rank in range(layout.data_parallel_size):
+        batch = list(microbatches(stream, layout, SEQUENCE_LENGTH, step, rank, CPU))
+        assert len(batch) == layout.gradient_accumulation_steps
         for inputs, labels in batch:
-            assert inputs.shape == labels.shape == (config.micro_batch_size, SEQUENCE_LENGTH)
+            assert inputs.shape == labels.shape == (layout.micro_batch_size, SEQUENCE_LENGTH)
             assert inputs.dtype == labels.dtype == torch.int64
             assert torch.equal(labels, inputs + 1)
             found += (inputs[:, 0] // SEQUENCE_LENGTH).tolist()
     samples = stream.num_samples(SEQUENCE_LENGTH)
-    first = step * config.global_batch_size
-    assert sorted(found) == sorted(i % samples for i in range(first, first + config.global_batch_size))
+    first = step * layout.global_batch_size
+    assert sorted(found) == sorted(i % samples for i in range(first, first + layout.global_batch_size))
 
 
 def test_every_round_deals_a_microbatch_to_each_rank_in_turn() -> None:
-    config = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+    layout = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
     first_samples = [
-        [inputs[0, 0].item() // SEQUENCE_LENGTH for inputs, _ in microbatches(numbered(), config, 4, 0, rank, CPU)]
+        [inputs[0, 0].item() // SEQUENCE_LENGTH for inputs, _ in microbatches(numbered(), layout, 4, 0, rank, CPU)]
         for rank in range(2)
     ]
     assert first_samples == [[0, 4], [2, 6]]
 
 
 def test_labels_are_the_inputs_one_token_later() -> None:
-    config = TrialConfig("megatron", 1, 4, micro_batch_size=2, precision="fp32")
+    layout = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
     stream = open_tokens(SYNTHETIC, 512)
     rows = torch.from_numpy(np.stack([stream.sequence(i, 16) for i in range(4, 8)]))
-    (a, b), (c, d) = microbatches(stream, config, 16, 1, 0, CPU)
+    (a, b), (c, d) = microbatches(stream, layout, 16, 1, 0, CPU)
     assert torch.equal(torch.cat((a, c)), rows[:, :-1])
     assert torch.equal(torch.cat((b, d)), rows[:, 1:])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from trainables.child import Nursery, Outcome, describe, is_out_of_memory
 from trainables.data import SYNTHETIC
@@ -23,12 +23,12 @@ from trainables.measure import Protocol
 from trainables.trial import Place, TrialRequest
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = TrialConfig("megatron", 1, 4, micro_batch_size=2, precision="fp32")
+CONFIG = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 REQUEST = TrialRequest("short", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
 TRAINING_FOREVER = replace(REQUEST, trial_id="endless", protocol=ENDLESS)
-WAITING_FOREVER = replace(REQUEST, trial_id="lonely", config=replace(CONFIG, num_gpus=2))  # the other rank never comes
+WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(CONFIG, num_gpus=2))  # the other rank never comes
 
 
 def trial_processes(worker: psutil.Process) -> list[psutil.Process]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from trainables.deepspeed_config import configuration, not_expressible
+from search_spaces.layout import Layout
+from trainables.engines.deepspeed.configuration import configuration, not_expressible
 
-BASE = TrialConfig("deepspeed", 4, 16, micro_batch_size=2)
+BASE = Layout("deepspeed", 4, 16, micro_batch_size=2)
 
 
 def test_batch_is_cut_as_the_layout_says() -> None:

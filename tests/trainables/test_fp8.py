@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainables.fp8 import FORWARD, GRADIENT, Float8Linear, quantize, use_fp8
+from trainables.engines.megatron.fp8 import FORWARD, GRADIENT, Float8Linear, quantize, use_fp8
 
 
 def error(found: Tensor, exact: Tensor) -> float:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member, Order
@@ -18,7 +18,7 @@ T = TypeVar("T")
 Evaluated = tuple[list[Outcome], list[Member], float]
 
 OK = Outcome("ok", phase="report")
-CONFIG = TrialConfig("megatron", 2, 4, precision="fp32")
+CONFIG = Layout("megatron", 2, 4, precision="fp32")
 REQUEST = TrialRequest(
     "t0", CONFIG, PRESETS["tiny-llama"], "synthetic", 32, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60, seed=0
 )
@@ -104,7 +104,7 @@ async def test_ranks_beyond_the_trial_s_are_left_out() -> None:
     assert outcomes == [OK, OK]
     assert len(members) == 3
     assert await waits(idle)
-    asyncio.create_task(mailbox.evaluate(replace(REQUEST, config=replace(CONFIG, num_gpus=3))))  # noqa: RUF006
+    asyncio.create_task(mailbox.evaluate(replace(REQUEST, layout=replace(CONFIG, num_gpus=3))))  # noqa: RUF006
     order = await soon(idle)
     assert order is not None
     assert order.number == 2
@@ -128,7 +128,7 @@ async def test_a_rank_that_failed_stops_the_others_and_is_named() -> None:
 @in_a_loop
 async def test_a_worker_that_took_another_rank_is_named_by_both() -> None:
     mailbox = await gang()
-    permuted = replace(REQUEST, config=replace(CONFIG, rank_order=(1, 0)))
+    permuted = replace(REQUEST, layout=replace(CONFIG, rank_order=(1, 0)))
     trial = asyncio.create_task(mailbox.evaluate(permuted))
     number = (await take(mailbox, 0, 0)).number
     await mailbox.hand_in(1, number, Outcome("oom", "memory", "warmup"))

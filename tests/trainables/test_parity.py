@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from search_spaces.config import BUCKET_SIZE, ENGINES, SCHEDULES, TrialConfig
+from search_spaces.layout import BUCKET_SIZE, ENGINES, SCHEDULES, Layout
 from search_spaces.models import ModelShape
 from search_spaces.rules import Workload, refusal
 from search_spaces.space import enumerate_space
@@ -58,9 +58,9 @@ def layout(
     schedule: str = "1f1b",
     stages: int = 1,
     **more: Any,
-) -> TrialConfig:
-    """A layout in fp32 unless said otherwise; `more` are fields of `TrialConfig` by name."""
-    return TrialConfig(
+) -> Layout:
+    """A layout in fp32 unless said otherwise; `more` are fields of `Layout` by name."""
+    return Layout(
         engine,
         gpus,
         GLOBAL_BATCH_SIZE,
@@ -82,19 +82,19 @@ megatron = partial(layout, "megatron")
 deepspeed = partial(layout, "deepspeed")
 
 
-def cases(model: ModelShape, *configs: TrialConfig, slow: bool = False) -> list[Any]:
+def cases(model: ModelShape, *layouts: Layout, slow: bool = False) -> list[Any]:
     """Rows of a table: the same model in several layouts."""
     name = f"{model.family}{model.layers}" + "-experts" * bool(model.num_experts) + "-tied" * model.tie_embeddings
     marks = [pytest.mark.slow] if slow else []
-    return [pytest.param(model, config, id=f"{name} {config.label}", marks=marks) for config in configs]
+    return [pytest.param(model, layout, id=f"{name} {layout.label}", marks=marks) for layout in layouts]
 
 
 def changed(rows: Iterable[Any], **fields: Any) -> list[Any]:
-    """The same rows with other values of some fields of `TrialConfig`."""
+    """The same rows with other values of some fields of `Layout`."""
     new = []
     for row in rows:
-        model, config = row.values
-        new += cases(model, replace(config, **fields), slow=bool(row.marks))
+        model, layout = row.values
+        new += cases(model, replace(layout, **fields), slow=bool(row.marks))
     return new
 
 
@@ -121,13 +121,13 @@ def reference(model: ModelShape, batches: tuple[int, ...] = (GLOBAL_BATCH_SIZE,)
     return losses, norms
 
 
-def request(config: TrialConfig, model: ModelShape) -> TrialRequest:
+def request(layout: Layout, model: ModelShape) -> TrialRequest:
     """A trial of `STEPS` optimizer steps: two of warm-up, however they vary, and the rest in the window."""
     protocol = Protocol(
         steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=STEPS - 2
     )
-    name = f"{config.label} {model}"
-    return TrialRequest(name, config, model, SYNTHETIC, SEQUENCE_LENGTH, protocol, deadline_s=200, seed=0)
+    name = f"{layout.label} {model}"
+    return TrialRequest(name, layout, model, SYNTHETIC, SEQUENCE_LENGTH, protocol, deadline_s=200, seed=0)
 
 
 def reports(outcomes: list[Outcome]) -> list[RankReport]:
@@ -458,18 +458,18 @@ FP8 = changed(
 TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-4, 1e-2), "fp8": (1e-3, 3e-2)}
 
 
-@pytest.mark.parametrize(("model", "config"), [*DENSE, *PIPELINES, *EXPERTS, *TIED, *BF16, *BF16_SUMS, *COMPILED, *FP8])
-def test_layout_trains_as_one_process(model: ModelShape, config: TrialConfig, run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(("model", "layout"), [*DENSE, *PIPELINES, *EXPERTS, *TIED, *BF16, *BF16_SUMS, *COMPILED, *FP8])
+def test_layout_trains_as_one_process(model: ModelShape, layout: Layout, run_ranks: RunRanks) -> None:
     losses, norms = reference(model)
-    of_losses, of_norms = TOLERANCES[config.precision]
-    for report in reports(run_ranks(request(config, model))):
+    of_losses, of_norms = TOLERANCES[layout.precision]
+    for report in reports(run_ranks(request(layout, model))):
         assert report.losses == pytest.approx(losses, rel=of_losses)
         assert report.grad_norms == pytest.approx(norms, rel=of_norms)
-        assert (report.timings[GLOBAL_BATCH_SIZE].compile_s > 0) == config.compile
+        assert (report.timings[GLOBAL_BATCH_SIZE].compile_s > 0) == layout.compile
 
 
 @pytest.mark.parametrize(
-    ("model", "config"),
+    ("model", "layout"),
     [
         *cases(LLAMA, megatron(2, zero=1, mbs=1), megatron(2, zero=3, mbs=1)),
         *cases(deep(LLAMA), megatron(4, **INTERLEAVED, zero=1, mbs=1)),
@@ -485,12 +485,12 @@ def test_layout_trains_as_one_process(model: ModelShape, config: TrialConfig, ru
     ],
 )
 def test_a_layout_goes_on_as_one_process_with_smaller_batches(
-    model: ModelShape, config: TrialConfig, run_ranks: RunRanks
+    model: ModelShape, layout: Layout, run_ranks: RunRanks
 ) -> None:
     batches = (GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE // 2)
     losses, norms = reference(model, batches)
-    of_losses, of_norms = TOLERANCES[config.precision]
-    short = request(config, model)
+    of_losses, of_norms = TOLERANCES[layout.precision]
+    short = request(layout, model)
     for report in reports(run_ranks(replace(short, trial_id=f"short {short.trial_id}", batches=batches))):
         assert report.losses == pytest.approx(losses, rel=of_losses)
         assert report.grad_norms == pytest.approx(norms, rel=of_norms)
@@ -534,16 +534,16 @@ SHOWN = (
 Pair = tuple[tuple[str, Any], ...]
 
 
-def pairs(model: ModelShape, config: TrialConfig) -> set[Pair]:
+def pairs(model: ModelShape, layout: Layout) -> set[Pair]:
     """What the layout has of each two axes, the kind of model among them; of sizes, whether there is one to split."""
-    shown = {axis: getattr(config, axis) for axis in SHOWN} | {size: getattr(config, size) > 1 for size in SIZES}
+    shown = {axis: getattr(layout, axis) for axis in SHOWN} | {size: getattr(layout, size) > 1 for size in SIZES}
     shown |= {
         "model": (model.family, model.num_experts > 0),
         "tied": model.tie_embeddings,
-        "schedule": config.pipeline_schedule if config.pipeline_parallel_size > 1 else None,
-        "uneven": config.stage_layers is not None,
-        "hybrid": config.data_parallel_replicate_size > 1,
-        "accumulates": config.gradient_accumulation_steps > 1,
+        "schedule": layout.pipeline_schedule if layout.pipeline_parallel_size > 1 else None,
+        "uneven": layout.stage_layers is not None,
+        "hybrid": layout.data_parallel_replicate_size > 1,
+        "accumulates": layout.gradient_accumulation_steps > 1,
     }
     return set(itertools.combinations(sorted(shown.items()), 2))
 
@@ -556,7 +556,7 @@ def allowed(engine: str) -> set[Pair]:
         for layers, cuts in ((4, [None]), (5, [(2, 3), (1, 2, 1, 1)])):
             work = Workload(deep(model, layers), SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE)
             axes = AXES | {"engine": [engine], "stage_layers": cuts}
-            for point in enumerate_space(axes, work).points:
+            for point in enumerate_space(axes, work).layouts:
                 found |= pairs(model, point)
     return found
 
@@ -566,8 +566,8 @@ def allowed(engine: str) -> set[Pair]:
 def test_every_pair_of_values_that_rules_allow_is_covered(engine: str) -> None:
     covered: set[Pair] = set()
     for row in (*DENSE, *PIPELINES, *EXPERTS, *TIED, *BF16, *BF16_SUMS, *COMPILED):
-        model, config = row.values
-        if config.engine == engine:
-            assert refusal(config, Workload(model, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE)) is None
-            covered |= pairs(model, config)
+        model, layout = row.values
+        if layout.engine == engine:
+            assert refusal(layout, Workload(model, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE)) is None
+            covered |= pairs(model, layout)
     assert allowed(engine) - covered == set()

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from search_spaces.config import ONE_STAGE_SCHEDULES, SCHEDULES, TrialConfig
-from trainables.engines.pipeline import Pipeline
+from search_spaces.layout import ONE_STAGE_SCHEDULES, SCHEDULES, Layout
+from trainables.engines.megatron.pipeline import Pipeline
 
 RANKS, WIDTH = 2, 8
 FEW, MANY = 8, 24
@@ -68,16 +68,16 @@ class Buffers:
 
 def count_buffers(rank: int, schedule: str, microbatches: int) -> dict[str, list[int]]:
     """By kind, the most receive buffers at once in two steps, and those after them."""
-    config = TrialConfig("megatron", RANKS, microbatches, pipeline_parallel_size=RANKS, pipeline_schedule=schedule)
+    layout = Layout("megatron", RANKS, microbatches, pipeline_parallel_size=RANKS, pipeline_schedule=schedule)
     if schedule not in ONE_STAGE_SCHEDULES:
-        config = replace(config, virtual_pipeline_stages=2)
-    stages: dict[int, nn.Module] = {index: nn.Linear(WIDTH, WIDTH) for index in config.stages_of(rank)}
+        layout = replace(layout, virtual_pipeline_stages=2)
+    stages: dict[int, nn.Module] = {index: nn.Linear(WIDTH, WIDTH) for index in layout.stages_of(rank)}
     group = dist.group.WORLD
     assert group is not None
     buffers = Buffers()
     with pytest.MonkeyPatch.context() as monkeypatch:
         buffers.watch(monkeypatch)
-        pipeline = Pipeline(config, stages, group, nn.functional.mse_loss, torch.device("cpu"))
+        pipeline = Pipeline(layout, stages, group, nn.functional.mse_loss, torch.device("cpu"))
         for _ in range(2):
             pipeline.step(torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH))
     return {kind: [buffers.most[kind], buffers.alive(kind)] for kind in KINDS}

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
 from trainables import profiling
@@ -19,15 +19,15 @@ from trainables.profiling import Profile, profile_step
 from trainables.trial import RankReport, TrialRequest
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+CONFIG = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 PROTOCOL = Protocol(2, 0.5, 0.2, 0.2, 7, breakdown=True)
 REQUEST = TrialRequest("profiled", CONFIG, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=120, seed=0)
 
 
 def alone(step: Callable[[], object], use_gpu: bool = False) -> Profile:
     """Profile a step of a trial on one rank."""
-    config = replace(CONFIG, num_gpus=1)
-    return profile_step(step, config, use_gpu, meet=lambda: None, slowest=lambda seconds: seconds)
+    layout = replace(CONFIG, num_gpus=1)
+    return profile_step(step, layout, use_gpu, meet=lambda: None, slowest=lambda seconds: seconds)
 
 
 def train(device: str) -> None:
@@ -66,10 +66,10 @@ def check(report: RankReport) -> None:
         (replace(CONFIG, pipeline_parallel_size=2), ["send_recv_s"]),
         (replace(CONFIG, engine="deepspeed", zero_stage=0), ["all_reduce_s"]),
     ],
-    ids=lambda value: value.label if isinstance(value, TrialConfig) else "",
+    ids=lambda value: value.label if isinstance(value, Layout) else "",
 )
-def test_each_rank_says_where_its_step_went(layout: TrialConfig, communication: list[str], run_ranks: RunRanks) -> None:
-    outcomes = run_ranks(replace(REQUEST, trial_id=f"profiled {layout.label}", config=layout))
+def test_each_rank_says_where_its_step_went(layout: Layout, communication: list[str], run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(replace(REQUEST, trial_id=f"profiled {layout.label}", layout=layout))
     spans = set()
     for rank, outcome in enumerate(outcomes):
         assert (outcome.status, outcome.cause) == ("ok", None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
 from trainables.child import Nursery
@@ -19,7 +19,7 @@ from trainables.measure import Protocol
 from trainables.trial import Place, Progress, TrialRequest, WrongTraining, check_learning, run_trial
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = TrialConfig("megatron", 1, 4, micro_batch_size=2, precision="fp32")
+CONFIG = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=7)
 REQUEST = TrialRequest("alone", CONFIG, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=120, seed=0)
 
@@ -51,7 +51,7 @@ def test_other_losses_are_not(losses: tuple[float, ...], complaint: str) -> None
 
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
 def test_a_rank_reports_what_it_measured(engine: str, run_ranks: RunRanks) -> None:
-    request = replace(REQUEST, trial_id=f"alone on {engine}", config=replace(CONFIG, engine=engine))
+    request = replace(REQUEST, trial_id=f"alone on {engine}", layout=replace(CONFIG, engine=engine))
     (outcome,) = run_ranks(request)
     assert (outcome.status, outcome.cause, outcome.phase) == ("ok", None, "report")
     report = outcome.report
@@ -104,7 +104,7 @@ def count_objects(request: TrialRequest, place: Place, connection: Connection) -
 def test_no_step_is_held_up_by_a_collection_of_all_objects(nursery: Nursery, store: TCPStore) -> None:
     ours, theirs = nursery._context.Pipe(duplex=False)
     place = Place(0, 0, "127.0.0.1", store.port, use_gpu=False)
-    request = replace(REQUEST, trial_id="collected", config=replace(CONFIG, recompute="full"))
+    request = replace(REQUEST, trial_id="collected", layout=replace(CONFIG, recompute="full"))
     child = nursery._context.Process(target=count_objects, args=(request, place, theirs))
     child.start()
     theirs.close()

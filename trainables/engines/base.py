@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 
 Microbatch = tuple[Tensor, Tensor]
@@ -33,7 +33,7 @@ def learning_rate(model: ModelShape) -> float:
 class Job:
     """One rank's share of a trial; `rank` is in the trial's own world of `config.num_gpus` processes."""
 
-    config: TrialConfig
+    layout: Layout
     model: ModelShape
     sequence_length: int
     seed: int

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.answers import candidates, export, overview, ranking
 from service.answers.candidates import Candidate
 from service.errors import InputError
@@ -151,7 +151,7 @@ def test_unknown_metrics_and_empty_choices_are_refused() -> None:
 
 def test_export_holds_what_launching_needs() -> None:
     exported = json.loads(json.dumps(export.export(search(FAST), ranking.best(search(FAST)))))
-    assert TrialConfig.from_dict(exported["config"]) == CONFIG
+    assert Layout.from_dict(exported["config"]) == CONFIG
     assert (exported["search_id"], exported["trial_id"]) == ("s1", "fast")
     assert exported["workload"]["model"] == "tiny-llama"
     assert exported["metrics"]["tokens_per_s"] == 100
@@ -163,8 +163,8 @@ def test_export_holds_what_launching_needs() -> None:
 
 
 def test_export_of_a_megatron_layout_has_its_arguments() -> None:
-    layout = TrialConfig("megatron", 8, 16, tensor_parallel_size=2, pipeline_parallel_size=4, compile=True)
-    record = search(replace(FAST, config=layout.to_dict()))
+    layout = Layout("megatron", 8, 16, tensor_parallel_size=2, pipeline_parallel_size=4, compile=True)
+    record = search(replace(FAST, layout=layout))
     exported = export.export(record, ranking.best(record))
     arguments = " ".join(exported["megatron_lm"])
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in arguments
@@ -206,10 +206,10 @@ def test_whatever_was_recorded_the_answers_are_comparable_and_agree(
         assert chosen.metrics[metric] == max(one.metrics[metric] for one in compared)
 
 
-TP, PP = (TrialConfig("megatron", 4, 8, tensor_parallel_size=tp, pipeline_parallel_size=4 // tp) for tp in (4, 1))
+TP, PP = (Layout("megatron", 4, 8, tensor_parallel_size=tp, pipeline_parallel_size=4 // tp) for tp in (4, 1))
 
 
-def again(layout: TrialConfig, *speeds: float, purpose: str = "finalist", energy: float = 1.0) -> list[TrialRecord]:
+def again(layout: Layout, *speeds: float, purpose: str = "finalist", energy: float = 1.0) -> list[TrialRecord]:
     """Trials of one layout, of which all but the first search trial, of 100 tokens/s, are repeats."""
     explored = trial(f"{layout.label}-search", tokens_per_s=100, joules_per_token=energy, throttle_ratio=0)
     repeats = [
@@ -218,12 +218,12 @@ def again(layout: TrialConfig, *speeds: float, purpose: str = "finalist", energy
         )
         for i, speed in enumerate(speeds)
     ]
-    return [replace(one, config=layout.to_dict(), label=layout.label) for one in (explored, *repeats)]
+    return [replace(one, layout=layout, label=layout.label) for one in (explored, *repeats)]
 
 
 def test_a_finalist_is_the_mean_of_its_repeats_without_its_search_trial() -> None:
     (only,) = candidates.candidates(search(*again(TP, 80, 82, 84)))
-    assert only.config == TP.to_dict()
+    assert only.layout == TP
     assert only.purpose == "finalist"
     assert [one.metrics["tokens_per_s"] for one in only.trials] == [80, 82, 84]
     assert only.metrics == {"tokens_per_s": 82, "joules_per_token": 1, "throttle_ratio": 0}

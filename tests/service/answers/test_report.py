@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.space import Space
 from service.answers.report import ENOUGH_TRIALS, Refusal, report, text
 from service.record.results import TrialRecord
@@ -53,13 +53,13 @@ def test_a_search_without_result_has_a_report() -> None:
 def test_importance_goes_to_the_axis_that_decides() -> None:
     axes = itertools.product((1, 2, 4), (1, 2), ("none", "full"))
     layouts = [
-        TrialConfig("megatron", 4, 8, tensor_parallel_size=tp, micro_batch_size=mbs, recompute=recompute)
+        Layout("megatron", 4, 8, tensor_parallel_size=tp, micro_batch_size=mbs, recompute=recompute)
         for tp, mbs, recompute in axes
     ]
     trials = [
         replace(
             timed(i, 100 / layout.tensor_parallel_size, 2.0 if layout.recompute == "full" else 1.0),
-            config=layout.to_dict(),
+            layout=layout,
         )
         for i, layout in enumerate(layouts)
     ]

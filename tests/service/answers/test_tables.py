@@ -4,11 +4,11 @@ import pytest
 
 from service.answers.candidates import Candidate
 from service.answers.tables import breakdown_table, candidates_table, number
-from tests.service.records import search
+from tests.service.records import CONFIG, search
 
 
 def layout(label: str, **metrics: float) -> Candidate:
-    return Candidate(label, {}, metrics, {}, ())
+    return Candidate(label, CONFIG, metrics, {}, ())
 
 
 def test_a_breakdown_is_shown_as_shares_of_the_step() -> None:
@@ -53,7 +53,7 @@ def test_an_interval_has_two_digits(metric: str, value: float, half_width: float
 def test_a_table_tells_what_was_measured_again() -> None:
     record = search()
     once = layout("dp2", tokens_per_s=50.0)
-    again = Candidate("tp2", {}, {"tokens_per_s": 100.0}, {}, (), "finalist", {"tokens_per_s": 2.0})
+    again = Candidate("tp2", CONFIG, {"tokens_per_s": 100.0}, {}, (), "finalist", {"tokens_per_s": 2.0})
     heads, _, *rows = candidates_table(record, [once, again]).splitlines()
     assert heads.split("  ")[0] == "layout"
     assert "measured" in heads

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.answers.why import SHOWN, parse_choices, text, why
 from service.errors import InputError
 from service.record.results import TrialRecord
@@ -25,14 +25,14 @@ def spec(**changes: Any) -> SearchSpec:
     return parse_spec(yaml.safe_dump({**facts, **machines, **wanted, **changes}))
 
 
-def of(layout: TrialConfig, status: str = "ok", cause: str | None = None, **metrics: float) -> TrialRecord:
+def of(layout: Layout, status: str = "ok", cause: str | None = None, **metrics: float) -> TrialRecord:
     made = trial(layout.label, "counter", status, **metrics)
-    return replace(made, config=layout.to_dict(), label=layout.label, cause=cause)
+    return replace(made, layout=layout, label=layout.label, cause=cause)
 
 
-def layout(**settings: Any) -> TrialConfig:
+def layout(**settings: Any) -> Layout:
     return next(
-        point for point in spec().legal.points if all(getattr(point, axis) == v for axis, v in settings.items())
+        point for point in spec().legal.layouts if all(getattr(point, axis) == v for axis, v in settings.items())
     )
 
 
@@ -54,7 +54,7 @@ def test_every_layout_has_one_fate_and_what_was_measured_comes_first() -> None:
         FAST.label: "on the front",
         SLOW.label: "dominated",
         BIG.label: "oom",
-        **{p.label: "not tried" for p in spec().legal.points if p not in (FAST, SLOW, BIG)},
+        **{p.label: "not tried" for p in spec().legal.layouts if p not in (FAST, SLOW, BIG)},
     }
     assert found.fates[0].outcome == "on the front"
     assert found.fates[-1].outcome == "refused"
@@ -85,9 +85,7 @@ def test_a_setting_without_effect_is_told() -> None:
 
 def test_values_beyond_the_spec_are_judged_and_told() -> None:
     found = why(spec(), {"micro_batch_size": 4, "tensor_parallel_size": 1, "zero_stage": 0}, RECORD)
-    assert [(fate.outcome, fate.config and fate.config["micro_batch_size"]) for fate in found.fates] == [
-        ("not tried", 4)
-    ]
+    assert [(fate.outcome, fate.layout and fate.layout.micro_batch_size) for fate in found.fates] == [("not tried", 4)]
     assert found.notes == ("micro_batch_size 4 is not in the spec",)
     (never,) = why(spec(), {"micro_batch_size": 16, "tensor_parallel_size": 1}, RECORD).fates
     assert (never.outcome, never.label) == ("refused", None)
@@ -112,7 +110,7 @@ def test_without_a_search_the_answer_is_what_is_legal() -> None:
 
 
 def test_a_layout_beaten_by_no_more_than_its_interval_says_so() -> None:
-    def again(point: TrialConfig, *speeds: float) -> list[TrialRecord]:
+    def again(point: Layout, *speeds: float) -> list[TrialRecord]:
         made = [of(point, tokens_per_s=speed, joules_per_token=1) for speed in speeds]
         return [replace(one, trial_id=f"{one.trial_id}-{i}", purpose="finalist") for i, one in enumerate(made)]
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.answers.overview import describe
 from service.errors import InputError
 from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
-from trainables.result import TrialResult
+from service.result import TrialResult
 
-CONFIG = TrialConfig("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
+CONFIG = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 DEFAULT = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 
 
@@ -30,7 +30,7 @@ def record(
     facts = {"model": "tiny-llama", "parameters": parameters, "accelerator": "cpu", "data": "synthetic"}
     tracker.start_search(search_id, spec, facts, {}, {}, name="tiny", objectives=DEFAULT)
     for outcome in outcomes:
-        tracker.start_trial(outcome.trial_id, outcome.config, {})
+        tracker.start_trial(outcome.trial_id, outcome.layout, {})
         tracker.finish_trial(outcome)
     tracker.finish_search(status, {})
 

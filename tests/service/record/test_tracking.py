@@ -19,19 +19,17 @@ import pyarrow as pa
 import pytest
 from mlflow import MlflowClient
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from service.errors import InputError
 from service.home import Home
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
+from service.result import PURPOSES, NodeWindow, Proxy, RankRecord, TrialResult
 from telemetry.samples import SCHEMA
 from telemetry.store import read_samples
 from trainables.breakdown import break_down
-from trainables.result import PURPOSES, NodeWindow, Proxy, RankRecord, TrialResult
 
-CONFIG = TrialConfig(
-    "megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True
-)
+CONFIG = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True)
 ENVIRONMENT = {"torch": "2.13.0", "git_commit": "0123abc"}
 
 
@@ -103,8 +101,7 @@ def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     assert (search.name, search.status, search.notices) == ("tiny", "finished", ("mind this",))
     assert search.params["sequence_length"] == 128
     assert search.environment == ENVIRONMENT
-    assert TrialConfig.from_dict(trial.config) == CONFIG
-    assert trial.config == CONFIG.to_dict()
+    assert trial.layout == CONFIG
     assert trial.metrics == {"tokens_per_s": 1e5, "joules_per_token": 0.07, "step_time_s": 0.5}
     assert trial.methods == {"joules_per_token": "counter"}
     assert (trial.status, trial.cause, trial.label) == ("ok", None, CONFIG.label)
@@ -334,7 +331,7 @@ def test_a_server_that_goes_away_during_the_search_loses_nothing(
         assert tracker.notices == []
         search = read(home, uri)
         assert [(t.trial_id, t.status) for t in search.trials] == [(f"s1-00{i}", "ok") for i in range(3)]
-        assert TrialConfig.from_dict(search.trials[2].config) == CONFIG
+        assert search.trials[2].layout == CONFIG
         client = MlflowClient(uri)
         path = client.download_artifacts(search.trials[2].run_id, "samples.parquet", str(tmp_path))
         assert read_samples(Path(path)).equals(samples())

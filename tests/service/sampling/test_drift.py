@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import NodeWindow, TrialResult
 from service.sampling.drift import Drift, beyond_noise, drift, drifts
-from trainables.result import NodeWindow, TrialResult
 
-LAYOUT = TrialConfig("megatron", 1, 8)
+LAYOUT = Layout("megatron", 1, 8)
 
 
 def run(rate: float, joules: float | None = 1.0, gpu: str = "GPU-a") -> TrialResult:

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import TrialResult
 from service.sampling.finalists import CLOSE, contenders, front, rounds, spread
-from trainables.result import TrialResult
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 
 
 def result(i: int, rate: float | None, joules: float | None, status: str = "ok", memory: float = 1.0) -> TrialResult:
     metrics = {"tokens_per_s": rate, "joules_per_token": joules, "throttle_ratio": None, "peak_memory_gib": memory}
-    return TrialResult(str(i), TrialConfig("megatron", 1, 64, micro_batch_size=i + 1), status, metrics=metrics)
+    return TrialResult(str(i), Layout("megatron", 1, 64, micro_batch_size=i + 1), status, metrics=metrics)
 
 
 def names(results: list[TrialResult]) -> list[str]:
@@ -75,7 +75,7 @@ def test_where_the_front_has_few_those_close_to_it_contend_as_well() -> None:
 def test_as_many_as_asked_for_and_the_best_on_each_objective(results: list[TrialResult], count: int) -> None:
     found = front(results, OBJECTIVES)
     chosen = spread(found, OBJECTIVES, count)
-    assert len({r.config for r in chosen}) == len(chosen) == min(count, len(found))
+    assert len({r.layout for r in chosen}) == len(chosen) == min(count, len(found))
     assert set(names(chosen)) <= set(names(found))
     if count >= 2:
         for metric, best in (("tokens_per_s", max), ("joules_per_token", min)):
@@ -84,7 +84,7 @@ def test_as_many_as_asked_for_and_the_best_on_each_objective(results: list[Trial
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_round_measures_each_layout_once_in_an_order_of_its_own(seed: int) -> None:
-    layouts = [result(i, 1.0, 1.0).config for i in range(6)]
+    layouts = [result(i, 1.0, 1.0).layout for i in range(6)]
     order = rounds(layouts, 3, seed)
     each = [order[i : i + 6] for i in (0, 6, 12)]
     assert all(Counter(layouts) == Counter(one) for one in each)

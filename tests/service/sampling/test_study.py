@@ -15,22 +15,22 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
-from search_spaces.config import TrialConfig
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.models import PRESETS
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
+from service.result import TrialResult
 from service.sampling import study as study_module
 from service.sampling.study import STARTUP_TRIALS, SearchStudy, SnappingSampler
 from service.sampling.surrogate import SurrogateSampler
-from trainables.result import TrialResult
 
 SAMPLERS = ["auto", "tpe", "gp", "nsga2", "random"]
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 
 
-def space(**axes: list[Any]) -> tuple[TrialConfig, ...]:
+def space(**axes: list[Any]) -> tuple[Layout, ...]:
     fixed: dict[str, list[Any]] = {
         "engine": ["megatron"],
         "num_gpus": [8],
@@ -44,7 +44,7 @@ def space(**axes: list[Any]) -> tuple[TrialConfig, ...]:
         "precision": ["bf16"],
     }
     shape = replace(PRESETS["tiny-llama"], heads=8, kv_heads=8)
-    return enumerate_space(fixed | axes, Workload(shape, 128, 64)).points
+    return enumerate_space(fixed | axes, Workload(shape, 128, 64)).layouts
 
 
 POINTS = space(
@@ -57,28 +57,28 @@ POINTS = space(
 FEW = space(engine=["megatron", "deepspeed"], tensor_parallel_size=[1, 2, 4], zero_stage=[0, 3])
 
 
-def figures(config: TrialConfig) -> dict[str, float | None]:
+def figures(layout: Layout) -> dict[str, float | None]:
     """A smooth table of outcomes: more parallelism costs speed, larger microbatches gain it, power follows speed."""
-    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
-    bubble = 0.4 * (pp - 1) / config.gradient_accumulation_steps
-    lost = 0.15 * math.log2(tp) + bubble + 0.02 * config.zero_stage + 0.05 * (config.engine == "deepspeed")
-    efficiency = (1 - 0.3 / (config.micro_batch_size + 1)) / (1 + lost)
-    efficiency *= (1 - 0.25 * (config.recompute == "full")) * (1 + 0.12 * config.compile)
-    rate = 1000 * config.num_gpus**0.9 * efficiency
-    power = 200 + config.num_gpus * (300 + 400 * min(1.0, efficiency))
+    tp, pp = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    bubble = 0.4 * (pp - 1) / layout.gradient_accumulation_steps
+    lost = 0.15 * math.log2(tp) + bubble + 0.02 * layout.zero_stage + 0.05 * (layout.engine == "deepspeed")
+    efficiency = (1 - 0.3 / (layout.micro_batch_size + 1)) / (1 + lost)
+    efficiency *= (1 - 0.25 * (layout.recompute == "full")) * (1 + 0.12 * layout.compile)
+    rate = 1000 * layout.num_gpus**0.9 * efficiency
+    power = 200 + layout.num_gpus * (300 + 400 * min(1.0, efficiency))
     return {"tokens_per_s": rate, "joules_per_token": power / rate, "throttle_ratio": 0.0, "peak_memory_gib": 60.0 / tp}
 
 
-def outcome(config: TrialConfig, status: str = "ok", **changed: float | None) -> TrialResult:
-    metrics = figures(config) | changed if status == "ok" else {}
-    return TrialResult("t", config, status, None if status == "ok" else "why", metrics)
+def outcome(layout: Layout, status: str = "ok", **changed: float | None) -> TrialResult:
+    metrics = figures(layout) | changed if status == "ok" else {}
+    return TrialResult("t", layout, status, None if status == "ok" else "why", metrics)
 
 
-def make(sampler: str, points: tuple[TrialConfig, ...] = POINTS, seed: int = 0, **kwargs: Any) -> SearchStudy:
+def make(sampler: str, points: tuple[Layout, ...] = POINTS, seed: int = 0, **kwargs: Any) -> SearchStudy:
     return SearchStudy("search", points, OBJECTIVES, kwargs.pop("limits", []), sampler, seed, **kwargs)
 
 
-def layout_of(study: SearchStudy, trial: FrozenTrial) -> TrialConfig:
+def layout_of(study: SearchStudy, trial: FrozenTrial) -> Layout:
     """The layout that a trial in the database is of."""
     values = {
         axis: choices[trial.params[axis]]
@@ -89,13 +89,13 @@ def layout_of(study: SearchStudy, trial: FrozenTrial) -> TrialConfig:
     return replace(next(iter(study.trials)), **values)
 
 
-def run(study: SearchStudy, trials: int) -> list[TrialConfig]:
+def run(study: SearchStudy, trials: int) -> list[Layout]:
     asked = []
     for _ in range(trials):
-        config = study.ask()
-        assert config is not None
-        study.tell(config, outcome(config))
-        asked.append(config)
+        layout = study.ask()
+        assert layout is not None
+        study.tell(layout, outcome(layout))
+        asked.append(layout)
     return asked
 
 
@@ -137,9 +137,9 @@ def test_failures_break_nothing(sampler: str) -> None:
     study = make(sampler, limits=[("peak_memory_gib", "<=", 40.0)])
     statuses = ["oom", "crash", "hang", "invalid"] * 3 + ["ok", "ok", "oom", "ok", "crash", "ok"]
     for status in statuses:
-        config = study.ask()
-        assert config is not None
-        study.tell(config, outcome(config, status))
+        layout = study.ask()
+        assert layout is not None
+        study.tell(layout, outcome(layout, status))
     trials = study.study.get_trials()
     assert [trial.state for trial in trials] == [TrialState.COMPLETE] * len(statuses)
     # A failure is told as no better than the worst success by then.
@@ -154,12 +154,12 @@ def test_failures_break_nothing(sampler: str) -> None:
 
 def test_a_failure_carries_the_worst_values_so_far() -> None:
     study = make("random")
-    configs = [study.ask() for _ in range(4)]
-    for config, rate, joules in zip(configs, (30.0, 10.0, 20.0), (0.1, 0.3, 0.5), strict=False):
-        assert config is not None
-        study.tell(config, outcome(config, tokens_per_s=rate, joules_per_token=joules))
-    assert configs[3] is not None
-    study.tell(configs[3], outcome(configs[3], "oom"))
+    layouts = [study.ask() for _ in range(4)]
+    for layout, rate, joules in zip(layouts, (30.0, 10.0, 20.0), (0.1, 0.3, 0.5), strict=False):
+        assert layout is not None
+        study.tell(layout, outcome(layout, tokens_per_s=rate, joules_per_token=joules))
+    assert layouts[3] is not None
+    study.tell(layouts[3], outcome(layouts[3], "oom"))
     assert study.study.get_trials()[3].values == [10.0, 0.5, 0.0]
 
 
@@ -168,9 +168,9 @@ def test_a_failure_carries_the_worst_values_so_far() -> None:
 def test_an_objective_that_is_constant_or_never_measured(sampler: str, throttle: float | None) -> None:
     study = make(sampler)
     for _ in range(STARTUP_TRIALS + 4):
-        config = study.ask()
-        assert config is not None
-        study.tell(config, outcome(config, throttle_ratio=throttle))
+        layout = study.ask()
+        assert layout is not None
+        study.tell(layout, outcome(layout, throttle_ratio=throttle))
     assert {trial.values[2] for trial in study.study.get_trials()} == {0.0}
 
 
@@ -178,9 +178,9 @@ def test_one_missing_value_is_not_the_best_one() -> None:
     """A window without energy, after a counter was reset, must not pass for a trial that took none."""
     study = make("random")
     for joules in (0.2, 0.4, None):
-        config = study.ask()
-        assert config is not None
-        study.tell(config, outcome(config, joules_per_token=joules))
+        layout = study.ask()
+        assert layout is not None
+        study.tell(layout, outcome(layout, joules_per_token=joules))
     assert [trial.values[1] for trial in study.study.get_trials()] == [0.2, 0.4, 0.4]
 
 
@@ -197,9 +197,9 @@ def test_one_missing_value_is_not_the_best_one() -> None:
 )
 def test_limits_become_constraints(limit: tuple[str, str, float], value: float | None, excess: float) -> None:
     study = make("tpe", limits=[limit])
-    config = study.ask()
-    assert config is not None
-    study.tell(config, outcome(config, "ok", **{limit[0]: value}))
+    layout = study.ask()
+    assert layout is not None
+    study.tell(layout, outcome(layout, "ok", **{limit[0]: value}))
     (trial,) = study.study.get_trials()
     assert trial.constraints[f"{limit[0]}{limit[1]}{limit[2]}"] == pytest.approx(excess)
     assert bool(study.study.best_trials) == (excess <= 0)
@@ -212,7 +212,7 @@ def test_keeps_away_from_what_violates(sampler: str) -> None:
         tensor_parallel_size=[1, 2, 4], zero_stage=[0, 2, 3], micro_batch_size=[1, 2, 4], compile=[True, False]
     )
     asked = run(make(sampler, points, limits=[("peak_memory_gib", "<=", 20.0)]), 18)
-    within = [config.tensor_parallel_size == 4 for config in asked]
+    within = [layout.tensor_parallel_size == 4 for layout in asked]
     assert sum(within[STARTUP_TRIALS:]) / len(within[STARTUP_TRIALS:]) > len(
         [p for p in points if p.tensor_parallel_size == 4]
     ) / len(points)
@@ -228,7 +228,7 @@ def test_storage_keeps_the_trials(tmp_path: Path) -> None:
 
     kept = optuna.load_study(study_name="search", storage=storage).get_trials()
     assert [trial.state for trial in kept] == [TrialState.COMPLETE] * 4
-    assert [trial.values[0] for trial in kept[:3]] == [figures(config)["tokens_per_s"] for config in asked]
+    assert [trial.values[0] for trial in kept[:3]] == [figures(layout)["tokens_per_s"] for layout in asked]
     assert all(set(trial.constraints) == {"ran", "memory", "peak_memory_gib<=40.0"} for trial in kept)
     assert kept[3].constraints["memory"] > 0
     assert [layout_of(study, trial) for trial in kept] == [*asked, oom]
@@ -283,16 +283,16 @@ def test_a_space_of_one_point(sampler: str) -> None:
 def test_trials_side_by_side(sampler: str) -> None:
     """Gangs ask before the others' trials are told; no point is handed out twice."""
     study = make(sampler, FEW)
-    asked: list[TrialConfig] = []
-    while (config := study.ask()) is not None:
-        asked.append(config)
+    asked: list[Layout] = []
+    while (layout := study.ask()) is not None:
+        asked.append(layout)
         if len(asked) % 3 == 0:
             for waiting in asked[-3:]:
                 study.tell(waiting, outcome(waiting))
     assert sorted(asked, key=repr) == sorted(FEW, key=repr)
 
 
-def dominated_area(found: list[TrialConfig]) -> float:
+def dominated_area(found: list[Layout]) -> float:
     """Area under the front of speed against energy, from 0 tokens/s and 2 J/token on."""
     area, energy = 0.0, 2.0
     for rate, joules in sorted(((f["tokens_per_s"], f["joules_per_token"]) for f in map(figures, found)), reverse=True):
@@ -336,7 +336,7 @@ def test_begins_with_what_it_is_told_to(tmp_path: Path) -> None:
     study = make("tpe", FEW, storage=storage, first=[first[0], *first])
     asked = run(study, 2)
     study = make("tpe", FEW, storage=storage, first=first)
-    study.recall([outcome(config) for config in asked])
+    study.recall([outcome(layout) for layout in asked])
     assert [*asked, *run(study, 2)] == list(first)
     assert sorted([*first, *run(study, len(FEW) - 4)], key=repr) == sorted(FEW, key=repr)
     assert elsewhere not in FEW
@@ -345,11 +345,11 @@ def test_begins_with_what_it_is_told_to(tmp_path: Path) -> None:
 
 def test_what_is_given_back_is_handed_out_again_first() -> None:
     study = make("auto", FEW)
-    config = study.ask()
-    assert config is not None
-    study.give_back(config)
-    assert study.ask() == config
-    study.tell(config, outcome(config))
+    layout = study.ask()
+    assert layout is not None
+    study.give_back(layout)
+    assert study.ask() == layout
+    study.tell(layout, outcome(layout))
     assert len(study.study.get_trials()) == 1
 
 
@@ -359,10 +359,10 @@ def test_trials_that_were_stopped_early_are_not_told_as_complete(sampler: str) -
     statuses = ["pruned", "ok"] * (len(FEW) // 2)
     asked = []
     for status in statuses:
-        config = study.ask()
-        assert config is not None
-        asked.append(config)
-        study.tell(config, outcome(config, status))
+        layout = study.ask()
+        assert layout is not None
+        asked.append(layout)
+        study.tell(layout, outcome(layout, status))
     states = {"pruned": TrialState.PRUNED, "ok": TrialState.COMPLETE}
     assert [trial.state for trial in study.study.get_trials()] == [states[status] for status in statuses]
     assert len(set(asked)) == len(asked)
@@ -396,10 +396,10 @@ def test_sizes_lie_apart_by_their_ratio() -> None:
 WORK = Workload(PRESETS["llama3-8b"], 8192, 16, ACCELERATORS["h200"])
 
 
-def tight() -> tuple[list[TrialConfig], MemoryModel]:
+def tight() -> tuple[list[Layout], MemoryModel]:
     """Layouts of which some exceed the memory of an H200, a few of them just so."""
     layouts = [
-        TrialConfig("megatron", 4, 16, zero_stage=zero, micro_batch_size=micro, recompute=recompute, compile=compiled)
+        Layout("megatron", 4, 16, zero_stage=zero, micro_batch_size=micro, recompute=recompute, compile=compiled)
         for zero in (1, 2, 3)
         for micro in (1, 2, 4)
         for recompute in ("none", "full")
@@ -408,8 +408,8 @@ def tight() -> tuple[list[TrialConfig], MemoryModel]:
     return layouts, MemoryModel(WORK)
 
 
-def share(memory: MemoryModel, config: TrialConfig) -> float:
-    found = memory.share(config)
+def share(memory: MemoryModel, layout: Layout) -> float:
+    found = memory.share(layout)
     assert found is not None
     return found
 
@@ -420,9 +420,9 @@ def test_what_does_not_fit_comes_last(sampler: str) -> None:
     exceeding = {point for point in points if share(memory, point) > 1}
     study = SearchStudy("search", points, OBJECTIVES, [], sampler, 0, memory=memory)
     asked = []
-    while (config := study.ask()) is not None:
-        study.tell(config, outcome(config, peak_memory_gib=None))
-        asked.append(config)
+    while (layout := study.ask()) is not None:
+        study.tell(layout, outcome(layout, peak_memory_gib=None))
+        asked.append(layout)
     assert 2 <= len(exceeding) <= len(points) / 2
     assert set(asked[-len(exceeding) :]) == exceeding
 
@@ -435,7 +435,7 @@ def test_memory_is_as_well_known_after_a_break_as_before(tmp_path: Path) -> None
     told, untold, _ = (study.ask() for _ in range(3))
     assert told is not None
     assert untold is not None
-    results = [outcome(config, peak_memory_gib=share(memory, config) * 150) for config in (told, untold)]
+    results = [outcome(layout, peak_memory_gib=share(memory, layout) * 150) for layout in (told, untold)]
     study.tell(told, results[0])
     again = SearchStudy("search", points, OBJECTIVES, [], "auto", 0, storage, memory=tight()[1])
     again.recall(results)
@@ -450,9 +450,9 @@ def test_out_of_memory_is_told_by_how_much_and_teaches_what_fits() -> None:
     by_share = sorted(fitting, key=lambda point: share(memory, point))
     smallest, failing, largest = by_share[0], by_share[-2], by_share[-1]
     study = SearchStudy("search", fitting, OBJECTIVES, [], "auto", 0, first=[smallest, failing], memory=memory)
-    for config, status in ((smallest, "ok"), (failing, "oom")):
-        assert study.ask() == config
-        study.tell(config, outcome(config, status, peak_memory_gib=None))
+    for layout, status in ((smallest, "ok"), (failing, "oom")):
+        assert study.ask() == layout
+        study.tell(layout, outcome(layout, status, peak_memory_gib=None))
     ok, oom = (trial.constraints["memory"] for trial in study.study.get_trials())
     assert ok == pytest.approx(share(MemoryModel(WORK), smallest) - 1)
     assert oom == pytest.approx(max(share(memory, failing) - 1, 0.01))
@@ -484,11 +484,11 @@ def test_goes_on_where_it_was_broken_off(sampler: str, tmp_path: Path) -> None:
     study = make(sampler, FEW, storage=storage)
     known = [outcome(failed, "oom"), outcome(untold), *map(outcome, told), outcome(later, "crash")]
     study.recall(known)
-    assert study.worst["tokens_per_s"] == min(figures(config)["tokens_per_s"] or 0.0 for config in [untold, *told])
+    assert study.worst["tokens_per_s"] == min(figures(layout)["tokens_per_s"] or 0.0 for layout in [untold, *told])
     assert study.ask() == under_way
     study.tell(under_way, outcome(under_way))
     rest = run(study, len(FEW) - len(known) - 1)
-    assert sorted([*(result.config for result in known), under_way, *rest], key=repr) == sorted(FEW, key=repr)
+    assert sorted([*(result.layout for result in known), under_way, *rest], key=repr) == sorted(FEW, key=repr)
     assert study.ask() is None
     trials = study.study.get_trials()
     assert len([trial for trial in trials if trial.state == TrialState.COMPLETE]) == len(FEW)
@@ -510,7 +510,7 @@ def test_a_sampler_does_not_start_anew_after_a_break(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path}/optuna.db"
     first = run(make("random", storage=storage), 4)
     study = make("random", storage=storage)
-    study.recall([outcome(config) for config in first])
+    study.recall([outcome(layout) for layout in first])
     assert wanted_by(study) != wanted_by(make("random"))
 
 
@@ -531,6 +531,6 @@ def wanted_by(study: SearchStudy) -> list[tuple[int, ...]]:
 
 def test_random_draws_evenly() -> None:
     """Also of points with a gap between them, next to which a value drawn on its axis would fall more often."""
-    points = [TrialConfig("megatron", 8, 64, tensor_parallel_size=size) for size in (1, 4, 8)]
+    points = [Layout("megatron", 8, 64, tensor_parallel_size=size) for size in (1, 4, 8)]
     first = Counter(SearchStudy("search", points, OBJECTIVES, [], "random", seed).ask() for seed in range(150))
     assert all(first[point] in range(30, 71) for point in points)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from search_spaces.calibration import Calibration
-from search_spaces.config import TrialConfig
+from search_spaces.coefficients import Coefficients
 from search_spaces.cost import data_sheet, predict
+from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel, band
 from service.record.results import SearchRecord, TrialRecord
 from service.sampling.warmup import APART, PREDICTED, WINNERS, first_points, open_study, predictions, winners
@@ -36,7 +36,7 @@ space:
 """
 
 
-def sheet() -> Calibration:
+def sheet() -> Coefficients:
     found = data_sheet("h200")
     assert found is not None
     return found
@@ -49,13 +49,13 @@ def spec(**changed: Any) -> SearchSpec:
     return parse_spec(SPEC).model_copy(update=changed)
 
 
-def record(layouts: list[TrialConfig]) -> SearchRecord:
+def record(layouts: list[Layout]) -> SearchRecord:
     """A search whose trials, the later the slower and the thriftier, are all on its front."""
     trials = tuple(
         TrialRecord(
             trial_id=f"t{number}",
             label=layout.label,
-            config=layout.to_dict(),
+            layout=layout,
             status="ok",
             cause=None,
             metrics={"tokens_per_s": 100.0 - number, "joules_per_token": 1.0 - number / 100},
@@ -79,12 +79,12 @@ def record(layouts: list[TrialConfig]) -> SearchRecord:
     )
 
 
-def differ(one: TrialConfig, other: TrialConfig) -> int:
-    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(TrialConfig))
+def differ(one: Layout, other: Layout) -> int:
+    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Layout))
 
 
 def test_predictions_are_the_cost_models_under_the_names_of_the_record() -> None:
-    points, work = spec().legal.points, spec().workload
+    points, work = spec().legal.layouts, spec().workload
     found = predictions(points, work, SHEET)
     assert set(found) == set(points)
     point = points[7]
@@ -97,7 +97,7 @@ def test_predictions_are_the_cost_models_under_the_names_of_the_record() -> None
 
 
 def test_winners_are_what_earlier_searches_found() -> None:
-    points = spec().legal.points
+    points = spec().legal.layouts
     good, other = [points[3], points[40]], [points[9]]
     batch = [replace(layout, global_batch_size=64) for layout in good]
     assert list(winners([record(batch)], spec())) == good
@@ -106,7 +106,7 @@ def test_winners_are_what_earlier_searches_found() -> None:
 
 
 def test_no_more_searches_are_read_than_winners_are_wanted() -> None:
-    points, work = spec().legal.points, spec().workload
+    points, work = spec().legal.layouts, spec().workload
     safe = [point for point in points if band(point, work) == "fits"]
     searches = iter([record(safe[:3]), record(safe[3:6]), record(safe[6:9])])
     assert first_points(winners(searches, spec()), {}, spec().objectives, MemoryModel(work)) == safe[:WINNERS]
@@ -114,7 +114,7 @@ def test_no_more_searches_are_read_than_winners_are_wanted() -> None:
 
 
 def test_the_best_predicted_come_first_and_are_no_neighbours() -> None:
-    points, work, memory = spec().legal.points, spec().workload, MemoryModel(spec().workload)
+    points, work, memory = spec().legal.layouts, spec().workload, MemoryModel(spec().workload)
     predicted = predictions(points, work, SHEET)
     found = first_points([], predicted, spec().objectives, memory)
     safe = [point for point in points if band(point, work) == "fits"]
@@ -128,7 +128,7 @@ def test_the_best_predicted_come_first_and_are_no_neighbours() -> None:
 
 
 def test_winners_come_before_them_unless_they_may_not_fit() -> None:
-    points, work = spec().legal.points, spec().workload
+    points, work = spec().legal.layouts, spec().workload
     safe = [point for point in points if band(point, work) == "fits"]
     edge = next(point for point in points if band(point, work) == "borderline")
     found = first_points([edge, *safe[:6]], {}, spec().objectives, MemoryModel(work))
@@ -136,14 +136,14 @@ def test_winners_come_before_them_unless_they_may_not_fit() -> None:
 
 
 def test_few_layouts_are_all_begun_with() -> None:
-    points, work = spec().legal.points, spec().workload
+    points, work = spec().legal.layouts, spec().workload
     safe = [point for point in points if band(point, work) == "fits"][:2]
     predicted = predictions(safe, work, SHEET)
     assert set(first_points([], predicted, spec().objectives, MemoryModel(work))) == set(safe)
 
 
 def test_a_study_begins_with_the_baseline_then_winners_then_predictions(tmp_path: Path) -> None:
-    points = spec().legal.points
+    points = spec().legal.layouts
     safe = [point for point in points if band(point, spec().workload) == "fits"]
     baseline = {field: getattr(safe[5], field) for field in spec().axes}
     chosen = spec(baseline=baseline, sampler="tpe")
@@ -159,7 +159,7 @@ def test_a_study_begins_with_the_baseline_then_winners_then_predictions(tmp_path
 
 @pytest.mark.parametrize("sampler", ["random", "exhaustive"])
 def test_samplers_for_reference_know_nothing_ahead(sampler: str, tmp_path: Path) -> None:
-    points = spec().legal.points
+    points = spec().legal.layouts
     studies = [
         open_study(spec(sampler=sampler), "search", f"sqlite:///{tmp_path}/{number}.db", SHEET, searches)
         for number, searches in enumerate(([], [record([points[30]])]))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import ray
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import NodeWindow, TrialResult
 from service.spec import METRICS, SearchSpec
 from service.trials.evaluate import Span, make_request, node_windows, run, run_on_gang, windows_of_idle
 from service.trials.figures import (
@@ -22,15 +23,14 @@ from service.trials.figures import (
     telemetry_problems,
     trial_metrics,
 )
-from telemetry.device_window import DeviceWindow
 from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
-from telemetry.window import WindowSummary
+from telemetry.windows.device import DeviceWindow
+from telemetry.windows.trial import WindowSummary
 from trainables.breakdown import Breakdown, break_down
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Protocol, Stretch, Timing
 from trainables.profiling import Profile
-from trainables.result import NodeWindow, TrialResult
 from trainables.trial import Progress, RankReport
 
 SECOND = 1_000_000_000
@@ -52,7 +52,7 @@ def make_spec(accelerator: str = "h200") -> SearchSpec:
     )
 
 
-CONFIG = TrialConfig("megatron", 4, 16)
+CONFIG = Layout("megatron", 4, 16)
 TIMING = Timing(
     warmup_steps_s=(9.0, 2.0, 2.0),
     window_steps_s=(2.0, 2.0, 4.0, 2.0),
@@ -67,7 +67,7 @@ def ranks(
     count: int,
     peaks: list[float | None],
     device: str | None = "GPU",
-    config: TrialConfig = CONFIG,
+    layout: Layout = CONFIG,
     profiles: list[Profile] | None = None,
     timings: Sequence[tuple[int, Timing]] = ((16, TIMING),),
 ) -> list[Outcome]:
@@ -77,8 +77,8 @@ def ranks(
             "ok",
             phase="report",
             report=RankReport(
-                rank=config.worker_rank(rank),
-                coordinates=config.coordinates(config.worker_rank(rank)),
+                rank=layout.worker_rank(rank),
+                coordinates=layout.coordinates(layout.worker_rank(rank)),
                 device=device and f"{device}-{rank}",
                 timings={size: replace(t, start_ns=t.start_ns + rank, end_ns=t.end_ns + rank) for size, t in timings},
                 losses=(6.0, 5.0, 4.5),
@@ -176,7 +176,7 @@ STAGES = replace(CONFIG, num_gpus=2, pipeline_parallel_size=2, rank_order=(1, 0)
 
 def test_each_rank_s_place_worker_and_breakdown_are_recorded_by_rank() -> None:
     profiles = [Profile(step_of(2.0, 4.0), None, 0.5), Profile(step_of(3.0, 3.0), None, 0.7)]
-    outcomes = ranks(2, [5.0, 6.0], config=STAGES, profiles=profiles)
+    outcomes = ranks(2, [5.0, 6.0], layout=STAGES, profiles=profiles)
     first, second = rank_records(outcomes, members(["a", "b"]))
     assert (first.rank, first.worker, first.node_id, first.device, first.peak_memory_gib) == (0, 1, "b", "GPU-1", 6.0)
     assert first.coordinates == {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
@@ -186,7 +186,7 @@ def test_each_rank_s_place_worker_and_breakdown_are_recorded_by_rank() -> None:
 
 def test_the_breakdown_is_told_as_the_mean_over_the_ranks_and_the_worst_of_them() -> None:
     profiles = [Profile(step_of(2.0, 4.0), None, 0.5), Profile(step_of(3.0, 3.0), None, 0.7)]
-    outcomes = ranks(2, [None] * 2, config=STAGES, profiles=profiles)
+    outcomes = ranks(2, [None] * 2, layout=STAGES, profiles=profiles)
     found = breakdown_metrics(rank_records(outcomes, members(["a", "a"])))
     assert found["breakdown_matmul_s"] == 2.5
     assert found["breakdown_exposed_send_recv_s"] == found["breakdown_exposed_communication_s"] == 1.0
@@ -198,7 +198,7 @@ def test_the_breakdown_is_told_as_the_mean_over_the_ranks_and_the_worst_of_them(
 
 def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:
     failed = Profile(None, "the profiler failed: RuntimeError: it saw no kernel", 0.1)
-    outcomes = ranks(2, [None] * 2, config=STAGES, profiles=[failed, Profile(step_of(1.0, 1.0), None, 0.1)])
+    outcomes = ranks(2, [None] * 2, layout=STAGES, profiles=[failed, Profile(step_of(1.0, 1.0), None, 0.1)])
     assert breakdown_problems(outcomes) == [f"no breakdown of rank 1: {failed.problem}"]
     assert rank_records(outcomes, members(["a", "a"]))[1].breakdown is None
     assert breakdown_metrics(rank_records(ranks(2, [None] * 2), members(["a", "a"]))) == {}
@@ -206,7 +206,7 @@ def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:
 
 def test_the_breakdown_s_own_time_is_no_overhead() -> None:
     profiles = [Profile(step_of(1.0, 1.0), None, seconds) for seconds in (0.5, 0.7)]
-    found = trial_metrics(reports(ranks(2, [None] * 2, config=STAGES, profiles=profiles)), gang_s=25.0)
+    found = trial_metrics(reports(ranks(2, [None] * 2, layout=STAGES, profiles=profiles)), gang_s=25.0)
     assert found["breakdown_time_s"] == 0.7
     assert found["trial_overhead_s"] == pytest.approx(1.3)
 
@@ -294,7 +294,7 @@ def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None
 def test_a_request_carries_the_spec_s_own_words() -> None:
     spec = make_spec()
     request = make_request("t1", CONFIG, spec)
-    assert (request.trial_id, request.config, request.model) == ("t1", CONFIG, spec.shape)
+    assert (request.trial_id, request.layout, request.model) == ("t1", CONFIG, spec.shape)
     assert (request.data, request.sequence_length, request.seed) == ("synthetic", 128, 5)
     assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5, breakdown=True)
     assert (request.deadline_s, request.batches) == (99.0, ())
@@ -304,7 +304,7 @@ def test_many_microbatches_are_timed_by_fewer_but_not_those_of_finalists() -> No
     many = replace(CONFIG, global_batch_size=128)  # 32 on each replica
     for purpose in ("search", "sentinel", "calibration"):
         short = make_request("t1", many, make_spec(), purpose)
-        assert (short.config, short.batches, short.protocol.window_s) == (many, (24, 8), 3.5)
+        assert (short.layout, short.batches, short.protocol.window_s) == (many, (24, 8), 3.5)
     whole = make_request("t1", many, make_spec(), "finalist")
     assert (whole.batches, whole.protocol.window_s) == ((), make_spec().finalists.window_s)
     assert whole.deadline_s == pytest.approx(99.0 * 128 / 24)
@@ -343,7 +343,7 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
     result = run_on_gang(
         make_request("t1", CONFIG, spec), spec, answering(ranks(4, [1.0] * 4)), telemetry, {"gpu": "H200"}
     )
-    assert (result.trial_id, result.config, result.status) == ("t1", CONFIG, "ok")
+    assert (result.trial_id, result.layout, result.status) == ("t1", CONFIG, "ok")
     assert result.metrics["joules_per_token"] == pytest.approx(4 * 2560 / (16 * 128 * 4))
     assert result.methods["joules_per_token"] == "counter"
     assert result.step_times_s == TIMING.window_steps_s
@@ -359,17 +359,17 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
 @pytest.mark.timeout(120)
 def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) -> None:
     spec = make_spec().model_copy(update={"global_batch_size": 128})
-    config = replace(CONFIG, global_batch_size=128)
+    layout = replace(CONFIG, global_batch_size=128)
     telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
     outcomes = ranks(4, [1.0] * 4, timings=[(24, TIMING), (8, LATER)])
-    result = run("t1", config, spec, answering(outcomes), telemetry, {}, "sentinel")
-    assert (result.status, result.config, result.purpose) == ("ok", config, "sentinel")
+    result = run("t1", layout, spec, answering(outcomes), telemetry, {}, "sentinel")
+    assert (result.status, result.layout, result.purpose) == ("ok", layout, "sentinel")
     # Steps of 24 and of 8 sequences take 2.5 s and 1 s on average.
     assert result.metrics["tokens_per_s"] == pytest.approx(128 * 128 / (2.5 + 1.5 * (128 - 24) / 16))
     assert result.metrics["window_time_s"] == 14.0
     assert result.methods["tokens_per_s"] == "short"
     assert result.metrics["power_cap_ratio"] == pytest.approx(0.5)
-    assert [proxy.result.config.global_batch_size for proxy in result.proxies] == [8, 24]
+    assert [proxy.result.layout.global_batch_size for proxy in result.proxies] == [8, 24]
     assert [proxy.result.windows[0].start_ns for proxy in result.proxies] == [LATER.start_ns, TIMING.start_ns]
     assert result.windows == result.proxies[1].result.windows
     assert result.cause is not None
@@ -402,8 +402,8 @@ def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
 @pytest.mark.timeout(120)
 def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
     outcomes = [Outcome("aborted"), Outcome("oom", "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
-    spec, config = make_spec(), replace(CONFIG, num_gpus=2)
-    result = run_on_gang(make_request("t2", config, spec), spec, answering(outcomes), {}, {})
+    spec, layout = make_spec(), replace(CONFIG, num_gpus=2)
+    result = run_on_gang(make_request("t2", layout, spec), spec, answering(outcomes), {}, {})
     assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")
     assert (result.metrics, result.windows, result.infrastructure) == ({}, (), False)
 
@@ -426,11 +426,11 @@ def steady(mailbox: Any, lost: bool = False) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_session: Any) -> None:
-    mailbox, config, front = start(Mailbox, 1), replace(CONFIG, num_gpus=1), [{"tokens_per_s": 300.0}]
+    mailbox, layout, front = start(Mailbox, 1), replace(CONFIG, num_gpus=1), [{"tokens_per_s": 300.0}]
     front[0] |= {"joules_per_token": 0.1, "throttle_ratio": 0.0}
     telemetry = {"a": start(NodeTelemetry, {"GPU-0": 6000.0})}
     steady(mailbox)
-    result = run("t1", config, make_spec(), mailbox, telemetry, {}, "search", front)
+    result = run("t1", layout, make_spec(), mailbox, telemetry, {}, "search", front)
     assert (result.status, result.purpose, result.infrastructure) == ("pruned", "search", False)
     assert result.cause is not None
     assert result.cause.startswith("dominated: tokens_per_s 206.3, joules_per_token ")
@@ -442,10 +442,10 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("purpose", ["finalist", "sentinel", "calibration"])
 def test_only_trials_that_explore_are_ended_early(purpose: str, ray_session: Any) -> None:
-    mailbox, config = start(Mailbox, 1), replace(CONFIG, num_gpus=1)
+    mailbox, layout = start(Mailbox, 1), replace(CONFIG, num_gpus=1)
     steady(mailbox, lost=True)
     front = [{"tokens_per_s": 1e9, "joules_per_token": 0.0, "throttle_ratio": 0.0}]
-    result = run("t1", config, make_spec(), mailbox, {}, {}, purpose, front)
+    result = run("t1", layout, make_spec(), mailbox, {}, {}, purpose, front)
     assert (result.status, result.cause, result.purpose) == ("crash", "the node was lost", purpose)
     assert result.infrastructure
     assert result.metrics == {}

@@ -18,7 +18,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from service.spec import ClusterSpec, SearchSpec
 from service.trials.evaluate import run
@@ -33,7 +33,7 @@ from trainables.trial import TrialRequest
 
 CLUSTER = ClusterSpec(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = TrialConfig("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+CONFIG = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 REQUEST = TrialRequest("trial", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
@@ -60,9 +60,9 @@ def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def begin(gang: Gang) -> Begin:
     """Send the gang a trial; the answer is a reference to its outcomes, members and seconds."""
 
-    def send(config: TrialConfig = CONFIG, **changes: Any) -> Any:
+    def send(layout: Layout = CONFIG, **changes: Any) -> Any:
         name = f"trial-{next(trial_numbers)}"
-        return gang.mailbox.evaluate.remote(replace(REQUEST, trial_id=name, config=config, **changes))
+        return gang.mailbox.evaluate.remote(replace(REQUEST, trial_id=name, layout=layout, **changes))
 
     return send
 
@@ -144,15 +144,15 @@ SPEC = SearchSpec.model_validate(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", [{"engine": "megatron", "pipeline_parallel_size": 2}, {"engine": "deepspeed"}])
-def test_a_short_trial_times_two_batches_in_one_go(layout: dict[str, Any], gang: Gang, telemetry: Any) -> None:
-    config = TrialConfig(num_gpus=2, global_batch_size=96, zero_stage=1, precision="fp32", **layout)
-    result = run(f"short-{config.engine}", config, SPEC, gang.mailbox, telemetry, {})
+@pytest.mark.parametrize("axes", [{"engine": "megatron", "pipeline_parallel_size": 2}, {"engine": "deepspeed"}])
+def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: Gang, telemetry: Any) -> None:
+    layout = Layout(num_gpus=2, global_batch_size=96, zero_stage=1, precision="fp32", **axes)
+    result = run(f"short-{layout.engine}", layout, SPEC, gang.mailbox, telemetry, {})
     assert (result.status, result.cause) == ("ok", None)
     assert result.methods["tokens_per_s"] == "short"
     few, many = (proxy.result for proxy in result.proxies)
-    rounds = [run.config.gradient_accumulation_steps for run in (few, many, result)]
-    assert rounds == [4, 12, 96] if config.pipeline_parallel_size == 2 else [2, 6, 48]
+    rounds = [run.layout.gradient_accumulation_steps for run in (few, many, result)]
+    assert rounds == [4, 12, 96] if layout.pipeline_parallel_size == 2 else [2, 6, 48]
     times = [run.metrics["step_time_s"] or 0 for run in (few, many, result)]
     assert times[0] < times[1] < times[2]
     assert few.windows[0].start_ns > many.windows[0].end_ns
@@ -385,7 +385,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
     gang = Gang("wide", 2, CLUSTER.model_copy(update={"cpus_per_worker": 3}), tmp_path, telemetry)
     pool: Any = start_pool([gang])
     node = join()
-    config = replace(CONFIG, global_batch_size=96)
+    layout = replace(CONFIG, global_batch_size=96)
     try:
         mailbox: Any = ray.get(pool.lease.remote("a", 120))
         assert mailbox is not None
@@ -404,7 +404,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
             with pytest.raises((RayActorError, ActorUnschedulableError)):  # not a wait for ever
                 ray.get(telemetry[lost].describe.remote(), timeout=60)
             before.add(lost)
-        result = run("measured", config, SPEC, mailbox, telemetry, {})
+        result = run("measured", layout, SPEC, mailbox, telemetry, {})
         assert (result.status, result.cause) == ("ok", None)
         assert (result.metrics["joules_per_token"] or 0) > 0
         nodes = {window.node_id for proxy in result.proxies for window in proxy.result.windows}

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import ray
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
+from service.result import Proxy, RankRecord, TrialResult
 from service.spec import SearchSpec
 from service.trials.evaluate import make_request, run
 from service.trials.probe import depths, probing, refusal
-from telemetry.window import WindowSummary
+from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Timing
-from trainables.result import Proxy, RankRecord, TrialResult
 from trainables.trial import RankReport
 
-CONFIG = TrialConfig("megatron", 4, 64, micro_batch_size=2, zero_stage=1, compile=True, reduce_precision="bf16")
+CONFIG = Layout("megatron", 4, 64, micro_batch_size=2, zero_stage=1, compile=True, reduce_precision="bf16")
 PIPELINE = replace(CONFIG, pipeline_parallel_size=2)
 
 
@@ -45,7 +45,7 @@ SPEC = make_spec()
 
 
 @pytest.mark.parametrize(
-    ("config", "spec", "found"),
+    ("layout", "spec", "found"),
     [
         (CONFIG, SPEC, (4, 8)),
         (CONFIG, make_spec(borderline="risk"), None),
@@ -56,8 +56,8 @@ SPEC = make_spec()
         (CONFIG, make_spec(depth_proxy=[15, 30]), (4, 8)),
     ],
 )
-def test_what_may_not_fit_is_probed(config: TrialConfig, spec: SearchSpec, found: tuple[int, int] | None) -> None:
-    assert depths(config, spec) == found
+def test_what_may_not_fit_is_probed(layout: Layout, spec: SearchSpec, found: tuple[int, int] | None) -> None:
+    assert depths(layout, spec) == found
 
 
 def test_only_what_is_on_the_edge_needs_a_probe() -> None:
@@ -71,12 +71,12 @@ def test_a_probe_takes_few_steps_of_few_microbatches() -> None:
     assert probing(make_request("t", many, SPEC)).batches == (16,)  # two on each of four replicas
 
 
-def ran(layers: int, peaks_gib: Sequence[float | None], config: TrialConfig = CONFIG) -> Proxy:
+def ran(layers: int, peaks_gib: Sequence[float | None], layout: Layout = CONFIG) -> Proxy:
     ranks = tuple(
-        RankRecord(rank, rank, "a", f"GPU-{rank}", config.coordinates(rank), gib, None)
+        RankRecord(rank, rank, "a", f"GPU-{rank}", layout.coordinates(rank), gib, None)
         for rank, gib in enumerate(peaks_gib)
     )
-    return Proxy(layers, TrialResult("t", config, "ok", ranks=ranks))
+    return Proxy(layers, TrialResult("t", layout, "ok", ranks=ranks))
 
 
 def test_each_rank_s_memory_is_followed_to_the_full_depth() -> None:

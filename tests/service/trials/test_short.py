@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.config import SCHEDULES, TrialConfig
+from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.rules import Workload, refusal
 from service.trials.short import SAVED, batches
 
-PLAIN = TrialConfig("megatron", 4, 256, zero_stage=1)  # 64 microbatches on each of four replicas
+PLAIN = Layout("megatron", 4, 256, zero_stage=1)  # 64 microbatches on each of four replicas
 PIPELINE = replace(PLAIN, pipeline_parallel_size=4)  # 256 microbatches
 
 
 @pytest.mark.parametrize(
-    ("config", "counts"),
+    ("layout", "counts"),
     [
         (PLAIN, (6, 2)),
         (replace(PLAIN, micro_batch_size=2), (6, 2)),
@@ -33,9 +33,9 @@ PIPELINE = replace(PLAIN, pipeline_parallel_size=4)  # 256 microbatches
         (replace(PLAIN, pipeline_schedule="gpipe"), (6, 2)),  # without a pipeline that says nothing
     ],
 )
-def test_two_numbers_of_microbatches_stand_for_many(config: TrialConfig, counts: tuple[int, int] | None) -> None:
-    sizes = batches(config)
-    assert sizes == (counts and tuple(count * config.micro_batch_size * config.data_parallel_size for count in counts))
+def test_two_numbers_of_microbatches_stand_for_many(layout: Layout, counts: tuple[int, int] | None) -> None:
+    sizes = batches(layout)
+    assert sizes == (counts and tuple(count * layout.micro_batch_size * layout.data_parallel_size for count in counts))
 
 
 @settings(deadline=None, max_examples=50)
@@ -53,7 +53,7 @@ def test_smaller_batches_are_legal_and_save_what_they_should(
         "pipeline_schedule": schedule,
         "virtual_pipeline_stages": 1 if schedule in ("1f1b", "gpipe") else 2,
     }
-    config = TrialConfig(
+    layout = Layout(
         "megatron",
         pp * dp,
         rounds * dp * mbs,
@@ -61,13 +61,13 @@ def test_smaller_batches_are_legal_and_save_what_they_should(
         pipeline_parallel_size=pp,
         **stages if pp > 1 else {},
     )
-    sizes = batches(config)
+    sizes = batches(layout)
     if sizes is None:
         assert schedule == "gpipe" or rounds < 24 * pp
         return
     assert sizes[0] % sizes[1] == 0
-    assert SAVED * sum(sizes) <= config.global_batch_size
+    assert SAVED * sum(sizes) <= layout.global_batch_size
     for size in sizes:
-        smaller = replace(config, global_batch_size=size)
+        smaller = replace(layout, global_batch_size=size)
         assert smaller.gradient_accumulation_steps >= 2 * pp
         assert refusal(smaller, Workload(PRESETS["llama3-8b"], 8192, size)) is None

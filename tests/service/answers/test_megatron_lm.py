@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from trainables.megatron_args import arguments, not_expressible
+from search_spaces.layout import Layout
+from service.answers.exports.megatron_lm import arguments, not_expressible
 
-BASE = TrialConfig("megatron", 16, 64, overlap_grad_reduce=False)
+BASE = Layout("megatron", 16, 64, overlap_grad_reduce=False)
 ALWAYS = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 "
     "--expert-model-parallel-size 1 --micro-batch-size 1 --global-batch-size 64"

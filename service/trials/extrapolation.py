@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from service.result import Proxy, TrialResult
 from service.spec import SearchSpec
-from trainables.result import Proxy, TrialResult
 
 STEP = (
     "tokens_per_s",
@@ -81,7 +81,7 @@ def over_depth(trial_id: str, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> 
     try:
         found = of_step(spec, growth, runs)
     except NoLine as error:
-        return TrialResult(trial_id, deep.result.config, "invalid", str(error), proxies=runs)
+        return TrialResult(trial_id, deep.result.layout, "invalid", str(error), proxies=runs)
     found["peak_memory_gib"] = peak_memory(layers, shallow, deep)
     spent: dict[str, float | None] = {name: sum(run.result.metrics.get(name) or 0.0 for run in runs) for name in SPENT}
     return replace(
@@ -101,12 +101,12 @@ def over_batch(spec: SearchSpec, result: TrialResult, few: Proxy, many: Proxy) -
     `many` microbatches.
     """
     runs = (few, many)
-    batches = few.result.config.global_batch_size, many.result.config.global_batch_size
-    growth = Growth(batches, result.config.global_batch_size, "sequences")
+    batches = few.result.layout.global_batch_size, many.result.layout.global_batch_size
+    growth = Growth(batches, result.layout.global_batch_size, "sequences")
     try:
         found = of_step(spec, growth, runs)
     except NoLine as error:
-        return TrialResult(result.trial_id, result.config, "invalid", str(error), proxies=runs)
+        return TrialResult(result.trial_id, result.layout, "invalid", str(error), proxies=runs)
     rate, energy = found["tokens_per_s"], found["joules_per_token"]
     assert rate is not None, "a line that leads on has a speed"
     found["mean_power_w"] = energy and energy * rate
@@ -122,13 +122,13 @@ def over_batch(spec: SearchSpec, result: TrialResult, few: Proxy, many: Proxy) -
 def of_step(spec: SearchSpec, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
     """The metrics of `STEP` of `spec`'s own model and batch; None where a run lacks what it takes. Raises `NoLine`."""
     metrics = [run.result.metrics for run in runs]
-    tokens = [run.result.config.global_batch_size * spec.sequence_length for run in runs]
+    tokens = [run.result.layout.global_batch_size * spec.sequence_length for run in runs]
     rates = [of_run["tokens_per_s"] for of_run in metrics]
     seconds = growth.follow("mean time", [rate and count / rate for count, rate in zip(tokens, rates, strict=True)])
     assert seconds is not None, "every run that ended well has a speed"
     joules = growth.follow("energy", [of_run.get("energy_per_step_j") for of_run in metrics])
     return {
-        **spec.speed(spec.tokens_per_step / seconds, runs[0].result.config.num_gpus),
+        **spec.speed(spec.tokens_per_step / seconds, runs[0].result.layout.num_gpus),
         "step_time_s": growth.follow("median time", [of_run["step_time_s"] for of_run in metrics]),
         "joules_per_token": joules and joules / spec.tokens_per_step,
         "energy_per_step_j": joules,

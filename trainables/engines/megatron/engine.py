@@ -29,11 +29,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from trainables.context import positions
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
-from trainables.engines.mesh import Mesh
-from trainables.engines.parallelize import Layout
-from trainables.engines.pipeline import Pipeline, TiedTable
+from trainables.engines.megatron.context import positions
+from trainables.engines.megatron.mesh import Mesh
+from trainables.engines.megatron.parallelize import Parallelizer
+from trainables.engines.megatron.pipeline import Pipeline, TiedTable
 from trainables.model import Embedding, Head, Parts, Stage, compiled_loss, language_model_loss
 from trainables.moe import ExpertLayout, Experts, MoE
 
@@ -53,18 +53,18 @@ class MegatronEngine:
     """A `trainables.engines.base.Engine` on torch alone."""
 
     def __init__(self, job: Job) -> None:
-        self.config = config = job.config
-        self.mesh = mesh = Mesh(config, job.device)
-        place = config.coordinates(job.rank)
+        self.layout = layout = job.layout
+        self.mesh = mesh = Mesh(layout, job.device)
+        place = layout.coordinates(job.rank)
         self.data_parallel_rank = place["dp"]
-        self.positions = positions(job.sequence_length, config.context_parallel_size, place["cp"], job.device)
-        layout = Layout(config, mesh)
+        self.positions = positions(job.sequence_length, layout.context_parallel_size, place["cp"], job.device)
+        parallelizer = Parallelizer(layout, mesh)
         parts = Parts(job.model, self.positions, job.seed, self._expert_layout())
-        mine = config.stages_of(place["pp"])
-        self.stages = {index: self._build(index, parts, layout) for index in mine}
-        self.holds_loss = config.pipeline_stages - 1 in self.stages
+        mine = layout.stages_of(place["pp"])
+        self.stages = {index: self._build(index, parts, parallelizer) for index in mine}
+        self.holds_loss = layout.pipeline_stages - 1 in self.stages
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = language_model_loss
-        if config.compile and config.tensor_parallel_size == 1:
+        if layout.compile and layout.tensor_parallel_size == 1:
             self.loss_function = compiled_loss()
         self.pipeline = self._schedule()
         self.tied = None
@@ -82,7 +82,7 @@ class MegatronEngine:
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
         self.optimizer.zero_grad()
         local = self._own_tokens(microbatches)
-        with loss_parallel() if self.config.tensor_parallel_size > 1 else contextlib.nullcontext():
+        with loss_parallel() if self.layout.tensor_parallel_size > 1 else contextlib.nullcontext():
             losses = self._accumulate(local) if self.pipeline is None else self._pipeline(local)
         self._complete_gradients()
         grad_norm = self._clip()
@@ -90,38 +90,38 @@ class MegatronEngine:
         return StepOutput(self._contribution(losses), grad_norm)
 
     def set_global_batch_size(self, size: int) -> None:
-        before = self.config.gradient_accumulation_steps
-        self.config = replace(self.config, global_batch_size=size)
+        before = self.layout.gradient_accumulation_steps
+        self.layout = replace(self.layout, global_batch_size=size)
         self.pipeline = self._schedule()
         if self.pipeline is None:
             for mixture in (m for stage in self.stages.values() for m in stage.modules() if isinstance(m, MoE)):
-                mixture.balance_scale *= before / self.config.gradient_accumulation_steps
+                mixture.balance_scale *= before / self.layout.gradient_accumulation_steps
 
     def _schedule(self) -> Pipeline | None:
         """The order of one step's microbatches through the stages; None without a pipeline."""
-        if self.config.pipeline_parallel_size == 1:
+        if self.layout.pipeline_parallel_size == 1:
             return None
         mesh = self.mesh
-        return Pipeline(self.config, dict(self.stages), mesh.pipeline_group, self.loss_function, mesh.device)
+        return Pipeline(self.layout, dict(self.stages), mesh.pipeline_group, self.loss_function, mesh.device)
 
-    def _build(self, index: int, parts: Parts, layout: Layout) -> Stage:
+    def _build(self, index: int, parts: Parts, parallelizer: Parallelizer) -> Stage:
         """Make and shard one part after the other, so that never more than one lies whole on the device."""
-        last = index == self.config.pipeline_stages - 1
+        last = index == self.layout.pipeline_stages - 1
         tied = parts.shape.tie_embeddings and index == 0 and last
-        embedding = layout.embedding(parts.embedding()) if index == 0 else None
+        embedding = parallelizer.embedding(parts.embedding()) if index == 0 else None
         if embedding is not None and not tied:
-            layout.shard(embedding)
-        layers = self.config.layers_by_stage(parts.shape.layers)[index]
-        blocks = [layout.block(parts.block(layer)) for layer in layers]
-        head = layout.head(parts.head()) if last else None
+            parallelizer.shard(embedding)
+        layers = self.layout.layers_by_stage(parts.shape.layers)[index]
+        blocks = [parallelizer.block(parts.block(layer)) for layer in layers]
+        head = parallelizer.head(parts.head()) if last else None
         if tied:
             assert head is not None
             assert embedding is not None
             head.output.weight = embedding.tokens.weight  # both lie in the root's own shard group
         elif head is not None:
-            layout.shard(head)
+            parallelizer.shard(head)
         stage = Stage(embedding, blocks, head)
-        layout.root(stage)
+        parallelizer.root(stage)
         return stage
 
     def _tables(self) -> list[Tensor]:
@@ -132,13 +132,13 @@ class MegatronEngine:
 
     def _expert_layout(self) -> ExpertLayout:
         """A pipeline divides gradients by the number of microbatches at the end, not each microbatch's loss."""
-        config, mesh = self.config, self.mesh
+        layout, mesh = self.layout, self.mesh
         return ExpertLayout(
             expert_group=mesh.expert_group,
-            tensor_mesh=mesh.tensor if config.tensor_parallel_size > 1 else None,
+            tensor_mesh=mesh.tensor if layout.tensor_parallel_size > 1 else None,
             context_group=mesh.context_group,
-            sequence_parallel=config.sequence_parallel,
-            loss_scale=1.0 if config.pipeline_parallel_size > 1 else 1 / config.gradient_accumulation_steps,
+            sequence_parallel=layout.sequence_parallel,
+            loss_scale=1.0 if layout.pipeline_parallel_size > 1 else 1 / layout.gradient_accumulation_steps,
         )
 
     def _parameter_groups(self) -> list[ParameterGroup]:
@@ -153,14 +153,14 @@ class MegatronEngine:
     def _own_tokens(self, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
         """What this context-parallel rank holds of each sequence."""
         for inputs, labels in microbatches:
-            if self.config.context_parallel_size > 1:
+            if self.layout.context_parallel_size > 1:
                 inputs, labels = inputs[:, self.positions], labels[:, self.positions]
             yield inputs, labels
 
     def _accumulate(self, microbatches: Iterator[Microbatch]) -> list[Tensor]:
         """Forward and backward of all microbatches without a pipeline."""
         losses: list[Tensor] = []
-        steps, zero = self.config.gradient_accumulation_steps, self.config.zero_stage
+        steps, zero = self.layout.gradient_accumulation_steps, self.layout.zero_stage
         stage = self.stages[0]
         assert isinstance(stage, FSDPModule)
         for index, (inputs, labels) in enumerate(microbatches):
@@ -184,11 +184,11 @@ class MegatronEngine:
         """What FSDP does not know of: other copies of a tied table, and tokens that came to experts from elsewhere."""
         if self.tied is not None:
             self.tied.sum_gradients()
-        if self.config.expert_parallel_size > 1:
+        if self.layout.expert_parallel_size > 1:
             # FSDP took the mean over the ranks that hold these experts, of all those that sent them tokens.
             for group in self.groups:
                 if group.experts:
-                    torch._foreach_mul_(group.gradients(), 1 / self.config.expert_parallel_size)
+                    torch._foreach_mul_(group.gradients(), 1 / self.layout.expert_parallel_size)
 
     def _clip(self) -> Tensor:
         """Clip to `GRADIENT_CLIP` by the norm of the whole model's gradient and return that norm."""
@@ -202,7 +202,7 @@ class MegatronEngine:
                     if ranks is not None and ranks.size() > 1:
                         dist.all_reduce(part, group=ranks)
             square += part
-        if self.config.pipeline_parallel_size > 1:
+        if self.layout.pipeline_parallel_size > 1:
             dist.all_reduce(square, group=self.mesh.pipeline_group)
         total = square.sqrt()
         for group in self.groups:
@@ -213,4 +213,4 @@ class MegatronEngine:
         if not self.holds_loss:
             return torch.zeros((), device=self.mesh.device)
         mean = torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]).mean()
-        return mean / (self.config.shard_ranks * self.config.tensor_parallel_size)
+        return mean / (self.layout.shard_ranks * self.layout.tensor_parallel_size)

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from search_spaces.config import ONE_STAGE_SCHEDULES, TrialConfig
+from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -103,17 +103,17 @@ class Pipeline:
     """One optimizer step's microbatches through the stages of all ranks of `group`."""
 
     def __init__(
-        self, config: TrialConfig, stages: dict[int, nn.Module], group: ProcessGroup, loss: Loss, device: torch.device
+        self, layout: Layout, stages: dict[int, nn.Module], group: ProcessGroup, loss: Loss, device: torch.device
     ) -> None:
         """`stages`: the rank's own, by their place in the model."""
-        last = config.pipeline_stages - 1
+        last = layout.pipeline_stages - 1
         self.first, self.last = 0 in stages, last in stages
         parts: list[Any] = [LeanStage(stage, i, last + 1, device, group=group) for i, stage in stages.items()]
-        rounds = config.gradient_accumulation_steps
+        rounds = layout.gradient_accumulation_steps
         self.schedule = (
-            _ONE_STAGE[config.pipeline_schedule](parts[0], rounds, loss_fn=loss)
-            if config.pipeline_schedule in ONE_STAGE_SCHEDULES
-            else _MANY_STAGES[config.pipeline_schedule](parts, rounds, loss_fn=loss)
+            _ONE_STAGE[layout.pipeline_schedule](parts[0], rounds, loss_fn=loss)
+            if layout.pipeline_schedule in ONE_STAGE_SCHEDULES
+            else _MANY_STAGES[layout.pipeline_schedule](parts, rounds, loss_fn=loss)
         )
 
     def step(self, inputs: Tensor, labels: Tensor) -> list[Tensor]:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.answers.tables import MARKS, with_unit
+from service.result import TrialResult
 from service.spec import BudgetSpec, excess
-from trainables.result import TrialResult
 
 
 @dataclass
-class Progress:
+class Display:
     """Prints as it goes; plain lines, so that a log file reads the same as a terminal.
 
     `trials` is the most that explore. What violates one of `limits`, (metric, '<=' or '>=', bound), is never the best.
@@ -66,7 +66,7 @@ class Progress:
         self.say(f"         {stand}; {self._left(to_come)} left")
 
     def _outcome(self, result: TrialResult, told: str) -> None:
-        self.say(f"[{self._clock()}] {result.status:6} {result.config.label}{_beside(result.purpose)}: {told}")
+        self.say(f"[{self._clock()}] {result.status:6} {result.layout.label}{_beside(result.purpose)}: {told}")
 
     def _keep_best(self, metrics: Mapping[str, float | None]) -> None:
         if any(excess(limit, metrics) > 0 for limit in self.limits):

@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from search_spaces.config import TrialConfig
-from trainables.context import GatheredAttention
-from trainables.engines.mesh import Mesh
-from trainables.fp8 import use_fp8
+from search_spaces.layout import Layout
+from trainables.engines.megatron.context import GatheredAttention
+from trainables.engines.megatron.fp8 import use_fp8
+from trainables.engines.megatron.mesh import Mesh
 from trainables.model import Block, Embedding, Head
 from trainables.moe import Experts, MoE
 from trainables.recompute import recomputed
@@ -28,25 +28,25 @@ from trainables.recompute import recomputed
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Layout:
+class Parallelizer:
     """Lays parts of a model over one mesh; tensor and sequence parallelism as in Shoeybi et al. 2019 and Korthikanti
     et al. 2022."""
 
-    def __init__(self, config: TrialConfig, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh
-        self.hidden = Shard(1) if config.sequence_parallel else Replicate()
+    def __init__(self, layout: Layout, mesh: Mesh) -> None:
+        self.layout, self.mesh = layout, mesh
+        self.hidden = Shard(1) if layout.sequence_parallel else Replicate()
         self.sharding: dict[str, Any] = {
             "mesh": mesh.sharding,
-            "reshard_after_forward": config.zero_stage == 3,
+            "reshard_after_forward": layout.zero_stage == 3,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if config.precision == "fp32" else torch.bfloat16,
-                reduce_dtype=_DTYPES[config.reduce_precision],
+                param_dtype=None if layout.precision == "fp32" else torch.bfloat16,
+                reduce_dtype=_DTYPES[layout.reduce_precision],
             ),
         }
         self.attend = None
         if mesh.context_group is not None:
             self.attend = GatheredAttention(mesh.context_group)
-        if config.async_tensor_parallel:
+        if layout.async_tensor_parallel:
             # The compiler then splits the products beside a gather or a scatter, and sends one part's while it
             # computes another's, through memory that neighbours map.
             torch._inductor.config._micro_pipeline_tp = True
@@ -55,16 +55,16 @@ class Layout:
     def block(self, block: Block) -> nn.Module:
         if self.attend is not None:
             block.attention.attend = self.attend
-        if self.config.precision == "fp8":
+        if self.layout.precision == "fp8":
             use_fp8(block)
         self._tensor_parallel(block, self._block_plan(block))
         if isinstance(block.ffn, MoE):
             self._shard_experts(block.ffn.experts)
-        module = recomputed(block, self.config.recompute, self.config.splits_backward)
-        if self.config.compile:
+        module = recomputed(block, self.layout.recompute, self.layout.splits_backward)
+        if self.layout.compile:
             # Selective recomputation is for the compiler to see. Full recomputation goes around what it made: a graph
             # that recomputes fails to keep the device mesh of sequence parallelism (seen with torch 2.13).
-            (block if self.config.recompute == "full" else module).compile()
+            (block if self.layout.recompute == "full" else module).compile()
         fully_shard(module, **self.sharding)
         return module
 
@@ -73,7 +73,7 @@ class Layout:
         if embedding.positions is not None:
             plan["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=self.hidden)
         self._tensor_parallel(embedding, plan)
-        if self.config.tensor_parallel_size > 1:
+        if self.layout.tensor_parallel_size > 1:
             embedding.register_forward_hook(_arrived)
         return embedding
 
@@ -81,7 +81,7 @@ class Layout:
         plan: dict[str, Any] = {
             "output": ColwiseParallel(input_layouts=self.hidden, output_layouts=Shard(-1), use_local_output=False)
         }
-        if self.config.sequence_parallel:
+        if self.layout.sequence_parallel:
             plan["norm"] = SequenceParallel()
         self._tensor_parallel(head, plan)
         return head
@@ -93,9 +93,9 @@ class Layout:
     def root(self, module: nn.Module) -> None:
         """The same for what holds all parts of a stage, whose communication it times from then on."""
         fully_shard(module, **self.sharding)
-        config = self.config
-        if self.mesh.device.type == "cuda" and not (config.overlap_grad_reduce and config.overlap_param_gather):
-            _serialize(module, gradients=not config.overlap_grad_reduce, parameters=not config.overlap_param_gather)
+        layout = self.layout
+        if self.mesh.device.type == "cuda" and not (layout.overlap_grad_reduce and layout.overlap_param_gather):
+            _serialize(module, gradients=not layout.overlap_grad_reduce, parameters=not layout.overlap_param_gather)
 
     def _block_plan(self, block: Block) -> dict[str, Any]:
         whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
@@ -110,7 +110,7 @@ class Layout:
             plan |= {"ffn": whole, "ffn.up": ColwiseParallel(), "ffn.down": RowwiseParallel(output_layouts=self.hidden)}
             if hasattr(block.ffn, "gate"):
                 plan["ffn.gate"] = ColwiseParallel()
-        if self.config.sequence_parallel:
+        if self.layout.sequence_parallel:
             plan["attention_norm"] = plan["ffn_norm"] = SequenceParallel()
         return plan
 
@@ -123,7 +123,7 @@ class Layout:
         fully_shard(experts, **sharding)
 
     def _tensor_parallel(self, module: nn.Module, plan: dict[str, Any]) -> None:
-        if self.config.tensor_parallel_size > 1:
+        if self.layout.tensor_parallel_size > 1:
             # Each rank drew the whole tensor from the same seed, so that nothing needs to be sent.
             parallelize_module(module, self.mesh.tensor, plan, src_data_rank=None)
 

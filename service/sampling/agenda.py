@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import TrialResult
 from service.sampling import drift, finalists
 from service.spec import SearchSpec
-from trainables.result import TrialResult
 
 RETRIES = 2
 """Times that a layout is run again for one purpose when the machines failed it."""
@@ -28,13 +28,13 @@ RESERVED = 0.5
 class Step:
     """One trial to run: the layout, its purpose, and the objectives of each point of the front so far."""
 
-    config: TrialConfig
+    layout: Layout
     purpose: str
     front: tuple[dict[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """What the trial gets: the fields of the layout, `purpose` and `front`."""
-        return self.config.to_dict() | {"purpose": self.purpose, "front": list(self.front)}
+        return self.layout.to_dict() | {"purpose": self.purpose, "front": list(self.front)}
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Spent:
 class Study(Protocol):
     """Where a course gets the layouts from that explore; see `service.sampling.study.SearchStudy`."""
 
-    def ask(self) -> TrialConfig | None: ...
+    def ask(self) -> Layout | None: ...
 
-    def tell(self, config: TrialConfig, result: TrialResult) -> None: ...
+    def tell(self, layout: Layout, result: TrialResult) -> None: ...
 
-    def give_back(self, config: TrialConfig) -> None: ...
+    def give_back(self, layout: Layout) -> None: ...
 
 
-class Course:
+class Agenda:
     """Hands out trials one by one, and takes their results, while the time lasts. What comes next is a subclass's.
 
     A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts only after that.
@@ -65,7 +65,7 @@ class Course:
         """`results`: all that came of a search that is resumed, in the order of their start."""
         self.spec = spec
         self.results = settled(results)
-        self.faults = Counter((r.config, r.purpose) for r in results if r.infrastructure)
+        self.faults = Counter((r.layout, r.purpose) for r in results if r.infrastructure)
         self.began = time.monotonic() - spent.wall_time_s
         self.gpu_seconds = spent.gpu_seconds
         self.under_way: dict[str, tuple[Step, float]] = {}
@@ -93,8 +93,8 @@ class Course:
     def take(self, result: TrialResult) -> bool:
         """Learn what became of a trial. Returns whether its result counts, or else the trial is run again."""
         step, started = self.under_way.pop(result.trial_id)
-        self.gpu_seconds += (time.monotonic() - started) * step.config.num_gpus
-        key = (result.config, result.purpose)
+        self.gpu_seconds += (time.monotonic() - started) * step.layout.num_gpus
+        key = (result.layout, result.purpose)
         self.faults[key] += result.infrastructure
         if result.infrastructure and self.faults[key] <= RETRIES:
             self.give_back(step)
@@ -129,7 +129,7 @@ class Course:
         """Take a result in that counts."""
 
 
-class SearchCourse(Course):
+class SearchAgenda(Agenda):
     """Explores by a study, measures the sentinel again every so many trials, and the finalists in the end."""
 
     def __init__(
@@ -143,7 +143,7 @@ class SearchCourse(Course):
         """`gangs` is how many trials run at a time. The study has been told of `results` already."""
         super().__init__(spec, results, spent)
         self.study, self.gangs = study, gangs
-        self.plan: list[TrialConfig] | None = None
+        self.plan: list[Layout] | None = None
         self.since_sentinel = 0
         for result in self.results:
             self._count(result.purpose)
@@ -153,7 +153,7 @@ class SearchCourse(Course):
 
     @property
     def sought(self) -> int:
-        return min(self.spec.budget.trials, len(self.spec.legal.points))
+        return min(self.spec.budget.trials, len(self.spec.legal.layouts))
 
     @property
     def to_come(self) -> int:
@@ -165,17 +165,17 @@ class SearchCourse(Course):
         return left + last + sentinels
 
     @property
-    def sentinel(self) -> TrialConfig | None:
+    def sentinel(self) -> Layout | None:
         """The layout by which the machine is watched: the first that ended well."""
         watching = [*self._of("sentinel"), *(r for r in self._of("search") if r.status == "ok")]
-        return watching[0].config if watching else None
+        return watching[0].layout if watching else None
 
     def front(self) -> list[TrialResult]:
         """The Pareto front of the trials that explored."""
         return finalists.front(self._of("search"), self.spec.objectives, self.spec.limits)
 
     def drifts(self) -> dict[str, drift.Drift]:
-        runs = [r for r in self.results if r.config == self.sentinel and r.purpose in ("search", "sentinel")]
+        runs = [r for r in self.results if r.layout == self.sentinel and r.purpose in ("search", "sentinel")]
         return drift.drifts([r for r in runs if r.status == "ok"], self.gangs == 1)
 
     def choose(self) -> Step | None:
@@ -186,13 +186,13 @@ class SearchCourse(Course):
 
     def give_back(self, step: Step) -> None:
         if step.purpose == "search":
-            self.study.give_back(step.config)
+            self.study.give_back(step.layout)
         else:
             super().give_back(step)
 
     def learn(self, result: TrialResult) -> None:
         if result.purpose == "search":
-            self.study.tell(result.config, result)
+            self.study.tell(result.layout, result)
         self._note(result)
 
     def _sentinel_due(self) -> Step | None:
@@ -202,10 +202,10 @@ class SearchCourse(Course):
         return Step(layout, "sentinel")
 
     def _explore(self) -> Step | None:
-        if not self._exploring() or (config := self.study.ask()) is None:
+        if not self._exploring() or (layout := self.study.ask()) is None:
             return None
         objectives = [{m: v for m in self.spec.objectives if (v := r.metrics.get(m)) is not None} for r in self.front()]
-        return Step(config, "search", tuple(objectives))
+        return Step(layout, "search", tuple(objectives))
 
     def _exploring(self) -> bool:
         if self.plan is not None or len(self._of("search")) + self._running("search") >= self.spec.budget.trials:
@@ -220,11 +220,11 @@ class SearchCourse(Course):
     def _plan(self) -> None:
         """Settle which layouts are measured again, in which order, less what was measured already."""
         chosen = self.spec.finalists
-        layouts = [r.config for r in self._finalists()]
+        layouts = [r.layout for r in self._finalists()]
         self.plan = finalists.rounds(layouts, chosen.repeats, self.spec.seed)
         for done in self._of("finalist"):
-            if done.config in self.plan:
-                self.plan.remove(done.config)
+            if done.layout in self.plan:
+                self.plan.remove(done.layout)
 
     def _finalists(self) -> list[TrialResult]:
         spec = self.spec
@@ -235,7 +235,7 @@ class SearchCourse(Course):
         if self.spec.budget.wall_time_s is None and self.spec.budget.gpu_hours is None:
             return 0.0, 0.0
         repeats = self.spec.finalists.repeats
-        each = [(self._finalist_s(r.metrics), r.config.num_gpus) for r in self._finalists()]
+        each = [(self._finalist_s(r.metrics), r.layout.num_gpus) for r in self._finalists()]
         wall_s = repeats * sum(seconds for seconds, _ in each) / self.gangs
         return wall_s, repeats * sum(seconds * gpus for seconds, gpus in each)
 
@@ -253,7 +253,7 @@ class SearchCourse(Course):
 
     def _note(self, result: TrialResult) -> None:
         """The trial by which the sentinel was found is the first that watches the machine."""
-        if result.purpose == "search" and result.config == self.sentinel:
+        if result.purpose == "search" and result.layout == self.sentinel:
             self.since_sentinel = 0
 
     def _of(self, purpose: str) -> list[TrialResult]:
@@ -263,10 +263,10 @@ class SearchCourse(Course):
         return sum(step.purpose == purpose for step, _ in self.under_way.values())
 
 
-class CalibrationCourse(Course):
+class CalibrationAgenda(Agenda):
     """Runs each of some layouts once."""
 
-    def __init__(self, spec: SearchSpec, layouts: Sequence[TrialConfig]) -> None:
+    def __init__(self, spec: SearchSpec, layouts: Sequence[Layout]) -> None:
         super().__init__(spec)
         self.layouts = list(layouts)
         self.left = list(layouts)
@@ -285,10 +285,10 @@ class CalibrationCourse(Course):
 
 def settled(results: Sequence[TrialResult]) -> list[TrialResult]:
     """The results that count: without failures of the machines after which the layout was, or is, run again."""
-    faults: Counter[tuple[TrialConfig, str]] = Counter()
+    faults: Counter[tuple[Layout, str]] = Counter()
     kept = []
     for result in results:
-        faults[result.config, result.purpose] += result.infrastructure
-        if not result.infrastructure or faults[result.config, result.purpose] > RETRIES:
+        faults[result.layout, result.purpose] += result.infrastructure
+        if not result.infrastructure or faults[result.layout, result.purpose] > RETRIES:
             kept.append(result)
     return kept

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from trainables.breakdown import Breakdown
 
 STATUSES = ("ok", "oom", "hang", "crash", "invalid", "pruned")
@@ -50,7 +50,7 @@ class RankRecord:
 @dataclass(frozen=True)
 class Proxy:
     """The result of running a trial's layout with a model of `layers` layers, or with another global batch, or both, in
-    place of the search's own. The batch is that of the result's `config`."""
+    place of the search's own. The batch is that of the result's `layout`."""
 
     layers: int
     result: TrialResult
@@ -72,7 +72,7 @@ class TrialResult:
     """
 
     trial_id: str
-    config: TrialConfig
+    layout: Layout
     status: str
     cause: str | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
@@ -90,7 +90,9 @@ class TrialResult:
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         proxies = [{"layers": proxy.layers, "result": proxy.result.to_dict()} for proxy in self.proxies]
-        return asdict(self) | {"config": self.config.to_dict(), "proxies": proxies}
+        values = asdict(replace(self, proxies=()))
+        del values["layout"]
+        return values | {"config": self.layout.to_dict(), "proxies": proxies}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrialResult:
@@ -98,8 +100,8 @@ class TrialResult:
         windows = tuple(NodeWindow(**{**w, "devices": tuple(w["devices"])}) for w in values["windows"])
         return cls(
             **{
-                **values,
-                "config": TrialConfig.from_dict(values["config"]),
+                **{name: value for name, value in values.items() if name != "config"},
+                "layout": Layout.from_dict(values["config"]),
                 "step_times_s": tuple(values["step_times_s"]),
                 "losses": tuple(values["losses"]),
                 "windows": windows,

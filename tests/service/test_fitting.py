@@ -11,21 +11,21 @@ import pytest
 
 from benchmarks import cost as benchmark
 from search_spaces import memory
-from search_spaces.config import TrialConfig
-from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
-from service.calibration import SPREADS, Observation, design, fit, load, observations, save
 from service.errors import InputError
+from service.fitting import SPREADS, Observation, design, fit, load, observations, save
 from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
-from trainables.result import TrialResult
+from service.result import TrialResult
 
 
-def sheet() -> Calibration:
+def sheet() -> Coefficients:
     found = data_sheet("h200")
     assert found is not None
     return found
@@ -45,24 +45,24 @@ POINTS = enumerate_space(
         "sequence_parallel": [True],
     },
     WORK,
-).points
+).layouts
 
 
-def measured(config: TrialConfig, truth: Calibration, noise: random.Random | None = None) -> Observation:
+def measured(layout: Layout, truth: Coefficients, noise: random.Random | None = None) -> Observation:
     """What a machine with the coefficients `truth` would show, give or take 1%."""
-    prediction = predict(config, WORK, truth)
+    prediction = predict(layout, WORK, truth)
     step, power = (1 + noise.gauss(0, 0.01) if noise else 1.0 for _ in range(2))
-    return Observation(config, WORK, prediction.step_time_s * step, prediction.power_w * power)
+    return Observation(layout, WORK, prediction.step_time_s * step, prediction.power_w * power)
 
 
-def error(observed: list[Observation], calibration: Calibration) -> float:
+def error(observed: list[Observation], calibration: Coefficients) -> float:
     """Mean relative error in step time."""
     return statistics.mean(abs(benchmark.errors(one, calibration)[0]) for one in observed)
 
 
 def test_every_coefficient_has_a_spread() -> None:
-    assert list(SPREADS) == [name for name in (f.name for f in fields(Calibration)) if name in SPREADS]
-    assert set(SPREADS) == {field.name for field in fields(Calibration)} - {"source"}
+    assert list(SPREADS) == [name for name in (f.name for f in fields(Coefficients)) if name in SPREADS]
+    assert set(SPREADS) == {field.name for field in fields(Coefficients)} - {"source"}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -121,7 +121,7 @@ def test_a_design_of_few_layouts_is_all_of_them() -> None:
 
 def test_committed_measurements_are_foretold() -> None:
     """The issue's bounds: step time within 10% and power within 8% on what was not used for calibration."""
-    known = [one for one in benchmark.records() if one.config.expert_parallel_size == 1]
+    known = [one for one in benchmark.records() if one.layout.expert_parallel_size == 1]
     told, held_out = known[::2], known[1::2]
     fitted = fit(told, SHEET)
     slower, hotter = zip(*(benchmark.errors(one, fitted) for one in held_out), strict=True)
@@ -130,26 +130,26 @@ def test_committed_measurements_are_foretold() -> None:
 
 
 def test_observations_of_a_search(home: Home) -> None:
-    config = TrialConfig("megatron", 4, 16, zero_stage=1)
+    layout = Layout("megatron", 4, 16, zero_stage=1)
     both: dict[str, float | None] = {"step_time_s": 2.0, "mean_power_w": 2400.0}
     tracker = Tracker(home.tracking_uri, home)
     tracker.start_search("alpha", "", {}, {}, {}, name="alpha", objectives={"tokens_per_s": "maximize"})
     for result in (
-        TrialResult("alpha-0", config, "ok", None, both, {"mean_power_w": "counter"}),
-        TrialResult("alpha-1", config, "oom", "rank 0: out of memory"),
-        TrialResult("alpha-2", config, "ok", None, both, {"mean_power_w": "estimated"}),
-        TrialResult("alpha-3", config, "ok", None, both, {"step_time_s": "extrapolated"}),
-        TrialResult("alpha-4", config, "ok", None, {"step_time_s": 3.0}),
+        TrialResult("alpha-0", layout, "ok", None, both, {"mean_power_w": "counter"}),
+        TrialResult("alpha-1", layout, "oom", "rank 0: out of memory"),
+        TrialResult("alpha-2", layout, "ok", None, both, {"mean_power_w": "estimated"}),
+        TrialResult("alpha-3", layout, "ok", None, both, {"step_time_s": "extrapolated"}),
+        TrialResult("alpha-4", layout, "ok", None, {"step_time_s": 3.0}),
     ):
-        tracker.start_trial(result.trial_id, config, {})
+        tracker.start_trial(result.trial_id, layout, {})
         tracker.finish_trial(result)
     tracker.finish_search("finished", {})
     found = observations(Results(home.tracking_uri).search("alpha"), WORK)
     assert found == [
-        Observation(config, WORK, 2.0, 600.0),
-        Observation(config, WORK, 2.0, None),
-        Observation(config, WORK, 2.0, None),
-        Observation(config, WORK, 3.0, None),
+        Observation(layout, WORK, 2.0, 600.0),
+        Observation(layout, WORK, 2.0, None),
+        Observation(layout, WORK, 2.0, None),
+        Observation(layout, WORK, 3.0, None),
     ]
 
 

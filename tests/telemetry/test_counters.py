@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry import readings
-from telemetry.readings import Reset, Unusable, bytes_per_s, counter_growth, integral, mean_of_means, seconds_set
+from telemetry import counters
+from telemetry.counters import Reset, Unusable, bytes_per_s, counter_growth, integral, mean_of_means, seconds_set
 
 SECOND = 1_000_000_000
 
@@ -97,14 +97,14 @@ def test_no_more_bytes_than_the_fabric_carries() -> None:
 def test_a_counter_of_time_that_jumps_is_refused_whatever_it_did_before() -> None:
     times = at(-1, 10, 20, 30)
     with pytest.raises(Unusable, match="ran faster than time"):
-        readings.throttled_s(times, counts(0, 0, 12 * SECOND, 12 * SECOND), 0, 30 * SECOND)
-    assert readings.throttled_s(times, counts(0, 0, 10 * SECOND, 10 * SECOND), 0, 30 * SECOND) == 10
+        counters.throttled_s(times, counts(0, 0, 12 * SECOND, 12 * SECOND), 0, 30 * SECOND)
+    assert counters.throttled_s(times, counts(0, 0, 10 * SECOND, 10 * SECOND), 0, 30 * SECOND) == 10
     a_little_fast = counts(*(round(1.01 * SECOND * s) for s in (0, 11, 21, 31)))
-    assert readings.throttled_s(times, a_little_fast, 0, 30 * SECOND) == 30
+    assert counters.throttled_s(times, a_little_fast, 0, 30 * SECOND) == 30
 
 
 def test_events_are_counted_up_to_the_readings_around_the_window() -> None:
     times = at(-5, 0.2, 9, 12)
-    assert readings.events(times, counts(3, 3, 4, 6), 0, 10 * SECOND) == 3
+    assert counters.events(times, counts(3, 3, 4, 6), 0, 10 * SECOND) == 3
     with pytest.raises(Reset):
-        readings.events(times, counts(3, 3, 0, 6), 0, 10 * SECOND)
+        counters.events(times, counts(3, 3, 0, 6), 0, 10 * SECOND)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from telemetry.counters import MAX_DEVICE_W
 from telemetry.devices.base import DeviceInfo
-from telemetry.readings import MAX_DEVICE_W
 from telemetry.samples import SCHEMA
-from telemetry.window import WindowSummary, combine, summarise
+from telemetry.windows.trial import WindowSummary, combine, summarise
 
 SECOND = 1_000_000_000
 ORIGIN = 5_000_000 * SECOND  # two months of uptime

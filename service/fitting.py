@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 
 from search_spaces import memory
-from search_spaces.config import TrialConfig
-from search_spaces.cost import Calibration, data_sheet, predict
+from search_spaces.cost import Coefficients, data_sheet, predict
+from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 from service.errors import InputError
 from service.home import Home
@@ -61,7 +61,7 @@ TRIAL_S, TRIAL_STEPS = 15.0, 8
 class Observation:
     """What a layout took: seconds a step, and watts of one of its GPUs, None where power was not measured."""
 
-    config: TrialConfig
+    layout: Layout
     work: Workload
     step_time_s: float
     power_w: float | None
@@ -76,22 +76,22 @@ def observations(search: SearchRecord, work: Workload) -> list[Observation]:
     for trial in search.trials:
         if trial.status != "ok" or "step_time_s" not in trial.metrics:
             continue
-        config, total = TrialConfig.from_dict(trial.config), trial.metrics.get("mean_power_w")
+        layout, total = trial.layout, trial.metrics.get("mean_power_w")
         methods = trial.methods
         doubtful = methods.get("mean_power_w") == "estimated" or methods.get("step_time_s") == "extrapolated"
-        power = None if total is None or doubtful else total / config.num_gpus
-        found.append(Observation(config, work, trial.metrics["step_time_s"], power))
+        power = None if total is None or doubtful else total / layout.num_gpus
+        found.append(Observation(layout, work, trial.metrics["step_time_s"], power))
     return found
 
 
-def ratios(observed: Observation, calibration: Calibration) -> tuple[float, float | None]:
+def ratios(observed: Observation, calibration: Coefficients) -> tuple[float, float | None]:
     """Step time and power as predicted over those measured; None for power that was not."""
-    found = predict(observed.config, observed.work, calibration)
+    found = predict(observed.layout, observed.work, calibration)
     power = None if observed.power_w is None else found.power_w / observed.power_w
     return found.step_time_s / observed.step_time_s, power
 
 
-def fit(observed: Sequence[Observation], start: Calibration) -> Calibration:
+def fit(observed: Sequence[Observation], start: Coefficients) -> Coefficients:
     """The coefficients that explain `observed` best, drawn towards those of `start` by `SPREADS`.
 
     Least squares of logarithms, which outliers move little (soft L1). Without observations, `start`.
@@ -112,23 +112,21 @@ def fit(observed: Sequence[Observation], start: Calibration) -> Calibration:
     return replace(_shifted(start, dict(zip(names, found.x * spreads, strict=True))), source=source)
 
 
-def design(
-    points: Sequence[TrialConfig], work: Workload, calibration: Calibration, count: int = 16
-) -> list[TrialConfig]:
+def design(layouts: Sequence[Layout], work: Workload, calibration: Coefficients, count: int = 16) -> list[Layout]:
     """The layouts that tell most about the coefficients for the time they take, at most `count`, most telling first.
 
     Greedy D-optimal design (Fedorov 1972): each adds most to the information on the logarithms of the coefficients, by
     the second. Layouts that may run out of memory are left out.
     """
-    drawn = random.Random(0).sample(list(points), len(points))
-    safe = (point for point in drawn if memory.band(point, work) in ("fits", None))
+    drawn = random.Random(0).sample(list(layouts), len(layouts))
+    safe = (layout for layout in drawn if memory.band(layout, work) in ("fits", None))
     candidates = list(itertools.islice(safe, CANDIDATES))
-    slopes = {point: _slopes(point, work, calibration) for point in candidates}
-    seconds = {point: TRIAL_S + TRIAL_STEPS * predict(point, work, calibration).step_time_s for point in candidates}
+    slopes = {layout: _slopes(layout, work, calibration) for layout in candidates}
+    seconds = {layout: TRIAL_S + TRIAL_STEPS * predict(layout, work, calibration).step_time_s for layout in candidates}
     known = np.diag([spread**2 for spread in SPREADS.values()])
-    chosen: list[TrialConfig] = []
+    chosen: list[Layout] = []
     while slopes and len(chosen) < count:
-        gains = {point: _information(slope, known) / seconds[point] for point, slope in slopes.items()}
+        gains = {layout: _information(slope, known) / seconds[layout] for layout, slope in slopes.items()}
         best = max(gains, key=gains.__getitem__)
         slope = slopes.pop(best)
         chosen.append(best)
@@ -137,14 +135,14 @@ def design(
     return chosen
 
 
-def save(home: Home, accelerator: str, calibration: Calibration) -> None:
+def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
     """Keep `calibration` for all later searches on `accelerator`."""
     file = home.calibration(accelerator)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
 
 
-def load(home: Home, accelerator: str) -> Calibration | None:
+def load(home: Home, accelerator: str) -> Coefficients | None:
     """What is known of `accelerator`: its calibration, else the data sheet's, else nothing.
 
     Raises `InputError` if there is a calibration that cannot be read.
@@ -154,29 +152,29 @@ def load(home: Home, accelerator: str) -> Calibration | None:
         return data_sheet(accelerator)
     try:
         values = json.loads(file.read_text())
-        return Calibration(**{field.name: values[field.name] for field in fields(Calibration)})
+        return Coefficients(**{field.name: values[field.name] for field in fields(Coefficients)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
 
 
-def _shifted(calibration: Calibration, logarithms: dict[str, float]) -> Calibration:
+def _shifted(calibration: Coefficients, logarithms: dict[str, float]) -> Coefficients:
     return replace(
         calibration, **{name: getattr(calibration, name) * float(np.exp(by)) for name, by in logarithms.items()}
     )
 
 
-def _misfits(observed: Iterable[Observation], calibration: Calibration) -> np.ndarray:
+def _misfits(observed: Iterable[Observation], calibration: Coefficients) -> np.ndarray:
     """Logarithms of what is predicted over what was measured."""
     pairs = (ratios(one, calibration) for one in observed)
     return np.log([ratio for pair in pairs for ratio in pair if ratio is not None])
 
 
-def _slopes(config: TrialConfig, work: Workload, calibration: Calibration) -> np.ndarray:
+def _slopes(layout: Layout, work: Workload, calibration: Coefficients) -> np.ndarray:
     """Derivatives of the logarithms of step time and power by those of the coefficients, (2, coefficients)."""
     step = 0.05
 
     def at(name: str, by: float) -> np.ndarray:
-        prediction = predict(config, work, _shifted(calibration, {name: by}))
+        prediction = predict(layout, work, _shifted(calibration, {name: by}))
         return np.log([prediction.step_time_s, prediction.power_w])
 
     return np.array([(at(name, step) - at(name, -step)) / (2 * step) for name in SPREADS]).T

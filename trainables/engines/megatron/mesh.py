@@ -6,7 +6,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 
 
 class Mesh:
@@ -16,19 +16,19 @@ class Mesh:
     over the innermost of these, and sharded over the rest.
     """
 
-    def __init__(self, config: TrialConfig, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device) -> None:
         self.device = device
         pp, tp, cp, ep = (
-            config.pipeline_parallel_size,
-            config.tensor_parallel_size,
-            config.context_parallel_size,
-            config.expert_parallel_size,
+            layout.pipeline_parallel_size,
+            layout.tensor_parallel_size,
+            layout.context_parallel_size,
+            layout.expert_parallel_size,
         )
-        copies = config.data_parallel_replicate_size if config.zero_stage else config.shard_ranks
-        shards = config.shard_ranks // copies
+        copies = layout.data_parallel_replicate_size if layout.zero_stage else layout.shard_ranks
+        shards = layout.shard_ranks // copies
         self.hybrid = copies > 1
         self.dense = self._mesh(pp=pp, replicate=copies, shard=shards, tp=tp)
-        self.context = self._mesh(outer=config.num_gpus // (cp * tp), cp=cp, tp=tp) if cp > 1 else None
+        self.context = self._mesh(outer=layout.num_gpus // (cp * tp), cp=cp, tp=tp) if cp > 1 else None
         self.experts = None
         if ep > 1 and shards > 1:
             self.experts = self._mesh(pp=pp, replicate=copies, shard=shards // ep, ep=ep, tp=tp)

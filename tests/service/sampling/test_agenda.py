@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from service.sampling.course import RETRIES, CalibrationCourse, Course, SearchCourse, Spent, Step, settled
+from service.result import TrialResult
+from service.sampling.agenda import RETRIES, Agenda, CalibrationAgenda, SearchAgenda, Spent, Step, settled
 from service.sampling.study import SearchStudy
 from service.spec import SearchSpec, parse_spec
-from trainables.result import TrialResult
 
 SPEC: dict[str, Any] = {
     "name": "course",
@@ -34,21 +34,21 @@ def spec_of(**changes: Any) -> SearchSpec:
     return parse_spec(yaml.safe_dump(SPEC | changes))
 
 
-def course_of(spec: SearchSpec, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchCourse:
-    study = SearchStudy("search", spec.legal.points, spec.objectives, spec.limits, spec.sampler, spec.seed)
+def course_of(spec: SearchSpec, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchAgenda:
+    study = SearchStudy("search", spec.legal.layouts, spec.objectives, spec.limits, spec.sampler, spec.seed)
     study.recall([result for result in settled(results) if result.purpose == "search"])
-    return SearchCourse(study, spec, results=results, **arguments)
+    return SearchAgenda(study, spec, results=results, **arguments)
 
 
 def outcome(trial_id: str, step: Step, status: str = "ok", **metrics: float) -> TrialResult:
     """Faster layouts take more energy, so that all are on the front."""
-    rate = 100.0 + step.config.micro_batch_size + 10 * step.config.zero_stage + 3 * step.config.tensor_parallel_size
+    rate = 100.0 + step.layout.micro_batch_size + 10 * step.layout.zero_stage + 3 * step.layout.tensor_parallel_size
     figures: dict[str, float | None] = {"tokens_per_s": rate, "joules_per_token": rate / 100, **metrics}
-    return TrialResult(trial_id, step.config, status, metrics=figures if status == "ok" else {}, purpose=step.purpose)
+    return TrialResult(trial_id, step.layout, status, metrics=figures if status == "ok" else {}, purpose=step.purpose)
 
 
 def run(
-    course: Course, trials: int = 1000, change: Callable[[TrialResult], TrialResult] = lambda result: result
+    course: Agenda, trials: int = 1000, change: Callable[[TrialResult], TrialResult] = lambda result: result
 ) -> list[TrialResult]:
     """Run the course to its end, or as many trials of it, one at a time; what became of each."""
     results: list[TrialResult] = []
@@ -69,7 +69,7 @@ def test_ends_when_the_trials_are_used_up() -> None:
 
 def test_ends_when_the_space_is_used_up() -> None:
     spec = spec_of(budget={"trials": 100})
-    assert {result.config for result in run(course_of(spec))} == set(spec.legal.points)
+    assert {result.layout for result in run(course_of(spec))} == set(spec.legal.layouts)
 
 
 def test_ends_when_the_wall_time_is_used_up() -> None:
@@ -134,8 +134,8 @@ def test_the_sentinel_is_the_first_layout_that_ended_well_and_comes_back_again_a
     course = course_of(spec_of(sentinel_every=3, budget={"trials": 8}))
     results = run(course, change=lambda result: replace(result, status=next(failing, "ok")))
     assert purposes(results) == "ssssss" + "wss"
-    assert {result.config for result in results if result.purpose == "sentinel"} == {results[2].config}
-    asked = [result.config for result in results if result.purpose == "search"]
+    assert {result.layout for result in results if result.purpose == "sentinel"} == {results[2].layout}
+    asked = [result.layout for result in results if result.purpose == "search"]
     assert len(asked) == len(set(asked)) == 8
     assert len(course.front()) == 6, "a sentinel is no point of the front"
 
@@ -154,9 +154,9 @@ def test_finalists_are_the_ends_of_the_front_measured_in_rounds() -> None:
     course = course_of(spec_of(finalists={"count": 3, "repeats": 2}, budget={"trials": 6}))
     results = run(course)
     assert purposes(results) == "ssssss" + "ffffff"
-    explored, measured = results[:6], [result.config for result in results[6:]]
+    explored, measured = results[:6], [result.layout for result in results[6:]]
     assert set(measured[:3]) == set(measured[3:])
-    rates = {result.config: result.metrics["tokens_per_s"] or 0.0 for result in explored}
+    rates = {result.layout: result.metrics["tokens_per_s"] or 0.0 for result in explored}
     assert len(set(measured)) == 3
     assert {max(rates, key=rates.__getitem__), min(rates, key=rates.__getitem__)} < set(measured)
     assert course.next("more") is None
@@ -172,7 +172,7 @@ def test_finalists_wait_for_the_trials_under_way() -> None:
     assert course.next("c") is None
     course.take(outcome("b", second, tokens_per_s=2.0, joules_per_token=0.5))
     side_by_side = [course.next("c"), course.next("d")]
-    assert side_by_side == [Step(second.config, "finalist")] * 2
+    assert side_by_side == [Step(second.layout, "finalist")] * 2
 
 
 def test_a_search_without_a_front_has_no_finalists() -> None:
@@ -211,10 +211,10 @@ def test_a_search_goes_on_where_it_was(done: int) -> None:
     assert course.to_come >= len(whole) - done
     rest = run(course)
     assert purposes(whole[:done] + rest) == purposes(whole)
-    explored = [result.config for result in whole[:done] + rest if result.purpose == "search"]
+    explored = [result.layout for result in whole[:done] + rest if result.purpose == "search"]
     assert len(set(explored)) == 8
     if done >= 9:  # what explored is the same, and so are the finalists and their order
-        assert [result.config for result in rest] == [result.config for result in whole[done:]]
+        assert [result.layout for result in rest] == [result.layout for result in whole[done:]]
     assert course.to_come == 0
 
 
@@ -229,7 +229,7 @@ def test_a_trial_that_the_machines_failed_is_run_again_and_then_given_up(purpose
     victims: list[TrialResult] = []
 
     def change(result: TrialResult) -> TrialResult:
-        mine = result.purpose == purpose and (not victims or victims[0].config == result.config)
+        mine = result.purpose == purpose and (not victims or victims[0].layout == result.layout)
         if not mine or len(victims) > RETRIES:
             return result
         victims.append(faulty(result))
@@ -241,7 +241,7 @@ def test_a_trial_that_the_machines_failed_is_run_again_and_then_given_up(purpose
     assert results[where : where + RETRIES + 1] == victims, "at once"
     assert [r.infrastructure for r in course.results].count(True) == 1, "the last failure counts"
     assert course.results == settled(results)
-    explored = [r.config for r in course.results if r.purpose == "search"]
+    explored = [r.layout for r in course.results if r.purpose == "search"]
     assert len(explored) == len(set(explored)) == 5
 
 
@@ -260,10 +260,10 @@ def test_a_failure_of_the_machines_is_not_told_to_the_study() -> None:
 
 def test_a_calibration_runs_its_layouts_once_each() -> None:
     spec = spec_of(budget={"trials": 1})
-    layouts = spec.legal.points[:3]
-    course = CalibrationCourse(spec, layouts)
+    layouts = spec.legal.layouts[:3]
+    course = CalibrationAgenda(spec, layouts)
     assert (course.sought, course.to_come) == (3, 3)
     results = run(course)
-    assert [result.config for result in results] == list(layouts)
+    assert [result.layout for result in results] == list(layouts)
     assert {result.purpose for result in results} == {"calibration"}
     assert course.to_come == 0

@@ -8,7 +8,7 @@ from search_spaces.hardware import ACCELERATORS
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Coefficients:
     """Coefficients of one accelerator for `search_spaces.cost`, all above zero; seconds, joules, watts, bytes, FLOPs.
 
     - `source`: where they come from, for readers.
@@ -57,12 +57,12 @@ class Calibration:
     offloaded_per_s: float = 5e8
 
 
-def data_sheet(name: str) -> Calibration | None:
+def data_sheet(name: str) -> Coefficients | None:
     """What is to be expected of the accelerator `name` of `ACCELERATORS`; None where nothing is known of it."""
     return _DATA_SHEETS.get(name)
 
 
-def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Calibration:
+def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
     """Peaks of the data sheet, by the shares that were reached on H200; see docs/cost.md."""
     sheet = ACCELERATORS[name]
     facts = (sheet.peak_flops, sheet.fp32_flops, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
@@ -73,7 +73,7 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Calibration:
     assert link is not None
     assert network is not None
     assert limit is not None
-    return Calibration(
+    return Coefficients(
         source=f"data sheet of {name}",
         matmul_flops=0.9 * peak,
         attention_flops=0.55 * peak,
@@ -97,7 +97,7 @@ _DATA_SHEETS = {
     "a100": _gpu("a100", joules_per_flop=1.2e-12, idle_w=120.0),
     "mi250": _gpu("mi250", joules_per_flop=1.2e-12, idle_w=100.0),
     # CPUs differ too much for a data sheet: a guess at a core, right for small models within a factor of three.
-    "cpu": Calibration(
+    "cpu": Coefficients(
         source="guess at a CPU",
         matmul_flops=1e11,
         attention_flops=5e10,

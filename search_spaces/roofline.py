@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from search_spaces.calibration import Calibration
-from search_spaces.config import TrialConfig
+from search_spaces.coefficients import Coefficients
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.workload import Workload
 
@@ -71,10 +71,10 @@ class Places(NamedTuple):
     order: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, config: TrialConfig, work: Workload) -> Places:
-        if config.num_gpus <= work.gpus_per_node:
+    def of(cls, layout: Layout, work: Workload) -> Places:
+        if layout.num_gpus <= work.gpus_per_node:
             return ONE_NODE
-        return cls(config.num_gpus, work.gpus_per_node, config.rank_order)
+        return cls(layout.num_gpus, work.gpus_per_node, layout.rank_order)
 
 
 ONE_NODE = Places(0, 0, None)
@@ -97,20 +97,20 @@ class Cut(NamedTuple):
     places: Places
 
     @classmethod
-    def of(cls, config: TrialConfig, work: Workload) -> Cut:
+    def of(cls, layout: Layout, work: Workload) -> Cut:
         return cls(
-            config.engine,
-            config.micro_batch_size,
-            config.tensor_parallel_size,
-            config.context_parallel_size,
-            config.expert_parallel_size,
-            config.sequence_parallel,
-            config.async_tensor_parallel,
-            config.recompute,
-            config.compile,
-            config.precision,
-            is_autocast(config),
-            Places.of(config, work),
+            layout.engine,
+            layout.micro_batch_size,
+            layout.tensor_parallel_size,
+            layout.context_parallel_size,
+            layout.expert_parallel_size,
+            layout.sequence_parallel,
+            layout.async_tensor_parallel,
+            layout.recompute,
+            layout.compile,
+            layout.precision,
+            is_autocast(layout),
+            Places.of(layout, work),
         )
 
     @property
@@ -124,10 +124,11 @@ class Cut(NamedTuple):
         return 1 if self.engine == "deepspeed" else self.tensor
 
 
-def is_autocast(config: TrialConfig) -> bool:
-    """Whether weights and gradients are in fp32 and products in bf16: see `trainables.deepspeed_config`."""
-    several = config.engine == "deepspeed" and config.shard_ranks > 1
-    return several and config.zero_stage == 0 and config.precision == "bf16"
+def is_autocast(layout: Layout) -> bool:
+    """Whether weights and gradients are in fp32 and products in bf16: see
+    `trainables.engines.deepspeed.configuration`."""
+    several = layout.engine == "deepspeed" and layout.shard_ranks > 1
+    return several and layout.zero_stage == 0 and layout.precision == "bf16"
 
 
 class Passes(NamedTuple):
@@ -139,7 +140,7 @@ class Passes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)  # a fit of the coefficients goes through many
-def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Calibration) -> Passes:
+def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -> Passes:
     """For a microbatch of sequences of `sequence_length` tokens."""
     tokens = cut.micro_batch_size * sequence_length // cut.context
     forward, backward = _block(cut, model, sequence_length, tokens, c)
@@ -162,7 +163,9 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Calibration) ->
     return Passes(block, embedding, head)
 
 
-def collective(size: float, count: int, ranks: int, stride: int, places: Places, c: Calibration) -> tuple[float, float]:
+def collective(
+    size: float, count: int, ranks: int, stride: int, places: Places, c: Coefficients
+) -> tuple[float, float]:
     """Seconds, and bytes that a GPU sends, of `count` gathers or scatters of `size` bytes together.
 
     By rings (Thakur et al. 2005, section 4) of ranks `stride` apart. Where they leave a node they go through the
@@ -194,7 +197,7 @@ def members(ranks: int, stride: int, places: Places) -> int:
     return max(1, ranks // most)
 
 
-def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Calibration) -> tuple[Load, Load]:
+def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficients) -> tuple[Load, Load]:
     """A transformer block forward, and backward, which takes twice the products and two and a half times attention
     (Dao 2023, section 3)."""
     products, spread = _matmuls(cut, model, tokens, c)
@@ -210,7 +213,7 @@ def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Calibrati
     return forward, backward
 
 
-def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Calibration) -> tuple[Load, Load]:
+def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
     """The matrix products of a block forward, and the exchanges of tokens and of keys and values among their GPUs."""
     hidden, inner, heads, keys = _widths(cut, model)
     projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
@@ -236,7 +239,7 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Calibration) -> tuple[
     return products, spread.plus(Load(experts=seconds, sent=sent))
 
 
-def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Calibration, speed: float) -> Load:
+def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Coefficients, speed: float) -> Load:
     """Products of `rows` rows with matrices (width in, width out, how many), at `speed` in that of bf16."""
     seconds = flops = 0.0
     for inside, outside, count in shapes:
@@ -248,7 +251,7 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Cali
     return Load(matmul=seconds, flops=flops)
 
 
-def _attention(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Calibration) -> Load:
+def _attention(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficients) -> Load:
     """Causal attention forward: half of all pairs of tokens, of which context-parallel ranks have equal shares."""
     work = 2.0 * tokens * sequence * model.hidden / cut.tensor / _speed(cut, c, fp8=False)
     slower = GATHERED_ATTENTION if cut.context > 1 and cut.engine == "megatron" else 1.0
@@ -275,7 +278,7 @@ def _values(cut: Cut, model: ModelShape) -> float:
     return values
 
 
-def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Calibration) -> tuple[Load, Load]:
+def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
     """Two sums over tensor-parallel ranks forward, and backward (Shoeybi et al. 2019), each a scatter and a gather
     (Korthikanti et al. 2022). DeepSpeed sums the gradients of what goes into each product apart."""
     if cut.tensor == 1:
@@ -295,12 +298,12 @@ def _widths(cut: Cut, model: ModelShape) -> tuple[int, int, int, int]:
     return model.hidden, model.ffn_hidden // cut.tensor, model.hidden // cut.tensor, keys // cut.tensor
 
 
-def _traffic(moved: float, compiled: bool, c: Calibration) -> Load:
+def _traffic(moved: float, compiled: bool, c: Coefficients) -> Load:
     """Kernels that move so many bytes and hardly compute."""
     return Load(elementwise=moved / (c.memory_bytes_per_s if compiled else c.eager_bytes_per_s), moved=moved)
 
 
-def _speed(cut: Cut, c: Calibration, fp8: bool = True) -> float:
+def _speed(cut: Cut, c: Coefficients, fp8: bool = True) -> float:
     """Of matrix products, in that of bf16; attention and the head are not computed in fp8."""
     if cut.precision == "fp32":
         return c.fp32_speed

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from service import fronts
+from service import pareto
 
 
 def dominates(a: np.ndarray, b: np.ndarray) -> bool:
@@ -19,14 +19,14 @@ any_values = st.floats(allow_nan=False, allow_infinity=False)
 
 @given(shapes.flatmap(lambda shape: hnp.arrays(float, shape, elements=st.one_of(few_values, any_values))))
 def test_a_row_is_on_the_front_exactly_if_no_row_dominates_it(costs: np.ndarray) -> None:
-    front = fronts.pareto_front(costs)
+    front = pareto.pareto_front(costs)
     assert sorted(front) == [i for i, row in enumerate(costs) if not any(dominates(other, row) for other in costs)]
     assert [tuple(costs[i]) for i in front] == sorted(tuple(costs[i]) for i in front)
 
 
 def test_no_rows_have_no_front_and_no_volume() -> None:
-    assert fronts.pareto_front(np.array([])) == []
-    assert fronts.hypervolume(np.empty((0, 2)), np.ones(2)) == 0
+    assert pareto.pareto_front(np.array([])) == []
+    assert pareto.hypervolume(np.empty((0, 2)), np.ones(2)) == 0
 
 
 @given(
@@ -38,12 +38,12 @@ def test_hypervolume_counts_the_unit_cells_that_a_row_dominates(costs: np.ndarra
     dimensions = costs.shape[1]
     cells = np.stack(np.meshgrid(*[np.arange(4)] * dimensions, indexing="ij"), axis=-1).reshape(-1, dimensions)
     dominated = sum(any((row <= cell).all() for row in costs) for cell in cells)
-    assert fronts.hypervolume(costs, np.full(dimensions, 4.0)) == dominated
+    assert pareto.hypervolume(costs, np.full(dimensions, 4.0)) == dominated
 
 
 def test_the_knee_is_farthest_from_the_line_between_both_ends() -> None:
     ends_and_bend = np.array([[0.0, 100.0], [1.0, 60.0], [2.0, 10.0], [10.0, 0.0]])
-    assert fronts.knee(ends_and_bend) == 2
-    assert fronts.knee(ends_and_bend * [1000.0, 0.001]) == 2, "whatever the units"
-    assert fronts.knee(ends_and_bend[:1]) == 0
-    assert fronts.knee(np.column_stack([ends_and_bend, np.ones(4)])) == 2, "an objective that is the same for all"
+    assert pareto.knee(ends_and_bend) == 2
+    assert pareto.knee(ends_and_bend * [1000.0, 0.001]) == 2, "whatever the units"
+    assert pareto.knee(ends_and_bend[:1]) == 0
+    assert pareto.knee(np.column_stack([ends_and_bend, np.ones(4)])) == 2, "an objective that is the same for all"

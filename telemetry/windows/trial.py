@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from telemetry.device_window import FABRICS, DeviceWindow, device_window, power_readings, ratio
+from telemetry.counters import MAX_GAP_NS, Unusable, integral
 from telemetry.devices.base import DeviceInfo
-from telemetry.readings import MAX_GAP_NS, Unusable, integral
 from telemetry.sampler import FULL_PERIOD_S
 from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
+from telemetry.windows.device import FABRICS, DeviceWindow, device_window, power_readings, ratio
 
 MARGIN_BEFORE_NS = round(FULL_PERIOD_S * 1e9) + 2 * MAX_GAP_NS
 MARGIN_AFTER_NS = 2 * MAX_GAP_NS

@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from service.progress import Progress
+from search_spaces.layout import Layout
+from service.display import Display
+from service.result import TrialResult
 from service.spec import BudgetSpec
-from trainables.result import TrialResult
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
-CONFIG = TrialConfig(
-    "megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True
-)
+CONFIG = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True)
 
 
 def ok(rate: float, joules: float | None, method: str = "counter") -> TrialResult:
@@ -28,8 +26,8 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def make(trials: int = 10, began_ago_s: float = 0.0, **budget: float) -> Progress:
-    return Progress(OBJECTIVES, BudgetSpec.model_validate(budget), trials, began=time.monotonic() - began_ago_s)
+def make(trials: int = 10, began_ago_s: float = 0.0, **budget: float) -> Display:
+    return Display(OBJECTIVES, BudgetSpec.model_validate(budget), trials, began=time.monotonic() - began_ago_s)
 
 
 def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """DeepSpeed's engine: ZeRO, offloading, pipelines, tensor parallelism, Ulysses and experts as DeepSpeed has them.
 
-The JSON that DeepSpeed is configured with comes from `trainables.deepspeed_config`. DeepSpeed does not survive a second
-trial in one process, so that this module must only be used in a process that ends with its trial.
+The JSON that DeepSpeed is configured with comes from `configuration` beside this. DeepSpeed does not survive a
+second trial in one process, so that this module must only be used in a process that ends with its trial.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_local_fp32_param, set_z3_leaf_modules
 from torch import Tensor, nn
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from trainables.deepspeed_config import configuration
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
+from trainables.engines.deepspeed.configuration import configuration
 from trainables.model import Block, Embedding, Parts, Stage, causal_attention, compiled_loss, language_model_loss
 from trainables.moe import attach_loss, balance_loss, choose_experts
 from trainables.recompute import recomputed
@@ -46,10 +46,10 @@ SPLIT_LAYERS = {
 }
 
 
-def settings_of(config: TrialConfig) -> dict[str, Any]:
+def settings_of(layout: Layout) -> dict[str, Any]:
     """DeepSpeed's configuration of a layout of the models of `trainables.model`."""
-    settings = configuration(config) | {"gradient_clipping": GRADIENT_CLIP, "steps_per_print": 2**31}
-    if config.tensor_parallel_size > 1:
+    settings = configuration(layout) | {"gradient_clipping": GRADIENT_CLIP, "steps_per_print": 2**31}
+    if layout.tensor_parallel_size > 1:
         settings["tensor_parallel"]["partition_config"] = SPLIT_LAYERS
     return settings
 
@@ -141,19 +141,19 @@ class DeepSpeedEngine:
     """A `trainables.engines.base.Engine` on DeepSpeed."""
 
     def __init__(self, job: Job) -> None:
-        self.config = config = job.config
+        self.layout = layout = job.layout
         self.device = job.device
         deepspeed.init_distributed(dist_init_required=False)
-        place = config.coordinates(job.rank)
+        place = layout.coordinates(job.rank)
         self.data_parallel_rank, self.context_rank, self.tensor_rank = place["dp"], place["cp"], place["tp"]
-        self.pipelined = config.pipeline_parallel_size > 1
-        self.settings = settings_of(config)
+        self.pipelined = layout.pipeline_parallel_size > 1
+        self.settings = settings_of(layout)
         self.context_group = self._context_group()
-        self.loss_function = compiled_loss() if config.compile else language_model_loss
+        self.loss_function = compiled_loss() if layout.compile else language_model_loss
         # Each part with how it is made, to draw it again.
         self.made: list[tuple[nn.Module, Callable[[], nn.Module]]] = []
         whole = torch.arange(job.sequence_length, device=job.device)
-        parts = Parts(job.model, whole.chunk(config.context_parallel_size)[self.context_rank], job.seed)
+        parts = Parts(job.model, whole.chunk(layout.context_parallel_size)[self.context_rank], job.seed)
         model = self._pipeline(parts, job.model) if self.pipelined else self._whole(parts, job.model)
         optimizer = torch.optim.AdamW(
             self._parameter_groups(model),
@@ -181,29 +181,29 @@ class DeepSpeedEngine:
                 losses.append(loss.detach())
             loss = torch.stack(losses).mean()
         norm = self.engine.get_global_grad_norm() if self.norm is None else self.norm
-        return StepOutput(loss / self.config.num_gpus, torch.as_tensor(norm))
+        return StepOutput(loss / self.layout.num_gpus, torch.as_tensor(norm))
 
     def set_global_batch_size(self, size: int) -> None:
-        before = self.config.gradient_accumulation_steps
-        self.config = replace(self.config, global_batch_size=size)
-        steps = self.config.gradient_accumulation_steps
+        before = self.layout.gradient_accumulation_steps
+        self.layout = replace(self.layout, global_batch_size=size)
+        steps = self.layout.gradient_accumulation_steps
         # DeepSpeed takes the ranks of a sequence for data-parallel ones, and so its batch for that many times as large.
-        self.engine.set_train_batch_size(steps * self.config.micro_batch_size * self.engine.dp_world_size)
+        self.engine.set_train_batch_size(steps * self.layout.micro_batch_size * self.engine.dp_world_size)
         for experts in (m for m in self.engine.module.modules() if isinstance(m, DispatchedExperts)):
             experts.scale *= before / steps
 
     def _piece(self, tokens: Tensor) -> Tensor:
         """This rank's piece of sequences (batch, sequence)."""
-        return tokens.chunk(self.config.context_parallel_size, dim=1)[self.context_rank]
+        return tokens.chunk(self.layout.context_parallel_size, dim=1)[self.context_rank]
 
     def _context_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the pieces of the same sequences. Collective."""
-        config = self.config
-        if config.context_parallel_size == 1:
+        layout = self.layout
+        if layout.context_parallel_size == 1:
             return None
         peers: dict[tuple[int, int, int], list[int]] = {}
-        for rank in range(config.num_gpus):
-            place = config.coordinates(rank)
+        for rank in range(layout.num_gpus):
+            place = layout.coordinates(rank)
             peers.setdefault((place["pp"], place["dp"], place["tp"]), []).append(rank)
         group, _ = dist.new_subgroups_by_enumeration(list(peers.values()))
         return group
@@ -214,7 +214,7 @@ class DeepSpeedEngine:
         self.made.append((part, make))
         if self.settings["bf16"]["enabled"]:
             part.bfloat16()
-        if self.config.zero_stage == 3 and self.config.tensor_parallel_size == 1:
+        if self.layout.zero_stage == 3 and self.layout.tensor_parallel_size == 1:
             deepspeed.zero.Init(module=part, config_dict_or_path=self.settings)  # shards it here and now
         return part
 
@@ -223,18 +223,18 @@ class DeepSpeedEngine:
         assert isinstance(block, Block)
         if self.context_group is not None:
             block.attention.attend = Ulysses(self.context_group)
-        module = recomputed(block, self.config.recompute)
-        if self.config.compile:
+        module = recomputed(block, self.layout.recompute)
+        if self.layout.compile:
             # The forward alone: for each module that ZeRO-3's hooks find, their graph would be another one.
             module.forward = torch.compile(module.forward)
         return module
 
     def _mixture(self, parts: Parts, layer: int) -> Block:
-        config, shape = self.config, parts.shape
+        layout, shape = self.layout, parts.shape
         block = Parts(replace(shape, num_experts=0), parts.positions, parts.seed).block(layer)
-        scale = shape.router_aux_loss * config.context_parallel_size / config.gradient_accumulation_steps
+        scale = shape.router_aux_loss * layout.context_parallel_size / layout.gradient_accumulation_steps
         block.ffn = DispatchedExperts(
-            parts, layer, config.expert_parallel_size, dist.get_rank(), self.context_group, scale
+            parts, layer, layout.expert_parallel_size, dist.get_rank(), self.context_group, scale
         )
         return block
 
@@ -248,12 +248,12 @@ class DeepSpeedEngine:
             # Autocast leaves lookups in fp32, and then all sums of hidden states with what blocks add to them.
             embedding.register_forward_hook(lambda _module, _inputs, hidden: hidden.bfloat16())
         stage = Stage(embedding, blocks, head)
-        if self.config.zero_stage == 3:
+        if self.layout.zero_stage == 3:
             set_z3_leaf_modules(stage, [type(blocks[0])])  # parameters are gathered by the block
         return stage
 
     def _pipeline(self, parts: Parts, model: ModelShape) -> PipelineModule:
-        config = self.config
+        layout = self.layout
         blocks = [
             PartSpec(Block, lambda layer=layer: self._block(parts, layer))  # type: ignore[misc]
             for layer in range(model.layers)
@@ -273,7 +273,7 @@ class DeepSpeedEngine:
         return PipelineModule(
             layers=[first, *blocks, PartSpec(nn.Module, lambda: self._part(norm)), last],
             topology=PipeModelDataParallelTopology(
-                num_pp=config.pipeline_parallel_size, num_mp=1, num_dp=config.shard_ranks
+                num_pp=layout.pipeline_parallel_size, num_mp=1, num_dp=layout.shard_ranks
             ),
             loss_fn=self.loss_function,
             partition_method="type:Block",

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from telemetry import readings
+from telemetry import counters
 from telemetry.devices.base import DeviceInfo
 from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_BITS, THROTTLE_CAUSES, TRAFFIC
 
@@ -103,20 +103,20 @@ def device_window(
     power_column = _first_of(STEADY_POWER, rows)
     drawn_j = partial(_drawn_j, [_readings_of(rows, column) for column in INSTANT_POWER])
     method = _energy_method(device, rows, infos, together)
-    integrated_j = samples.ask(power_column, readings.integral)
+    integrated_j = samples.ask(power_column, counters.integral)
     energy_j = integrated_j
     if samples.has("energy_mj"):
         refreshed_ns = _refreshed_ns(rows)
-        energy_j = samples.ask("energy_mj", partial(readings.energy_j, drawn_j=drawn_j, refreshed_ns=refreshed_ns))
-    throttle_s = {cause: samples.count(f"throttle_{cause}_ns", readings.throttled_s) for cause in THROTTLE_CAUSES}
+        energy_j = samples.ask("energy_mj", partial(counters.energy_j, drawn_j=drawn_j, refreshed_ns=refreshed_ns))
+    throttle_s = {cause: samples.count(f"throttle_{cause}_ns", counters.throttled_s) for cause in THROTTLE_CAUSES}
     power_cap_method = "counter"
     if not samples.has("throttle_power_cap_ns") and (capped := samples.flagged(POWER)):
         throttle_s["power_cap"], power_cap_method = capped[0], "sampled"
     throttle_time_s, thermal_throttle_s, throttle_method = _lost_to_heat(samples, throttle_s)
-    hbm_power = samples.ask("hbm_power_w", readings.sampled)
-    clock = samples.ask("sm_clock_mhz", readings.sampled)
-    temperature = samples.ask("gpu_temp_c", readings.sampled)
-    hbm_temperature = samples.ask("hbm_temp_c", readings.sampled)
+    hbm_power = samples.ask("hbm_power_w", counters.sampled)
+    clock = samples.ask("sm_clock_mhz", counters.sampled)
+    temperature = samples.ask("gpu_temp_c", counters.sampled)
+    hbm_temperature = samples.ask("hbm_temp_c", counters.sampled)
     bytes_per_s, utilisation = _traffic(samples, infos.get(device))
     window = DeviceWindow(
         device=device,
@@ -134,10 +134,10 @@ def device_window(
         min_sm_clock_mhz=clock and clock.lowest,
         mean_gpu_temp_c=temperature and temperature.mean,
         peak_gpu_temp_c=temperature and temperature.highest,
-        min_gpu_temp_margin_c=samples.ask("gpu_temp_margin_c", readings.lowest),
+        min_gpu_temp_margin_c=samples.ask("gpu_temp_margin_c", counters.lowest),
         peak_hbm_temp_c=hbm_temperature and hbm_temperature.highest,
-        tensor_activity=samples.ask("tensor_activity", readings.mean_of_means),
-        dram_activity=samples.ask("dram_activity", readings.mean_of_means),
+        tensor_activity=samples.ask("tensor_activity", counters.mean_of_means),
+        dram_activity=samples.ask("dram_activity", counters.mean_of_means),
         bytes_per_s=bytes_per_s,
         utilisation=utilisation,
         sample_count=samples.count_inside(),
@@ -183,9 +183,9 @@ class _Samples:
             return None
         try:
             return figure(*_readings_of(self._rows, column), self._start_ns, self._end_ns)
-        except readings.Unusable as reason:
+        except counters.Unusable as reason:
             self._refused.setdefault(str(reason), {})[column] = None
-            self._reset |= column == "energy_mj" and isinstance(reason, readings.Reset)
+            self._reset |= column == "energy_mj" and isinstance(reason, counters.Reset)
             return None
 
     def count(self, column: str, figure: Figure[T]) -> T | None:
@@ -194,7 +194,7 @@ class _Samples:
             return self.ask(column, figure)
 
         def refuse(*_: object) -> T:
-            raise readings.Reset("may have been reset with energy_mj")
+            raise counters.Reset("may have been reset with energy_mj")
 
         return self.ask(column, refuse)
 
@@ -204,7 +204,7 @@ class _Samples:
         mask = sum(bits.get(cause, 0) for cause in causes)
 
         def seconds(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> tuple[float, float, float]:
-            return readings.seconds_set(time_ns, (value & np.uint64(mask)) != 0, start_ns, end_ns)
+            return counters.seconds_set(time_ns, (value & np.uint64(mask)) != 0, start_ns, end_ns)
 
         return self.ask("throttle_reasons", seconds) if mask else None
 
@@ -253,7 +253,7 @@ def _traffic(samples: _Samples, info: DeviceInfo | None) -> tuple[dict[str, floa
     shares: dict[str, float | None] = {}
     for fabric in FABRICS:
         peak = getattr(info, f"{fabric}_peak_bytes_per_s", None)
-        rate = partial(readings.bytes_per_s, peak_bytes_per_s=peak)
+        rate = partial(counters.bytes_per_s, peak_bytes_per_s=peak)
         directions = {column: samples.count(column, rate) for column in TRAFFIC if column.startswith(fabric)}
         known = [value for value in directions.values() if value is not None]
         rates |= directions
@@ -263,9 +263,9 @@ def _traffic(samples: _Samples, info: DeviceInfo | None) -> tuple[dict[str, floa
 
 def _events(samples: _Samples) -> list[str]:
     told = []
-    if errors := samples.count("ecc_uncorrected", readings.events):
+    if errors := samples.count("ecc_uncorrected", counters.events):
         told.append(f"ecc_uncorrected grew by {errors}: memory errors that were not corrected")
-    if errors := samples.ask("xid_errors", readings.events):
+    if errors := samples.ask("xid_errors", counters.events):
         told.append(f"xid_errors grew by {errors}, the last XID {samples.latest('xid')}")
     return told
 
@@ -284,8 +284,8 @@ def _first_of(columns: tuple[str, ...], rows: pa.Table) -> str:
 def _drawn_j(powers: Sequence[tuple[np.ndarray, np.ndarray]], start_ns: int, end_ns: int) -> float | None:
     """Energy by the first sampled power that was read all the time; None where none was."""
     for time_ns, power_w in powers:
-        with suppress(readings.Unusable):
-            return readings.integral(time_ns, power_w, start_ns, end_ns)
+        with suppress(counters.Unusable):
+            return counters.integral(time_ns, power_w, start_ns, end_ns)
     return None
 
 

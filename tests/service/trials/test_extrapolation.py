@@ -11,15 +11,15 @@ import ray
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
+from search_spaces.layout import Layout
+from service.result import Proxy, RankRecord, TrialResult
 from service.spec import METRICS, SearchSpec
 from service.trials.evaluate import run
-from service.trials.proxy import OVER_BATCH, OVER_DEPTH, SPENT, Growth, line, over_batch, over_depth
+from service.trials.extrapolation import OVER_BATCH, OVER_DEPTH, SPENT, Growth, line, over_batch, over_depth
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
-from trainables.result import Proxy, RankRecord, TrialResult
 
-CONFIG = TrialConfig("megatron", 2, 16)
+CONFIG = Layout("megatron", 2, 16)
 LAYERS = 32
 SPEC = SearchSpec.model_validate(
     {
@@ -104,7 +104,7 @@ def test_another_gpu_may_be_the_fullest_at_full_depth() -> None:
 def test_the_rest_is_the_deeper_run_s_and_costs_are_of_both() -> None:
     shallow, deep = measured(2, 1.0, 10.0, [1.0, 1.0]), measured(4, 2.0, 20.0, [2.0, 2.0], cause="GPU-1: was reset")
     found = over_depth("t", SPEC, shallow, deep)
-    assert (found.trial_id, found.config, found.cause) == ("t", CONFIG, "at 4 layers: GPU-1: was reset")
+    assert (found.trial_id, found.layout, found.cause) == ("t", CONFIG, "at 4 layers: GPU-1: was reset")
     for metric in ("mean_power_w", "peak_gpu_temp_c", "throttle_ratio", "final_loss"):
         assert found.metrics[metric] == deep.result.metrics[metric]
     assert [found.metrics[metric] for metric in SPENT] == [6.0] * len(SPENT)
@@ -213,11 +213,11 @@ def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> Non
 
 def timed(microbatches: int, step_s: float, joules: float | None, *steps_s: float) -> Proxy:
     """A window of steps of so many microbatches on each of two GPUs, which took `step_s` and `joules` on average."""
-    config = replace(CONFIG, global_batch_size=2 * microbatches)
-    rate = config.global_batch_size * 128 / step_s
+    layout = replace(CONFIG, global_batch_size=2 * microbatches)
+    rate = layout.global_batch_size * 128 / step_s
     metrics: dict[str, float | None] = {"tokens_per_s": rate, "step_time_s": step_s, "energy_per_step_j": joules}
     return Proxy(
-        LAYERS, TrialResult("t", config, "ok", None, metrics, {"joules_per_token": "counter"}, steps_s or (step_s,) * 5)
+        LAYERS, TrialResult("t", layout, "ok", None, metrics, {"joules_per_token": "counter"}, steps_s or (step_s,) * 5)
     )
 
 
@@ -252,7 +252,7 @@ def test_what_is_linear_in_microbatches_is_found_exactly(
 def test_a_short_trial_keeps_what_steps_of_any_size_have() -> None:
     few, many = timed(2, 1.0, 10.0), timed(6, 2.0, 20.0)
     found = over_batch(LARGE, WHOLE, few, many)
-    assert (found.config, found.status, found.cause) == (WHOLE.config, "ok", "GPU-1: was reset")
+    assert (found.layout, found.status, found.cause) == (WHOLE.layout, "ok", "GPU-1: was reset")
     for metric in ("throttle_ratio", "peak_memory_gib", "trial_overhead_s"):
         assert found.metrics[metric] == WHOLE.metrics[metric]
     assert found.methods["throttle_ratio"] == "counter"
@@ -290,4 +290,4 @@ def test_short_runs_at_two_depths_lead_to_the_whole_model_and_batch() -> None:
     assert found.metrics["joules_per_token"] == pytest.approx((5.0 + LAYERS * 256 * 2.5) / (512 * 128))
     assert found.methods["tokens_per_s"] == "extrapolated"
     assert [proxy.layers for proxy in found.proxies] == [2, 4]
-    assert [proxy.result.proxies[0].result.config.global_batch_size for proxy in found.proxies] == [4, 4]
+    assert [proxy.result.proxies[0].result.layout.global_batch_size for proxy in found.proxies] == [4, 4]

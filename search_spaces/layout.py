@@ -18,7 +18,7 @@ BUCKET_SIZE = 500_000_000
 
 
 @dataclass(frozen=True)
-class TrialConfig:
+class Layout:
     """A layout of one training run.
 
     `global_batch_size` and `micro_batch_size` count sequences; `micro_batch_size` is per data-parallel rank.
@@ -136,7 +136,7 @@ class TrialConfig:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrialConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> Layout:
         """Inverse of `to_dict`, also after a round trip through JSON.
 
         Derived and foreign keys are ignored; what an older record lacks has its default.
