@@ -11,7 +11,8 @@ from typing import Any
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
-from service.spec import SearchSpec, load_spec
+from service.problem import Problem
+from service.spec import load_spec
 
 BENCHMARKS = Path(__file__).parent
 RESULTS = BENCHMARKS / "results"
@@ -56,7 +57,7 @@ def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
             yield Measurement("proxy_4xh200.txt", layout, workload(spec), {"status": "ok", "metrics": metrics})
 
 
-def workload(spec: SearchSpec, layers: int | None = None) -> Workload:
+def workload(spec: Problem, layers: int | None = None) -> Workload:
     """What was trained, on H200: the spec's model, or one of so many layers."""
     model = replace(spec.shape, layers=layers or spec.shape.layers)
     return Workload(model, spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"])

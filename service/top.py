@@ -1,4 +1,4 @@
-"""`wattune top`: every GPU of a cluster, as the telemetry of the searches that run there sees it."""
+"""Every GPU of a cluster, live, as the telemetry of the searches that run there sees it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import ray
@@ -21,7 +22,8 @@ from ray.exceptions import RayError
 from service.answers.tables import MARKS, render
 from service.cluster import knock
 from service.errors import InputError
-from telemetry.actor import NodeState, Work, find_telemetry
+from service.remote import call
+from telemetry.actor import NodeState, Telemetry, Work, find_telemetry
 from telemetry.devices import DeviceInfo
 
 T = TypeVar("T")
@@ -34,30 +36,40 @@ HEADINGS = ("node", "GPU", "W", "degC", "MHz", "GiB", "busy", "throttled by", "t
 _UNUSED = ("-",) * 4
 
 
-def top(address: str | None, once: bool) -> None:
-    """Show the cluster every second until it or the user ends it; with `once`, or where nobody looks, show it once.
+def watch(address: str | None) -> Generator[list[NodeState], None, None]:
+    """What each node is at, every second until the cluster is gone; empty while no search runs.
 
     `address` is that of the Ray cluster, such as ``head:6379``; default: RAY_ADDRESS, else the Ray of this machine.
-    Raises `InputError` if no cluster answers there, or none of its nodes has telemetry.
+    Raises `InputError` if no cluster answers there, or none of its nodes has telemetry in the beginning.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     with _cluster(address):
         states = poll()
         if not states:
             raise InputError(f"no telemetry at {_shown(address)}: no search is running there")
-        if once or not sys.stdout.isatty():
-            print(page(states))
-            return
-        with contextlib.suppress(TimeoutError, KeyboardInterrupt), _screen():
-            while True:
-                _draw(page(states) if states else "no search is running")
-                time.sleep(PERIOD_S)
+        while True:
+            yield states
+            time.sleep(PERIOD_S)
+            try:
                 states = _within(2 * ANSWER_S, poll)
+            except TimeoutError:
+                return
+
+
+def show(watched: Iterator[list[NodeState]], once: bool) -> None:
+    """Print the first of what was watched if `once`, or where nobody looks; else draw each until the user ends it."""
+    states = next(watched)
+    if once or not sys.stdout.isatty():
+        print(page(states))
+        return
+    with contextlib.suppress(KeyboardInterrupt), _screen():
+        for now in chain([states], watched):
+            _draw(page(now) if now else "no search is running")
 
 
 def poll() -> list[NodeState]:
     """What each node is at now, by host name; without nodes that do not answer within `ANSWER_S`."""
-    asked: list[Any] = [actor.state.remote() for actor in find_telemetry().values()]
+    asked = [call(actor, Telemetry.state) for actor in find_telemetry().values()]
     if not asked:
         return []
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
@@ -87,7 +99,7 @@ def page(states: Iterable[NodeState]) -> str:
             device = [state.hostname, str(info.index), *_device(info, sample, state.throttled_by.get(info.uuid, ()))]
             cells = [_work(work) for work in works.get(info.uuid, ())] or [_UNUSED]
             rows += [[*(device if place == 0 else [""] * len(device)), *cell] for place, cell in enumerate(cells)]
-    trials = {work.trial_id for found in works.values() for work in found}
+    trials = {work.trial_id for of_device in works.values() for work in of_device}
     known = [power for power in watts if power is not None]
     power = f"{sum(known):,.0f} W" if known else "-"
     totals = f"nodes: {len(nodes)}  devices: {len(watts)}  power: {power}  trials: {len(trials)}"

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from service.spec import ClusterSpec
+from service.problem import Cluster
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
 from trainables.worker import GangTorchConfig, worker_loop
@@ -35,7 +35,7 @@ class Gang:
     thread starts another. A mailbox that dies is started again, empty; its workers fail, and join it when they are up.
     """
 
-    def __init__(self, name: str, size: int, cluster: ClusterSpec, storage: Path, telemetry: Fleet) -> None:
+    def __init__(self, name: str, size: int, cluster: Cluster, storage: Path, telemetry: Fleet) -> None:
         actor: Any = ray.remote(Mailbox)
         self.mailbox: ActorHandle = actor.options(
             num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
@@ -138,7 +138,7 @@ def start_pool(gangs: Sequence[Gang]) -> ActorHandle:
     return actor.options(num_cpus=0, resources=ON_HEAD, max_concurrency=1000).remote([gang.mailbox for gang in gangs])
 
 
-def resources_per_worker(cluster: ClusterSpec) -> dict[str, float]:
+def resources_per_worker(cluster: Cluster) -> dict[str, float]:
     """What Ray reserves for one worker of a gang."""
     resources: dict[str, Any] = {"CPU": cluster.cpus_per_worker}
     return resources if cluster.accelerator == "cpu" else resources | {"GPU": 1}
