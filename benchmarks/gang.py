@@ -16,6 +16,7 @@ from service.spec import SearchSpec
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
+from trainables.training import Training
 
 Run = Callable[[str, Layout, SearchSpec], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
@@ -26,7 +27,7 @@ def one_gang(spec: SearchSpec, size: int) -> Iterator[Run]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
     with tempfile.TemporaryDirectory() as storage, ray_session(spec):
         telemetry = start_telemetry()
-        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry)
+        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Training.preload())
         ray.get(gang.mailbox.ready.remote())
         try:
             yield lambda trial_id, layout, of: run(trial_id, layout, of, gang.mailbox, telemetry, {})

@@ -24,13 +24,14 @@ from service.spec import SearchSpec, load_spec
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, start_telemetry, stop_telemetry
+from trainables.training import Training
 
 USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
 
 
 def warm(spec: SearchSpec, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
-    gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry)
+    gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
     ray.get(gang.mailbox.ready.remote())
     seconds = []
     for number, point in enumerate(points):
@@ -46,7 +47,7 @@ def cold(spec: SearchSpec, points: list[Layout], telemetry: Fleet, storage: Path
     seconds = []
     for number, point in enumerate(points):
         began = time.monotonic()
-        gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry)
+        gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
         result = run(f"cold-{number}", point, spec, gang.mailbox, telemetry, {})
         close_gangs([gang])
         figures = _require_ok(result)

@@ -40,6 +40,7 @@ from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, Telemetry
 from telemetry.sampler import Sampler
+from trainables.training import Training
 
 STRETCH_S = 8.0
 ENERGY_S = 34.0
@@ -187,7 +188,7 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
         )
         devices = ray.get(telemetry.describe.remote())["devices"]
         handles = Fleet("benchmark", {node_id: telemetry})
-        gang = Gang("benchmark", spec.gang_size, spec.cluster, Path(storage), handles)
+        gang = Gang("benchmark", spec.gang_size, spec.cluster, Path(storage), handles, Training.preload())
         ray.get(gang.mailbox.ready.remote())
         results: list[TrialResult] = []
         trial = threading.Thread(

@@ -40,6 +40,7 @@ from service.trials.evaluate import evaluate
 from service.trials.gang import ON_HEAD, Gang, close_gangs, start_pool
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
+from trainables.training import Training
 
 # A Tune trial only waits for its gang.
 TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
@@ -226,7 +227,14 @@ class Driver:
         self._clear(spool)  # Ray would go on with the files of a driver that was killed
         try:
             self.gangs = [
-                Gang(f"{self.search_id}-gang{i}", spec.gang_size, spec.cluster, spool / "train", telemetry)
+                Gang(
+                    f"{self.search_id}-gang{i}",
+                    spec.gang_size,
+                    spec.cluster,
+                    spool / "train",
+                    telemetry,
+                    Training.preload(),
+                )
                 for i in range(_gangs(spec))
             ]
             pool = start_pool(self.gangs)

@@ -67,6 +67,15 @@ class Breakdown:
     exposed_other_communication_s: float
 
 
+@dataclass(frozen=True)
+class Profile:
+    """The breakdown of a step, or the `problem` for which there is none, and the seconds that it took to have it."""
+
+    breakdown: Breakdown | None
+    problem: str | None
+    time_s: float
+
+
 def break_down(
     categories: Sequence[str], starts_ns: NDArray[np.int64], ends_ns: NDArray[np.int64], span_s: float
 ) -> Breakdown:
@@ -108,8 +117,8 @@ def union_ns(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
 
 def collective(name: str) -> str:
     """The collective that a kernel's or an operator's name speaks of, in NCCL's, gloo's or c10d's spelling."""
-    found = _COLLECTIVE.search(name.lower().replace("_", ""))
-    return COLLECTIVES[found.lastindex - 1] if found and found.lastindex else "other_communication"
+    match = _COLLECTIVE.search(name.lower().replace("_", ""))
+    return COLLECTIVES[match.lastindex - 1] if match and match.lastindex else "other_communication"
 
 
 @lru_cache(maxsize=4096)

@@ -34,7 +34,8 @@ from telemetry.windows.trial import WindowSummary, combine
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Protocol
-from trainables.trial import TrialRequest
+from trainables.program import TrialRequest
+from trainables.training import Training
 
 LEASE_S = 3600.0
 GRACE_S = 60.0
@@ -183,12 +184,9 @@ def make_request(trial_id: str, layout: Layout, spec: SearchSpec, purpose: str =
     return TrialRequest(
         trial_id=trial_id,
         layout=layout,
-        model=spec.shape,
-        data=spec.data,
-        sequence_length=spec.sequence_length,
+        program=Training(spec.shape, spec.data, spec.sequence_length, spec.seed),
         protocol=Protocol(**timing),
         deadline_s=deadline_s,
-        seed=spec.seed,
         batches=sizes,
     )
 

@@ -12,7 +12,7 @@ from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Timing
-from trainables.trial import RankReport
+from trainables.program import RankReport
 
 
 def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRecord, ...]:

@@ -20,6 +20,7 @@ from ray.train.torch import TorchTrainer
 from service.spec import ClusterSpec
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
+from trainables.platforms.base import platform_of
 from trainables.worker import GangTorchConfig, worker_loop
 
 CLOSE_TIMEOUT_S = 30.0
@@ -35,22 +36,28 @@ class Gang:
     thread starts another. A mailbox that dies is started again, empty; its workers fail, and join it when they are up.
     """
 
-    def __init__(self, name: str, size: int, cluster: ClusterSpec, storage: Path, telemetry: Fleet) -> None:
+    def __init__(
+        self, name: str, size: int, cluster: ClusterSpec, storage: Path, telemetry: Fleet, preload: Sequence[str]
+    ) -> None:
+        """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them."""
         actor: Any = ray.remote(Mailbox)
         self.mailbox: ActorHandle = actor.options(
             num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
         ).remote(size)
         self._closing = False
-        use_gpu = cluster.accelerator != "cpu"
+        resources = resources_per_worker(cluster)
         # Ray Train looks for dead workers every 2 s unless told otherwise.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
         self._trainer = lambda: TorchTrainer(
             worker_loop,
-            train_loop_config={"mailbox": self.mailbox, "telemetry": telemetry, "use_gpu": use_gpu},
+            train_loop_config={
+                "mailbox": self.mailbox,
+                "telemetry": telemetry,
+                "accelerator": cluster.device,
+                "preload": preload,
+            },
             torch_config=GangTorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=size, use_gpu=use_gpu, resources_per_worker=resources_per_worker(cluster)
-            ),
+            scaling_config=ScalingConfig(num_workers=size, use_gpu="GPU" in resources, resources_per_worker=resources),
             run_config=RunConfig(name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)),
         )
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -140,5 +147,6 @@ def start_pool(gangs: Sequence[Gang]) -> ActorHandle:
 
 def resources_per_worker(cluster: ClusterSpec) -> dict[str, float]:
     """What Ray reserves for one worker of a gang."""
-    resources: dict[str, Any] = {"CPU": cluster.cpus_per_worker}
-    return resources if cluster.accelerator == "cpu" else resources | {"GPU": 1}
+    resources = {"CPU": cluster.cpus_per_worker}
+    device = platform_of(cluster.device).ray_resource
+    return resources if device is None else resources | {device: 1}

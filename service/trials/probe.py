@@ -13,7 +13,7 @@ from service.result import Proxy
 from service.spec import SearchSpec
 from service.trials.extrapolation import line
 from trainables.measure import Protocol
-from trainables.trial import TrialRequest
+from trainables.program import TrialRequest
 
 LAYERS_PER_STAGE = (4, 8)
 """With fewer, blocks still fit in what the loss has given back, and a line through them is too steep: by two and four

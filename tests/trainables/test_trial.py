@@ -16,12 +16,16 @@ from tests.trainables.conftest import RunRanks
 from trainables.child import Nursery
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
-from trainables.trial import Place, Progress, TrialRequest, WrongTraining, check_learning, run_trial
+from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.program import InvalidTrial, Place, Progress, TrialRequest
+from trainables.rank import check_learning
+from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 CONFIG = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=7)
-REQUEST = TrialRequest("alone", CONFIG, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=120, seed=0)
+TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
+REQUEST = TrialRequest("alone", CONFIG, TRAINING, PROTOCOL, deadline_s=120)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_falling_losses_are_training(losses: tuple[float, ...]) -> None:
     ],
 )
 def test_other_losses_are_not(losses: tuple[float, ...], complaint: str) -> None:
-    with pytest.raises(WrongTraining, match=complaint):
+    with pytest.raises(InvalidTrial, match=complaint):
         check_learning(losses)
 
 
@@ -70,7 +74,7 @@ def test_a_rank_reports_what_it_measured(engine: str, run_ranks: RunRanks) -> No
 def test_the_seed_chooses_the_model(run_ranks: RunRanks) -> None:
     first_losses = []
     for trial_id, seed in (("seed 0", 0), ("seed 0 again", 0), ("seed 1", 1)):
-        (outcome,) = run_ranks(replace(REQUEST, trial_id=trial_id, seed=seed))
+        (outcome,) = run_ranks(replace(REQUEST, trial_id=trial_id, program=replace(TRAINING, seed=seed)))
         assert outcome.report is not None
         first_losses.append(outcome.report.losses[0])
     assert first_losses[0] == first_losses[1] != first_losses[2]
@@ -78,11 +82,13 @@ def test_the_seed_chooses_the_model(run_ranks: RunRanks) -> None:
 
 def test_training_that_does_not_learn_is_invalid(run_ranks: RunRanks, tmp_path: Path) -> None:
     # Twenty steps that teach to expect one token, then ten with a token each that none has seen before.
-    per_step = CONFIG.global_batch_size * REQUEST.sequence_length
+    per_step = CONFIG.global_batch_size * TRAINING.sequence_length
     by_step = np.array([0] * 20 + list(range(1, 11)), dtype=np.uint16)
     np.save(tmp_path / "tokens.npy", np.append(by_step.repeat(per_step), 0))
     protocol = Protocol(1, 0.5, 1e-9, 1e-9, window_min_steps=28)
-    request = replace(REQUEST, trial_id="unlearning", data=str(tmp_path / "tokens.npy"), protocol=protocol)
+    request = replace(
+        REQUEST, trial_id="unlearning", program=replace(TRAINING, data=str(tmp_path / "tokens.npy")), protocol=protocol
+    )
     (outcome,) = run_ranks(request)
     assert outcome.status == "invalid"
     assert outcome.cause is not None
@@ -93,17 +99,17 @@ def count_objects(request: TrialRequest, place: Place, connection: Connection) -
     """Objects before the trial, and, from the second step on, the most that a collection would go through."""
     before, counts = len(gc.get_objects()), []
 
-    def tell(progress: Progress) -> None:
+    def count(progress: Progress) -> None:
         if progress.tokens_per_s:
             counts.append(len(gc.get_objects()))
 
-    run_trial(request, place, tell)
+    request.program.run(request, place, count)
     connection.send((before, max(counts[1:])))
 
 
 def test_no_step_is_held_up_by_a_collection_of_all_objects(nursery: Nursery, store: TCPStore) -> None:
     ours, theirs = nursery._context.Pipe(duplex=False)
-    place = Place(0, 0, "127.0.0.1", store.port, use_gpu=False)
+    place = Place(0, 0, "127.0.0.1", store.port, CPU)
     request = replace(REQUEST, trial_id="collected", layout=replace(CONFIG, recompute="full"))
     child = nursery._context.Process(target=count_objects, args=(request, place, theirs))
     child.start()

@@ -26,12 +26,13 @@ from service.trials.figures import (
 from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
 from telemetry.windows.device import DeviceWindow
 from telemetry.windows.trial import WindowSummary
-from trainables.breakdown import Breakdown, break_down
-from trainables.child import Outcome
+from trainables.breakdown import Breakdown, Profile, break_down
+from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Protocol, Stretch, Timing
-from trainables.profiling import Profile
-from trainables.trial import Progress, RankReport
+from trainables.program import Progress, RankReport
+from trainables.status import Status
+from trainables.training import Training
 
 SECOND = 1_000_000_000
 
@@ -74,7 +75,7 @@ def ranks(
     """Outcomes by worker."""
     return [
         Outcome(
-            "ok",
+            Status.OK,
             phase="report",
             report=RankReport(
                 rank=layout.worker_rank(rank),
@@ -294,8 +295,8 @@ def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None
 def test_a_request_carries_the_spec_s_own_words() -> None:
     spec = make_spec()
     request = make_request("t1", CONFIG, spec)
-    assert (request.trial_id, request.layout, request.model) == ("t1", CONFIG, spec.shape)
-    assert (request.data, request.sequence_length, request.seed) == ("synthetic", 128, 5)
+    assert (request.trial_id, request.layout) == ("t1", CONFIG)
+    assert request.program == Training(spec.shape, "synthetic", 128, seed=5)
     assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5, breakdown=True)
     assert (request.deadline_s, request.batches) == (99.0, ())
 
@@ -401,7 +402,7 @@ def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
-    outcomes = [Outcome("aborted"), Outcome("oom", "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
+    outcomes = [Outcome(ABORTED), Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
     spec, layout = make_spec(), replace(CONFIG, num_gpus=2)
     result = run_on_gang(make_request("t2", layout, spec), spec, answering(outcomes), {}, {})
     assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")

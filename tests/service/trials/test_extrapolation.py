@@ -18,6 +18,7 @@ from service.trials.evaluate import run
 from service.trials.extrapolation import OVER_BATCH, OVER_DEPTH, SPENT, Growth, line, over_batch, over_depth
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
+from trainables.status import Status
 
 CONFIG = Layout("megatron", 2, 16)
 LAYERS = 32
@@ -198,10 +199,10 @@ def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> Non
         order = ray.get(mailbox.next.remote(0, 0))
         ray.get(
             mailbox.hand_in.remote(
-                0, order.number, Outcome("oom", "step: out of memory", "step", traceback="Traceback ...")
+                0, order.number, Outcome(Status.OOM, "step: out of memory", "step", traceback="Traceback ...")
             )
         )
-        return order.request.model.layers
+        return order.request.program.model.layers
 
     asked = work.remote(mailbox)
     result = run("t", replace(CONFIG, num_gpus=1), SPEC, mailbox, {}, {})

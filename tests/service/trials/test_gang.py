@@ -29,14 +29,16 @@ from trainables.child import Outcome
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Protocol
-from trainables.trial import TrialRequest
+from trainables.program import TrialRequest
+from trainables.training import Training
 
 CLUSTER = ClusterSpec(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 CONFIG = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
-REQUEST = TrialRequest("trial", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
+TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
+REQUEST = TrialRequest("trial", CONFIG, TRAINING, SHORT, deadline_s=120)
 
 Begin = Callable[..., Any]
 trial_numbers = itertools.count()
@@ -51,7 +53,7 @@ def telemetry(ray_session: Any) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry)
+    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry, Training.preload())
     yield gang
     close_gangs([gang])
 
@@ -210,7 +212,7 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_the_trial_with_its_cause(begi
     pipeline = replace(CONFIG, pipeline_parallel_size=2)
     assert statuses(begin()) == [("ok", None)] * 2
     began = time.monotonic()
-    ((status, cause),) = statuses(begin(pipeline, model=too_large))
+    ((status, cause),) = statuses(begin(pipeline, program=replace(TRAINING, model=too_large)))
     assert status == "oom"
     assert cause is not None
     assert cause.startswith("rank 0: build: RuntimeError: ")
@@ -331,7 +333,7 @@ def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
             raise RuntimeError("no workers today")
 
     monkeypatch.setattr("service.trials.gang.TorchTrainer", Failing)
-    gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"))
+    gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"), [])
     killed(gang.mailbox)
     time.sleep(4)
     close_gangs([gang])
@@ -382,7 +384,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
 ) -> None:
     before = set(telemetry)
     # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
-    gang = Gang("wide", 2, CLUSTER.model_copy(update={"cpus_per_worker": 3}), tmp_path, telemetry)
+    gang = Gang("wide", 2, CLUSTER.model_copy(update={"cpus_per_worker": 3}), tmp_path, telemetry, Training.preload())
     pool: Any = start_pool([gang])
     node = join()
     layout = replace(CONFIG, global_batch_size=96)

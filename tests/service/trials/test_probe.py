@@ -19,7 +19,8 @@ from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Timing
-from trainables.trial import RankReport
+from trainables.program import RankReport
+from trainables.status import Status
 
 CONFIG = Layout("megatron", 4, 64, micro_batch_size=2, zero_stage=1, compile=True, reduce_precision="bf16")
 PIPELINE = replace(CONFIG, pipeline_parallel_size=2)
@@ -123,14 +124,14 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
         asked: list[int] = []
         number = 0
         while (order := ray.get(mailbox.next.remote(0, number))) is not None:
-            number, layers = order.number, order.request.model.layers
+            number, layers = order.number, order.request.program.model.layers
             asked.append(layers)
             timings = dict.fromkeys(order.request.batches or (64,), timing)
             for rank in range(4):
                 peak = constant_gib + layers * layer_gib
                 place = CONFIG.coordinates(rank)
                 report = RankReport(rank, place, f"GPU-{rank}", timings, (2.0, 1.0), (1.0, 1.0), peak, {})
-                ray.get(mailbox.hand_in.remote(rank, number, Outcome("ok", report=report)))
+                ray.get(mailbox.hand_in.remote(rank, number, Outcome(Status.OK, report=report)))
         return asked
 
     return mailbox, work.remote(mailbox)

@@ -26,7 +26,16 @@ from torch import Tensor, nn
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
+from trainables.engines.base import (
+    BETAS,
+    GRADIENT_CLIP,
+    WEIGHT_DECAY,
+    Engine,
+    Job,
+    Microbatch,
+    StepOutput,
+    learning_rate,
+)
 from trainables.engines.deepspeed.configuration import configuration
 from trainables.model import Block, Embedding, Parts, Stage, causal_attention, compiled_loss, language_model_loss
 from trainables.moe import attach_loss, balance_loss, choose_experts
@@ -137,8 +146,13 @@ class DispatchedExperts(nn.Module):
         return attach_loss(out, balance_loss(probabilities, experts, self.context_group), self.scale)
 
 
+def build(job: Job) -> Engine:
+    """The engine, with the job's model laid out. Collective."""
+    return DeepSpeedEngine(job)
+
+
 class DeepSpeedEngine:
-    """A `trainables.engines.base.Engine` on DeepSpeed."""
+    """Trains with DeepSpeed."""
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout
