@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo
 from telemetry.devices.nvidia import _Total, _WrappingBytes, throttle_field_ids
 from telemetry.samples import SCHEMA
 from telemetry.windows.trial import WindowSummary, summarise
