@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from telemetry.devices.base import Device, Refreshing
+from telemetry.devices import Device, Refreshing
 from telemetry.samples import SampleBuffer
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,6 @@ import pyarrow.compute as pc
 
 THROTTLE_CAUSES = ("power_cap", "sw_thermal", "hw_thermal", "hw_brake", "sync_boost", "thermal_policy")
 
-THROTTLE_BITS = {
-    "nvidia": {"power_cap": 0x4, "sw_thermal": 0x20, "hw_thermal": 0x40, "hw_brake": 0x80},
-    "amd": {"power_cap": 0xFFFF, "sw_thermal": 0xFFFF << 32},
-}
-"""Bits of `throttle_reasons` by kind of device and cause. AMD's limits of current, between these two, are no cause."""
-
 GAUGES = (
     "power_w",
     "power_average_w",

@@ -15,7 +15,7 @@ from ray.train.torch import TorchConfig
 from torch.distributed import TCPStore
 
 from telemetry.actor import Work
-from telemetry.devices import cpu_uuid
+from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Nursery
 from trainables.mailbox import Member
 from trainables.platforms.base import platform_of

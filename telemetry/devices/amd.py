@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo, Vendor
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ def torch_uuid(hip_uuid: str) -> str | None:
     return f"GPU-{UUID(bytes=digits[1].encode())}" if digits else None
 
 
-def discover() -> list[AmdDevice]:
+def discover(process_root: int) -> list[AmdDevice]:
     """All GPUs that AMD SMI shows and that answer, by PCI address; none where there is no driver or no binding."""
     amdsmi = _binding()
     if amdsmi is None:
@@ -376,3 +376,7 @@ def _loads(path: str) -> bool:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+VENDOR = Vendor(kind="amd", discover=discover, throttle_bits={"power_cap": 0xFFFF, "sw_thermal": 0xFFFF << 32})
+"""The bits are those of AMD SMI's `indep_throttle_status`. Limits of current, between these two, are no cause."""

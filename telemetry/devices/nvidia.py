@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo, Vendor
 
 logger = logging.getLogger(__name__)
 
@@ -469,7 +469,7 @@ def _link_is_active(nvml: Any, handle: Any, link: int) -> bool:
     return bool(_answer(nvml, lambda: nvml.nvmlDeviceGetNvLinkState(handle, link)))
 
 
-def discover() -> list[NvidiaDevice]:
+def discover(process_root: int) -> list[NvidiaDevice]:
     """All GPUs that NVML shows and that answer; none where there is no driver or no binding."""
     try:
         import pynvml
@@ -490,3 +490,11 @@ def discover() -> list[NvidiaDevice]:
         except pynvml.NVMLError as error:
             logger.warning("GPU %d does not answer and is not watched: %s", index, error)
     return devices
+
+
+VENDOR = Vendor(
+    kind="nvidia",
+    discover=discover,
+    throttle_bits={"power_cap": 0x4, "sw_thermal": 0x20, "hw_thermal": 0x40, "hw_brake": 0x80},
+)
+"""The bits are NVML's clocks event reasons (nvml.h: nvmlClocksEventReason*)."""

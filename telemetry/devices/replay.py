@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo, Precedence, Vendor
 from telemetry.samples import COUNTERS, MEANS
 from telemetry.store import read_samples
 
@@ -172,7 +172,7 @@ def load(path: Path, loop: bool = False) -> list[Track]:
     return tracks
 
 
-def discover() -> list[ReplayDevice]:
+def discover(process_root: int) -> list[ReplayDevice]:
     """The devices of the trace that the environment names; none if it names none. Raises as `load`.
 
     This machine's name is added to theirs: a trace may be played on several, and is not mistaken for what is there.
@@ -184,3 +184,7 @@ def discover() -> list[ReplayDevice]:
     here = socket.gethostname()
     tracks = load(Path(trace), loop=os.environ.get(LOOP) == "1")
     return [ReplayDevice(track, f"{track.info.uuid}@{here}") for track in tracks]
+
+
+VENDOR = Vendor(kind="replay", discover=discover, precedence=Precedence.RECORDED)
+"""Its devices are of the kinds that were recorded."""

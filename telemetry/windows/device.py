@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from telemetry import counters
-from telemetry.devices.base import DeviceInfo
-from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_BITS, THROTTLE_CAUSES, TRAFFIC
+from telemetry.devices import DeviceInfo, throttle_bits
+from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_CAUSES, TRAFFIC
 
 STEADY_POWER = ("power_average_w", "power_w")
 """Sampled power for the energy of a window, of which a device may lack the first. Instant power, at 10 Hz, beats with
@@ -200,8 +201,8 @@ class _Samples:
 
     def flagged(self, causes: Collection[str]) -> tuple[float, float, float] | None:
         """Seconds in which any bit of these causes was set, by the share of samples, and their bounds."""
-        bits = THROTTLE_BITS.get(self.latest("kind"), {})
-        mask = sum(bits.get(cause, 0) for cause in causes)
+        bits = throttle_bits(self.latest("kind"))
+        mask = reduce(or_, (bits.get(cause, 0) for cause in causes))
 
         def seconds(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> tuple[float, float, float]:
             return counters.seconds_set(time_ns, (value & np.uint64(mask)) != 0, start_ns, end_ns)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from telemetry.counters import MAX_GAP_NS, Unusable, integral
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo
 from telemetry.sampler import FULL_PERIOD_S
 from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
 from telemetry.windows.device import FABRICS, DeviceWindow, device_window, power_readings, ratio

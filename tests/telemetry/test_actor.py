@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from telemetry.actor import Fleet, Telemetry, Work, find_telemetry, start_telemetry, stop_telemetry
-from telemetry.devices import CpuDevice, cpu_uuid
+from telemetry.devices.cpu import CpuDevice, cpu_uuid
 from telemetry.stream import subscribe
 from telemetry.windows.trial import WindowSummary
 

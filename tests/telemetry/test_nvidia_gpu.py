@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def gpus() -> list[NvidiaDevice]:
-    found = discover()
-    if not found:
+    gpus = discover(os.getpid())
+    if not gpus:
         pytest.skip("no NVIDIA GPU")
-    return found
+    return gpus
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 
-from telemetry.devices import CpuDevice, cpu_uuid
-from telemetry.devices.base import DeviceInfo
-from telemetry.devices.cpu import IDLE_WATTS_PER_CPU, WATTS_PER_BUSY_CPU
+from telemetry.devices import DeviceInfo
+from telemetry.devices.cpu import IDLE_WATTS_PER_CPU, WATTS_PER_BUSY_CPU, CpuDevice, cpu_uuid
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer
 from telemetry.windows.trial import summarise

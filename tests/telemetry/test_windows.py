@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from telemetry.counters import MAX_DEVICE_W
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo
 from telemetry.samples import SCHEMA
 from telemetry.windows.trial import WindowSummary, combine, summarise
 

@@ -24,7 +24,7 @@ from service.spec import ClusterSpec, SearchSpec
 from service.trials.evaluate import run
 from service.trials.gang import Gang, Pool, close_gangs, resources_per_worker, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
-from telemetry.devices import cpu_uuid
+from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox, Member
