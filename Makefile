@@ -11,8 +11,10 @@ DEMO_DATA := .wattune/data/demo
 GPU_DEMO := $(if $(shell nvidia-smi -L 2>/dev/null),$(wildcard examples/tiny_gpu.yaml))
 DEMO_SPEC := $(or $(GPU_DEMO),examples/tiny_cpu.yaml)
 
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md benchmarks/*/README.md) telemetry/grafana.json
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint docs bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -41,6 +43,12 @@ lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(STAMP) ## Build the documentation into build/site, and check its links
+	rm -rf build/pages
+	mkdir -p build/pages
+	cp --parents $(PAGES) build/pages
+	$(BIN)/mkdocs build --quiet --strict
 
 bench: setup ## Measure the figures under benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.committed import BENCHMARKS
-from benchmarks.memory import Point, points, tabled
+from benchmarks import DATA
+from benchmarks.judge.memory import Point, points, tabled
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.memory import (
@@ -464,7 +464,7 @@ def test_what_ran_out_is_never_called_safe(measured: list[Point]) -> None:
 
 def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     """Context parallelism and pipeline schedules, on two GPUs."""
-    sweep = tabled(BENCHMARKS / "data" / "llama3_12l_2xh200.csv")
+    sweep = tabled(DATA / "llama3_12l_2xh200.csv")
     new = [point for point in sweep if not point.fitted]
     assert len(new) == 69
     assert not any(point.ran_out for point in new)
@@ -475,7 +475,7 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
 
 
 def test_a_sweep_of_layouts_that_are_not_compiled() -> None:
-    sweep = tabled(BENCHMARKS / "data" / "llama3_12l_4xh200.csv")
+    sweep = tabled(DATA / "llama3_12l_4xh200.csv")
     errors = [abs(point.error) for point in sweep if point.error is not None]
     assert len(errors) > 100
     assert statistics.mean(errors) < 0.03

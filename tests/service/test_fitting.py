@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from benchmarks import cost as benchmark
+from benchmarks.judge import cost as benchmark
 from search_spaces import memory
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS

@@ -1,6 +1,6 @@
 """Run every legal layout of some specs, one after the other, in one gang, and print what each reaches.
 
-    python -m benchmarks.layouts SPEC... --out FILE.jsonl [--repeat 10]
+    python -m benchmarks.measure.layouts SPEC... --out FILE.jsonl [--repeat 10]
 
 All specs must name the same cluster. Each line of the output file is one trial: the spec's name and the whole result,
 with its losses, step times, ranks and breakdowns. With `--repeat`, every layout runs that often in a row, and the
@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.gang import one_gang
+from benchmarks.measure.gang import one_gang
 from search_spaces.layout import Layout
 from service.result import TrialResult
 from service.spec import SearchSpec, load_spec

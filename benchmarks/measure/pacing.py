@@ -1,7 +1,7 @@
 """What telemetry costs training.
 
-    python -m benchmarks.pacing SPEC [--seconds 230] --out FILE.json
-    python -m benchmarks.pacing FILE.json...
+    python -m benchmarks.measure.pacing SPEC [--seconds 230] --out FILE.json
+    python -m benchmarks.measure.pacing FILE.json...
 
 While one long trial trains the spec's first legal layout on all devices, telemetry is turned off, on, and to other
 rates every few seconds: what polling costs the trial, by pairs of neighbouring stretches of the same process, what it
@@ -32,7 +32,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from scipy import stats
 
-from benchmarks.telemetry import show
+from benchmarks.measure.telemetry import show
 from service.cluster import ray_session
 from service.result import TrialResult
 from service.spec import SearchSpec, load_spec

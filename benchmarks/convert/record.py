@@ -1,6 +1,6 @@
 """Everything that a search recorded about its trials, as one JSON document to be kept with the figures.
 
-    python -m benchmarks.record SEARCH > benchmarks/results/NAME.json
+    python -m benchmarks.convert.record SEARCH > benchmarks/data/NAME.json
 
 Per trial: layout, status, cause, metrics with their methods, every step time and loss, and the window on each node.
 """

@@ -1,6 +1,6 @@
 """How far depth proxies are from the truth, on a model that does fit.
 
-    python -m benchmarks.proxy SPEC SHALLOW DEEP --trials N
+    python -m benchmarks.measure.proxy SPEC SHALLOW DEEP --trials N
 
 Runs the first N legal layouts of a spec in one gang, each with the model itself and with models of SHALLOW and of DEEP
 layers, and prints what the two smaller ones foretell against what the model came to: a table of errors in percent, then
@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gang import Run, one_gang
+from benchmarks.measure.gang import Run, one_gang
 from search_spaces.layout import Layout
 from service.answers.tables import heading, render
 from service.result import TrialResult

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cost
-from benchmarks.committed import BENCHMARKS
+from benchmarks import DATA
+from benchmarks.judge import cost
 
-SWEEP = Path(BENCHMARKS) / "data" / "llama3_12l_4xh200.csv"
+SWEEP = DATA / "llama3_12l_4xh200.csv"
 
 
 def percent(text: str) -> float:

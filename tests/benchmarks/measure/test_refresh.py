@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.committed import RESULTS
-from benchmarks.refresh import errors, load, refreshes
+from benchmarks import DATA
+from benchmarks.measure.refresh import errors, load, refreshes
 from telemetry.devices.nvidia import REFRESH_NS
 
-READS = load(RESULTS / "energy_refresh_1xh200.json.xz")
+READS = load(DATA / "energy_refresh_1xh200.json.xz")
 
 
 def test_the_counter_is_refreshed_on_a_grid() -> None:

@@ -1,6 +1,6 @@
 """How far short trials are from full ones, and how much less time they take.
 
-    python -m benchmarks.short SPEC --trials N
+    python -m benchmarks.measure.short SPEC --trials N
 
 Runs N legal layouts of a spec, spread over its space, in one gang, each in full and short: full steps of the whole
 global batch, short ones of two smaller batches. Prints the figures of each layout as a line of JSON, then a table of
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gang import Run, one_gang
+from benchmarks.measure.gang import Run, one_gang
 from search_spaces.layout import Layout
 from service.answers.tables import heading, render
 from service.result import TrialResult

@@ -1,6 +1,6 @@
-"""Somebody else's clusters for `benchmarks.search`: the sheets of Hagemann et al. 2023 as tables of layouts.
+"""Somebody else's clusters for `benchmarks.judge.search`: the sheets of Hagemann et al. 2023 as tables of layouts.
 
-    python -m benchmarks.hagemann SHEET.xlsx... --out DIR [--kernel flash_attention2]
+    python -m benchmarks.convert.hagemann SHEET.xlsx... --out DIR [--kernel flash_attention2]
 
 "Efficient Parallelization Layouts for Large-Scale Distributed Model Training" (arXiv 2311.05610) tried LLaMA 13B, 30B
 and 65B on 32 to 256 A100, with ZeRO-1. Its sheets, in `data` of the GitHub repository

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search import Table, main, report, run
+from benchmarks.judge.search import Table, main, report, run
 
 FRONT = """# of a cluster that nobody has
 num_gpus,tensor_parallel_size,micro_batch_size,recompute,status,gpu_seconds,tokens_per_s,joules_per_token

@@ -1,9 +1,9 @@
 """How far this machine's telemetry can be trusted.
 
-    python -m benchmarks.telemetry --out FILE.json
+    python -m benchmarks.measure.telemetry --out FILE.json
 
 On the first device: how often each column changes, what a reading costs, and the energy counter against integrated
-power under a steady load and under a square wave. What polling does to training is `benchmarks.pacing`'s.
+power under a steady load and under a square wave. What polling does to training is `benchmarks.measure.pacing`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Telemetry of a simulated fleet on this machine: many nodes of 8 GPUs, streamed to one subscriber without a loss.
 
-    python -m benchmarks.fleet --nodes 32 64 128 256 --seconds 60
+    python -m benchmarks.measure.fleet --nodes 32 64 128 256 --seconds 60
 
 Each node is a real `telemetry.actor.Telemetry`: a sampling thread at 10 Hz, batches, a spool that is synced to disk
 every second. Only the GPUs are not real: each plays a synthetic trace of the columns that an H200 fills. There are as

@@ -1,6 +1,6 @@
 """How many trials a sampler needs to find what an exhaustive sweep found.
 
-    python -m benchmarks.search TABLE.csv... [--samplers auto gp tpe nsga2 random] [--seeds 20] [--blind]
+    python -m benchmarks.judge.search TABLE.csv... [--samplers auto gp tpe nsga2 random] [--seeds 20] [--blind]
 
 A table has one row for each layout that was really tried; benchmarks/data/README.md describes its columns. It stands in
 for the cluster: each sampler asks for layouts of the table, one after the other, and is told their rows. `random` draws

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.committed import RESULTS
-from benchmarks.pacing import late_s, main, slowdowns
+from benchmarks import DATA, RESULTS
+from benchmarks.measure.pacing import late_s, main, slowdowns
 from telemetry.sampler import LATE_S
 
-RECORDS = [RESULTS / f"pacing_2xh200{run}.json" for run in ("", "_earlier")]
+RECORDS = [DATA / f"pacing_2xh200{run}.json" for run in ("", "_earlier")]
 
 
 def ticks(period_s: float, busy_s: list[float]) -> tuple[list[float], list[float]]:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from benchmarks.search import Table
-from benchmarks.table import write
+from benchmarks.convert.table import write
+from benchmarks.judge.search import Table
 from search_spaces.layout import Layout
 from service.record.results import TrialRecord
 from tests.service.records import STARTED, search, trial

@@ -1,6 +1,6 @@
 """The memory model of `search_spaces.memory` against every committed measurement, or against tables of them.
 
-    python -m benchmarks.memory [TABLE.csv...]
+    python -m benchmarks.judge.memory [TABLE.csv...]
 
 Prints each measured point, the GPUs of each pipeline rank apart where they were recorded, with what is predicted and
 the error; then the mean and the largest error by engine, for points by which a constant was set and for the others.
@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.committed import BENCHMARKS, FAULTS, RECORDS, Measurement, measurements
-from benchmarks.search import Table
+from benchmarks import DATA
+from benchmarks.judge.committed import FAULTS, RECORDS, Measurement, measurements
+from benchmarks.judge.search import Table
 from search_spaces.layout import Layout
 from search_spaces.memory import (
     Band,
@@ -42,7 +43,7 @@ from service.spec import load_spec
 FITTED = (FAULTS, "layouts_4xh200.jsonl")
 """Records by which a constant of the model was set."""
 
-FITTED_TABLE = BENCHMARKS / "data" / "llama3_12l_4xh200.csv"
+FITTED_TABLE = DATA / "llama3_12l_4xh200.csv"
 """The table by whose layouts one was set."""
 
 

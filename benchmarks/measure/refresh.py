@@ -1,7 +1,7 @@
 """When NVIDIA's energy counter is refreshed, and what knowing it is worth for the energy of short windows.
 
-    python -m benchmarks.refresh --record READS.json.xz        on a GPU: 25 s of reads, a load like training beside them
-    python -m benchmarks.refresh READS.json.xz
+    python -m benchmarks.measure.refresh --record READS.json.xz     on a GPU: 25 s of reads, beside a load like training
+    python -m benchmarks.measure.refresh READS.json.xz
 
 Prints how far apart refreshes are, when reads see them, and how far the energy of windows laid anywhere into the reads
 is off: of the counter read at ticks of 100 ms next to the edges, of that with the moment of its refreshes, and of

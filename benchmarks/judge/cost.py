@@ -1,6 +1,6 @@
 """The cost model of `search_spaces.cost` against every committed measurement on H200, and against tables of layouts.
 
-    python -m benchmarks.cost [TABLE.csv ...]
+    python -m benchmarks.judge.cost [TABLE.csv ...]
 
 A table is one of benchmarks/data, with `step_time_s` and `mean_power_w`, and beside it the spec of its sweep, of the
 same name in YAML. Prints each measured layout with what the data sheet's coefficients foretell; then, by engine, the
@@ -20,8 +20,8 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from benchmarks.committed import measurements
-from benchmarks.search import Table
+from benchmarks.judge.committed import measurements
+from benchmarks.judge.search import Table
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload

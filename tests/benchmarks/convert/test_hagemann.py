@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from benchmarks import memory
-from benchmarks.hagemann import main
-from benchmarks.search import Table
+from benchmarks.convert.hagemann import main
+from benchmarks.judge import memory
+from benchmarks.judge.search import Table
 
 SHEET = "llama_30B_8k_seq_length_bfloat16_128_GPUs_all_runs"
 HEADER = [

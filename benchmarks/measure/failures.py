@@ -1,6 +1,6 @@
 """Thirty trials in a row of which a third fail, on one GPU: what do the failures leave behind, and what do they change?
 
-    python -m benchmarks.failures SPEC [--trials 30] --out FILE.jsonl
+    python -m benchmarks.measure.failures SPEC [--trials 30] --out FILE.jsonl
 
 Runs the first legal layout of the spec in one gang, and in every third place one that must fail: memory runs out in the
 forward pass, in the backward pass or in the optimizer, or the rank's process is killed. Prints, for each trial, how
@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import pynvml
 
-from benchmarks.gang import one_gang
-from benchmarks.layouts import REPEATED, differences
+from benchmarks.measure.gang import one_gang
+from benchmarks.measure.layouts import REPEATED, differences
 from search_spaces.layout import Layout
 from service.result import TrialResult
 from service.spec import SearchSpec, load_spec, parse_spec

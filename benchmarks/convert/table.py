@@ -1,6 +1,6 @@
-"""All trials of a search, as a table for `python -m benchmarks.search`.
+"""All trials of a search, as a table for `python -m benchmarks.judge.search`.
 
-    python -m benchmarks.table SEARCH > benchmarks/data/NAME.csv
+    python -m benchmarks.convert.table SEARCH > benchmarks/data/NAME.csv
 
 One row a trial, in the form of benchmarks/data/README.md: the axes on which layouts differ, what became of the trial,
 what it cost, and its metrics. The lines before the header say on what it ran.

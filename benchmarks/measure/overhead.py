@@ -1,6 +1,6 @@
 """What a trial costs beside training: on a warm gang, and with a Ray Train run started for it alone.
 
-    python -m benchmarks.overhead examples/tiny_cpu.yaml --trials 3
+    python -m benchmarks.measure.overhead examples/tiny_cpu.yaml --trials 3
 
 Runs the first legal layouts of a spec, one after the other, in one gang; then each of them again in a gang of its own.
 Overhead is all the time that a trial holds the devices less compiling, warm-up and window; the median is to be quoted.

@@ -1,30 +1,31 @@
-"""What was measured on H200 and is committed under benchmarks/results, for the models to be held against."""
+"""What was measured on H200 and is committed under benchmarks/data, for the models to be held against."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks import DATA, ROOT, SPECS
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 from service.spec import SearchSpec, load_spec
 
-BENCHMARKS = Path(__file__).parent
-RESULTS = BENCHMARKS / "results"
-SEARCHED = BENCHMARKS.parent / "examples" / "llama3_8b_4xh200.yaml"
+SEARCHED = ROOT / "examples" / "llama3_8b_4xh200.yaml"
 RECORDS = (
     "microbatch_1xh200.jsonl",
     "layouts_4xh200.jsonl",
     "microbatch_4xh200.jsonl",
     "llama3_8b_best_4xh200.jsonl",
 )
+WHOLE = "proxy_4xh200.jsonl"
+"""Whole models, beside what depth proxies foretold of them."""
+
 FAULTS = "failures_1xh200.jsonl"
 FAULT_LAYERS = {"oom in the optimizer": 40}
-"""Layers of the models that `benchmarks.failures` makes, where they are not two."""
+"""Layers of the models that `benchmarks.measure.failures` makes, where they are not two."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,15 @@ def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
     for name in records:
         yield from _recorded(name)
     spec = load_spec(SEARCHED)
-    for trial in json.loads((RESULTS / "llama3_8b_4xh200.json").read_text())["trials"]:
+    for trial in json.loads((DATA / "llama3_8b_4xh200.json").read_text())["trials"]:
         layout = Layout.from_dict(trial["config"])
         yield Measurement("llama3_8b_4xh200.json", layout, workload(spec), trial)
-    for line in (RESULTS / "proxy_4xh200.txt").read_text().splitlines():
-        if line.startswith("{"):
-            record = json.loads(line)
-            spec = load_spec(BENCHMARKS.parent / record["spec"])
-            (layout,) = (point for point in spec.legal.layouts if point.label == record["layout"])
-            metrics = record["measured"]
-            metrics |= {"mean_power_w": metrics["joules_per_token"] * metrics["tokens_per_s"]}
-            yield Measurement("proxy_4xh200.txt", layout, workload(spec), {"status": "ok", "metrics": metrics})
+    for record in map(json.loads, (DATA / WHOLE).read_text().splitlines()):
+        spec = load_spec(ROOT / record["spec"])
+        (layout,) = (layout for layout in spec.legal.layouts if layout.label == record["layout"])
+        metrics = record["measured"]
+        metrics |= {"mean_power_w": metrics["joules_per_token"] * metrics["tokens_per_s"]}
+        yield Measurement(WHOLE, layout, workload(spec), {"status": "ok", "metrics": metrics})
 
 
 def workload(spec: SearchSpec, layers: int | None = None) -> Workload:
@@ -63,8 +62,8 @@ def workload(spec: SearchSpec, layers: int | None = None) -> Workload:
 
 
 def _recorded(name: str) -> Iterator[Measurement]:
-    specs = {spec.name: spec for spec in map(load_spec, sorted((BENCHMARKS / "specs").glob("*.yaml")))}
-    for record in map(json.loads, (RESULTS / name).read_text().splitlines()):
+    specs = {spec.name: spec for spec in map(load_spec, sorted(SPECS.glob("*.yaml")))}
+    for record in map(json.loads, (DATA / name).read_text().splitlines()):
         spec = specs[record.get("spec", "repeat-1gpu")]
         runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]]
         for layers, run in runs or [(FAULT_LAYERS.get(record.get("fault")), record)]:
