@@ -41,7 +41,7 @@ def top(address: str | None, once: bool) -> None:
     Raises `InputError` if no cluster answers there, or none of its nodes has telemetry.
     """
     address = address or os.environ.get("RAY_ADDRESS")
-    with _cluster(address):
+    with _joined(address):
         states = poll()
         if not states:
             raise InputError(f"no telemetry at {_shown(address)}: no search is running there")
@@ -57,7 +57,7 @@ def top(address: str | None, once: bool) -> None:
 
 def poll() -> list[NodeState]:
     """What each node is at now, by host name; without nodes that do not answer within `ANSWER_S`."""
-    asked: list[Any] = [actor.state.remote() for actor in find_telemetry().values()]
+    asked = [actor.state.remote() for actor in find_telemetry().values()]
     if not asked:
         return []
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
@@ -87,7 +87,7 @@ def page(states: Iterable[NodeState]) -> str:
             device = [state.hostname, str(info.index), *_device(info, sample, state.throttled_by.get(info.uuid, ()))]
             cells = [_work(work) for work in works.get(info.uuid, ())] or [_UNUSED]
             rows += [[*(device if place == 0 else [""] * len(device)), *cell] for place, cell in enumerate(cells)]
-    trials = {work.trial_id for found in works.values() for work in found}
+    trials = {work.trial_id for of_device in works.values() for work in of_device}
     known = [power for power in watts if power is not None]
     power = f"{sum(known):,.0f} W" if known else "-"
     totals = f"nodes: {len(nodes)}  devices: {len(watts)}  power: {power}  trials: {len(trials)}"
@@ -115,7 +115,7 @@ def _work(work: Work) -> tuple[str, ...]:
 
 
 @contextmanager
-def _cluster(address: str | None) -> Iterator[None]:
+def _joined(address: str | None) -> Iterator[None]:
     """This process as a client of the cluster, unless it is one already."""
     if ray.is_initialized():
         yield

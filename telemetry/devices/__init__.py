@@ -99,7 +99,7 @@ def discover(process_root: int | None = None) -> list[Device]:
     its GPUs, else its CPUs as one device.
 
     `process_root` is the process whose tree counts as "the process" in the CPU's utilisation; default this one. Raises
-    what `telemetry.devices.replay.load` raises of a trace that cannot be played.
+    what `telemetry.devices.replay.load_tracks` raises of a trace that cannot be played.
     """
     root = os.getpid() if process_root is None else process_root
     for precedence in Precedence:

@@ -128,7 +128,7 @@ class NvidiaDevice:
             driver_version=driver_version,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
             pcie_peak_bytes_per_s=_answer(nvml, lambda: _pcie_peak(nvml, handle)),
-            link_peak_bytes_per_s=_answer(nvml, lambda: _link_peak(nvml, handle)),
+            link_peak_bytes_per_s=_answer(nvml, lambda: _nvlink_peak(nvml, handle)),
         )
         fields, costly = dict(_FIELDS), dict(_COSTLY_FIELDS)
         for column, field_id in throttle_field_ids(driver_version).items():
@@ -454,7 +454,7 @@ def _pcie_peak(nvml: Any, handle: Any) -> float | None:
     return lane * width if lane and width else None
 
 
-def _link_peak(nvml: Any, handle: Any) -> float | None:
+def _nvlink_peak(nvml: Any, handle: Any) -> float | None:
     """Of all active NVLinks together; None if there are none, or one of unknown speed."""
     links = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if _link_is_active(nvml, handle, link)]
     speeds = {"common": _Field(_COMMON_LINK_SPEED_FIELD)}
