@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.client import Wattune
-    from service.errors import InputError
-    from service.spec import SearchSpec, load_spec
+    from service.errors import InputError, SearchError
+    from service.problem import Problem
+    from service.spec import load_spec, parse_spec
 
-__all__ = ["InputError", "SearchSpec", "Wattune", "load_spec"]
+__all__ = ["InputError", "Problem", "SearchError", "Wattune", "load_spec", "parse_spec"]
 
-_HOMES = {"InputError": "errors", "SearchSpec": "spec", "Wattune": "client", "load_spec": "spec"}
+_HOMES = {
+    "InputError": "errors",
+    "Problem": "problem",
+    "SearchError": "errors",
+    "Wattune": "client",
+    "load_spec": "spec",
+    "parse_spec": "spec",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_spaces.cost import Coefficients, data_sheet
 from service.cluster import check_cluster, ray_session
+from service.driver import Driver
 from service.errors import InputError
 from service.fitting import Observation, design, fit, observations, ratios, save
 from service.home import Home
 from service.home import tracking_uri as store_uri
+from service.problem import Problem
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.sampling.agenda import CalibrationAgenda
-from service.search import Driver, check_data
-from service.spec import SearchSpec, new_search_id
+from service.search import check_data
+from service.spec import new_search_id
 
 TRIALS = 16
-"""Layouts that are run, at most; fewer if the spec's budget has fewer."""
+"""Layouts that are run, at most; fewer if the problem's budget has fewer."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +44,27 @@ class Calibrated:
     after: Error
 
 
-def calibrate(spec: SearchSpec, tracking_uri: str | None = None) -> Calibrated:
-    """Run layouts of the spec's space on the Ray cluster of `RAY_ADDRESS` or on this machine, and fit the cost model.
+def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
+    """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
-    The coefficients are kept in the state directory, for all searches on the spec's accelerator. Raises `InputError`
+    The coefficients are kept in the state directory, for all searches on the problem's accelerator. Raises `InputError`
     for an accelerator of which no data sheet is known, if no trial ended well, and for whatever `service.search.run`
     does.
     """
-    accelerator = spec.cluster.accelerator
+    accelerator = problem.cluster.accelerator
     if (start := data_sheet(accelerator)) is None:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
-    check_data(spec)
-    spec = spec.located().model_copy(update={"name": f"{spec.name[:51]}-calibration"})
-    layouts = design(spec.legal.layouts, spec.workload, start, min(TRIALS, spec.budget.trials))
+    check_data(problem)
+    problem = replace(problem.located(), name=f"{problem.name[:51]}-calibration")
+    layouts = design(problem.legal.layouts, problem.workload, start, min(TRIALS, problem.budget.trials))
     if not layouts:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
     home = Home.locate().create()
-    search_id, tracker = new_search_id(spec), Tracker(store_uri(tracking_uri), home)
-    with home.driving(search_id), ray_session(spec):
-        check_cluster(spec)
-        Driver(spec, search_id, home, tracker, CalibrationAgenda(spec, layouts)).run()
-    observed = observations(Results(store_uri(tracking_uri)).search(search_id), spec.workload)
+    search_id, tracker = new_search_id(problem), Tracker(store_uri(tracking_uri), home)
+    with home.driving(search_id), ray_session(problem.cluster):
+        check_cluster(problem.cluster)
+        Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts)).run()
+    observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise InputError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
     fitted = fit(observed, start)

@@ -1,26 +1,31 @@
-"""The Python client: the same questions and requests as the command line."""
+"""The Python client: all that the command line can do, which asks it and prints."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service import home
-from service.answers import overview, ranking
-from service.answers.candidates import Candidate
-from service.answers.overview import SearchInfo
 from service.errors import InputError
 from service.record.results import Results, TrialRecord
 
 if TYPE_CHECKING:
+    from service.answers.candidates import Candidate
+    from service.answers.front import Choice, Front
+    from service.answers.overview import SearchInfo
     from service.answers.report import Report
     from service.answers.why import Explanation
     from service.calibrate import Calibrated
-    from service.spec import SearchSpec
+    from service.plan import Plan
+    from service.problem import Problem
+    from service.record.pages import Pages
+    from telemetry.actor import NodeState
+    from trainables.data import PreparedData
 
 
 class Wattune:
@@ -28,105 +33,44 @@ class Wattune:
 
     >>> from service import Wattune
     >>> wattune = Wattune()
-    >>> wattune.best("a-search", minimize="joules_per_token", where=["peak_memory_gib<=70"]).config  # doctest: +SKIP
+    >>> best = wattune.best("a-search", minimize="joules_per_token", where=["peak_memory_gib<=70"])  # doctest: +SKIP
+    >>> best.candidate.layout.tensor_parallel_size, best.notices  # doctest: +SKIP
 
     `tracking_uri` is the MLflow store (default: `MLFLOW_TRACKING_URI`, else the embedded one under `WATTUNE_HOME`).
     `address` is the Ray cluster's job server, such as ``http://head:8265``; only `submit`, `logs` and `stop` need it.
-    A search is named by its id or by a unique beginning of it. Every method raises `service.InputError`, with one line,
-    for what the caller has to change. The methods that read need neither Ray nor a GPU.
+    A spec is a file's path or a `Problem`, see `service.load_spec`. A search is named by its id or by a unique
+    beginning of it. Every method raises `service.InputError`, with one line, for what the caller has to change; those
+    that run a search raise `service.SearchError` if it cannot go on. The methods that read need neither Ray nor a GPU.
     """
 
     def __init__(self, tracking_uri: str | None = None, address: str | None = None) -> None:
         self.tracking_uri = home.tracking_uri(tracking_uri)
         self.address = address
 
-    @cached_property
-    def _results(self) -> Results:
-        return Results(self.tracking_uri)
+    def plan(self, spec: Problem | str | Path) -> Plan:
+        """What a search would try, what each rule refuses, and what is predicted of it. Starts nothing."""
+        problem = _problem(spec)
+        from service.fitting import load
+        from service.plan import make_plan
 
-    def searches(self) -> list[SearchInfo]:
-        """All searches, the latest first. Their status is that of `status`."""
-        return [_noticed(overview.describe(record)) for record in self._results.searches()]
+        return make_plan(problem, load(home.Home.locate(), problem.cluster.accelerator))
 
-    def status(self, search: str) -> SearchInfo:
-        """Where a search stands.
+    def run(self, spec: Problem | str | Path, search_id: str | None = None) -> str:
+        """Run a search here, on the Ray cluster of `RAY_ADDRESS` or on this machine, to its end. Returns its id.
 
-        Of a search that never got to say that it ended: `interrupted` if it ran from this state directory; with an
-        `address`, what became of its job.
+        `search_id` is the id to give it, by default a new one.
         """
-        info = _noticed(overview.describe(self._results.search(search)))
-        if self.address and info.status == "running":
-            from service import jobs
-
-            with contextlib.suppress(InputError):  # a search that was started by hand is no job of the cluster
-                job = jobs.job_status(info.id, self.address).lower()
-                if job in ("failed", "stopped"):
-                    return replace(info, status=job)
-        return info
-
-    def trials(self, search: str) -> list[TrialRecord]:
-        """Every trial of a search, in the order of their start, failed ones included."""
-        return list(self._results.search(search).trials)
-
-    def pareto(self, search: str) -> list[Candidate]:
-        """The layouts that no other beats on all objectives at once; see `service.answers.ranking.pareto`."""
-        return ranking.pareto(self._results.search(search))
-
-    def best(
-        self,
-        search: str,
-        maximize: str | None = None,
-        minimize: str | None = None,
-        where: Sequence[str] = (),
-        within: Sequence[str] = (),
-        knee: bool = False,
-    ) -> Candidate:
-        """The best layout on one metric under conditions, ``peak_gpu_temp_c<=80`` or ``tokens_per_s 2%`` off its best.
-
-        See `service.answers.ranking.best`.
-        """
-        return ranking.best(self._results.search(search), maximize, minimize, where, within, knee)
-
-    def report(self, search: str) -> Report:
-        """How a search got to its answers, what mattered, what failed and whether its machine drifted."""
-        from service.answers.report import report
-        from service.spec import parse_spec
-
-        record = self._results.search(search)
-        try:
-            return report(record, parse_spec(self._results.spec_of(record)).legal)
-        except InputError as error:
-            told = report(record)
-            return replace(told, notices=(*told.notices, f"what the rules refused is not known: {error}"))
-
-    def why(self, target: SearchSpec | str | Path, choices: Mapping[str, Any]) -> Explanation:
-        """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
-
-        `target` is a search or, to ask what is legal alone, a spec or its file. See `service.answers.why.why`.
-        """
-        from service.answers.why import why
-        from service.spec import SearchSpec, load_spec, parse_spec
-
-        if isinstance(target, SearchSpec):
-            return why(target, choices)
-        if Path(target).is_file():
-            return why(load_spec(target), choices)
-        record = self._results.search(str(target))
-        return why(parse_spec(self._results.spec_of(record)), choices, record)
-
-    def calibrate(self, spec: SearchSpec | str | Path) -> Calibrated:
-        """Fit the cost model to the machines here, by trials of some of the spec's layouts; see `service.calibrate`."""
-        loaded = _loaded(spec)
-        from service.calibrate import calibrate
-
-        return calibrate(loaded, self.tracking_uri)
-
-    def run(self, spec: SearchSpec | str | Path) -> str:
-        """Run a search here, to its end. Returns its id."""
-        loaded = _loaded(spec)
+        problem = _problem(spec)
         from service.search import run
 
-        return run(loaded, tracking_uri=self.tracking_uri)
+        return run(problem, self.tracking_uri, search_id)
+
+    def calibrate(self, spec: Problem | str | Path) -> Calibrated:
+        """Fit the cost model to the machines here, by trials of some of the spec's layouts; see `service.calibrate`."""
+        problem = _problem(spec)
+        from service.calibrate import calibrate
+
+        return calibrate(problem, self.tracking_uri)
 
     def resume(self, search: str) -> str:
         """Go on with a search that was interrupted. Returns its id.
@@ -141,15 +85,15 @@ class Wattune:
 
         return resume(search, self.tracking_uri)
 
-    def submit(self, spec: SearchSpec | str | Path) -> str:
+    def submit(self, spec: Problem | str | Path) -> str:
         """Hand a search to the Ray cluster at `address`, where it goes on without this process. Returns its id."""
-        loaded, address = _loaded(spec), self._cluster
+        problem, address = _problem(spec), self._cluster
         from service.jobs import submit
 
-        return submit(loaded, address, self.tracking_uri)
+        return submit(problem, address, self.tracking_uri)
 
     def logs(self, search: str) -> Iterator[str]:
-        """The lines that a submitted search printed, as they come, until it ends."""
+        """The lines, each with its line end, that a submitted search printed, as they come, until it ends."""
         address = self._cluster
         from service.jobs import logs
 
@@ -162,6 +106,129 @@ class Wattune:
 
         stop(search, address)
 
+    def searches(self) -> list[SearchInfo]:
+        """All searches, the latest first. Their status is that of `status`."""
+        from service.answers.overview import describe
+
+        return [_noticed(describe(record)) for record in self._results.searches()]
+
+    def status(self, search: str) -> SearchInfo:
+        """Where a search stands.
+
+        Of a search that never got to say that it ended: `interrupted` if it ran from this state directory; with an
+        `address`, what became of its job.
+        """
+        from service.answers.overview import describe
+
+        info = _noticed(describe(self._results.search(search)))
+        if self.address and info.status == "running":
+            from service import jobs
+
+            with contextlib.suppress(InputError):  # a search that was started by hand is no job of the cluster
+                job = jobs.job_status(info.id, self.address).lower()
+                if job in ("failed", "stopped"):
+                    return replace(info, status=job)
+        return info
+
+    def trials(self, search: str) -> list[TrialRecord]:
+        """Every trial of a search, in the order of their start, failed ones included."""
+        return list(self._results.search(search).trials)
+
+    def failures(self, search: str) -> list[TrialRecord]:
+        """The trials of a search that came to no result, each with its status and cause."""
+        return [trial for trial in self.trials(search) if trial.status not in ("ok", "running", "pruned")]
+
+    def pareto(self, search: str) -> Front:
+        """The layouts that no other beats on all objectives at once; see `service.answers.ranking.pareto`."""
+        from service.answers.front import front
+
+        return front(self._results.search(search))
+
+    def best(
+        self,
+        search: str,
+        maximize: str | None = None,
+        minimize: str | None = None,
+        where: Sequence[str] = (),
+        within: Sequence[str] = (),
+        knee: bool = False,
+    ) -> Choice:
+        """The best layout on one metric under conditions, ``peak_gpu_temp_c<=80`` or ``tokens_per_s 2%`` off its best.
+
+        See `service.answers.ranking.best`.
+        """
+        from service.answers.front import choose
+
+        return choose(self._results.search(search), maximize, minimize, where, within, knee)
+
+    def export(self, search: str, candidate: Candidate) -> dict[str, Any]:
+        """All that is needed to launch a layout of a search's front and to judge it, JSON-safe."""
+        from service.answers.export import export
+
+        return export(self._results.search(search), candidate)
+
+    def report(self, search: str) -> Report:
+        """How a search got to its answers, what mattered, what failed and whether its machine drifted."""
+        from service.answers.report import report
+        from service.spec import parse_spec
+
+        record = self._results.search(search)
+        try:
+            return report(record, parse_spec(self._results.spec_of(record)).legal)
+        except InputError as error:
+            partial = report(record)
+            return replace(partial, notices=(*partial.notices, f"what the rules refused is not known: {error}"))
+
+    def why(self, target: Problem | str | Path, choices: Mapping[str, Any]) -> Explanation:
+        """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
+
+        `target` is a search or, to ask what is legal alone, a spec. See `service.answers.why.why`.
+        """
+        from service.answers.why import why
+        from service.spec import parse_spec
+
+        if not isinstance(target, str) or Path(target).is_file():
+            return why(_problem(target), choices)
+        record = self._results.search(target)
+        return why(parse_spec(self._results.spec_of(record)), choices, record)
+
+    def watch(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
+        """What each node of a cluster is at, every second until the cluster is gone; empty while no search runs.
+
+        `address` is that of the Ray cluster, such as ``head:6379``; default: `RAY_ADDRESS`, else the Ray of this
+        machine. Raises `InputError` if no cluster answers there, or no search runs in the beginning.
+        """
+        from service.jobs import cluster_token
+
+        if cluster_token():  # a cluster that asks for one; Ray looks at this when it is imported
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        from service.top import watch
+
+        return watch(address)
+
+    def pages(self, port: int = 5000) -> Pages:
+        """Start MLflow's web pages on the record, for this machine alone. To be ended by the caller."""
+        from service.record.pages import serve
+
+        return serve(self.tracking_uri, home.Home.locate(), port)
+
+    @staticmethod
+    def prepare_data(text: Sequence[str | Path], out: str | Path) -> PreparedData:
+        """Make training tokens, one a byte, of text files and folders; see `trainables.data.prepare`.
+
+        `out` is the prefix of the .bin and .idx to write.
+        """
+        from trainables.data import DataError, prepare
+
+        try:
+            return prepare([Path(source) for source in text], Path(out))
+        except DataError as error:
+            raise InputError(str(error)) from None
+
+    @cached_property
+    def _results(self) -> Results:
+        return Results(self.tracking_uri)
+
     @property
     def _cluster(self) -> str:
         if not self.address:
@@ -170,12 +237,12 @@ class Wattune:
 
 
 def _noticed(info: SearchInfo) -> SearchInfo:
-    """The same, but `interrupted` where the record says that it runs and its driver, of this machine, is dead."""
+    """`info`, but `interrupted` where the record says that it runs and its driver, of this machine, is dead."""
     dead = info.status == "running" and home.Home.locate().interrupted(info.id)
     return replace(info, status="interrupted") if dead else info
 
 
-def _loaded(spec: SearchSpec | str | Path) -> SearchSpec:
+def _problem(spec: Problem | str | Path) -> Problem:
     from service.spec import load_spec
 
     return load_spec(spec) if isinstance(spec, str | Path) else spec

@@ -8,19 +8,19 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 
 from service.errors import InputError
-from service.spec import SearchSpec
+from service.problem import Cluster
 from service.trials.gang import resources_per_worker
 
 
 @contextlib.contextmanager
-def ray_session(spec: SearchSpec) -> Iterator[None]:
-    """Ray for one search: the running one if there is one to join, else one of its own that ends with the search."""
+def ray_session(cluster: Cluster) -> Iterator[None]:
+    """Ray for one search on `cluster`: the running one, or else one of its own that ends with the search."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
@@ -37,7 +37,7 @@ def ray_session(spec: SearchSpec) -> Iterator[None]:
             reason = str(error).splitlines()[0]
             raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
     else:
-        cpus = max(os.cpu_count() or 1, math.ceil(spec.cluster.size * spec.cluster.cpus_per_worker))
+        cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -58,13 +58,14 @@ def knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def check_cluster(spec: SearchSpec) -> None:
-    """Raise `InputError` unless the Ray cluster has what the spec's cluster section says."""
-    have = ray.cluster_resources()
-    for name, each in resources_per_worker(spec.cluster).items():
-        need = each * spec.cluster.size
+def check_cluster(cluster: Cluster) -> None:
+    """Raise `InputError` unless the Ray cluster at hand has what the workers of `cluster` need."""
+    resources: Callable[[], dict[str, float]] = ray.cluster_resources
+    have = resources()
+    for name, each in resources_per_worker(cluster).items():
+        need = each * cluster.size
         if have.get(name, 0) < need:
             raise InputError(
-                f"cluster: {spec.cluster.nodes} x {spec.cluster.gpus_per_node} {spec.cluster.accelerator} workers need "
+                f"cluster: {cluster.nodes} x {cluster.gpus_per_node} {cluster.accelerator} workers need "
                 f"{need:g} {name}, the Ray cluster has {have.get(name, 0):g}"
             )

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.answers.tables import MARKS, with_unit
+from service.problem import Budget
 from service.result import TrialResult
-from service.spec import BudgetSpec, excess
+from service.spec import excess
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Display:
     """
 
     objectives: Mapping[str, str]
-    budget: BudgetSpec
+    budget: Budget
     trials: int
     limits: Sequence[tuple[str, str, float]] = ()
     began: float = field(default_factory=time.monotonic)

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.errors import InputError
+from service.problem import Problem
 from service.record import store
 from service.record.results import Results
-from service.spec import SearchSpec, dump_spec, new_search_id
+from service.spec import dump_spec, new_search_id
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -43,7 +44,7 @@ _OVERRIDING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 _MARK = "wattune.search"  # the metadata that says of which search a job is; other jobs of the cluster have none
 
 
-def submit(spec: SearchSpec, address: str, tracking_uri: str) -> str:
+def submit(problem: Problem, address: str, tracking_uri: str) -> str:
     """Hand a search to the cluster at `address`, where it goes on without this process, and return its id.
 
     Returns once the search's record has begun; or after a minute, should the cluster be too busy to start it.
@@ -55,9 +56,9 @@ def submit(spec: SearchSpec, address: str, tracking_uri: str) -> str:
     with the reason of the search itself, should it find its data, its cluster or its store unusable over there.
     """
     _check_store(tracking_uri)
-    search_id = new_search_id(spec)
+    search_id = new_search_id(problem)
     with _cluster(address) as client, tempfile.TemporaryDirectory() as directory:
-        Path(directory, "spec.yaml").write_text(dump_spec(spec.located()), encoding="utf-8")
+        Path(directory, "spec.yaml").write_text(dump_spec(problem.located()), encoding="utf-8")
         command = f"run spec.yaml --search-id {search_id}"
         _submit(client, search_id, search_id, command, tracking_uri, {"working_dir": directory})
     return search_id

@@ -14,7 +14,8 @@ from search_spaces import cost, memory
 from search_spaces.layout import Layout
 from service.answers.tables import ALWAYS, heading, number, render
 from service.pareto import pareto_front
-from service.spec import SearchSpec, excess
+from service.problem import Problem
+from service.spec import excess
 
 ROWS = 10
 """Layouts that a table shows unless all are asked for."""
@@ -44,7 +45,7 @@ class Plan:
     """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
     nothing is known of the machine."""
 
-    spec: SearchSpec
+    spec: Problem
     forecasts: tuple[Forecast, ...]
     source: str | None
 
@@ -97,13 +98,13 @@ class Plan:
         return -value if self.objectives[metric] == "maximize" else value
 
 
-def make_plan(spec: SearchSpec, calibration: cost.Coefficients | None) -> Plan:
+def make_plan(spec: Problem, calibration: cost.Coefficients | None) -> Plan:
     """Predict every legal layout of `spec`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(spec, layout, calibration) for layout in spec.legal.layouts)
     return Plan(spec, forecasts, None if calibration is None else calibration.source)
 
 
-def _forecast(spec: SearchSpec, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
+def _forecast(spec: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
     work = spec.workload
     metrics = {} if calibration is None else cost.metrics(layout, work, calibration)
     whole = memory.estimate(layout, work)

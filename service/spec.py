@@ -1,4 +1,4 @@
-"""The search spec: one YAML file that says it all, checked before anything starts."""
+"""The search spec: one YAML file that says it all, checked before anything starts, and made a `Problem` of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +23,10 @@ from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import AXES, Layout
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
 from search_spaces.rules import all_rules, virtual_stages_fit_schedule
-from search_spaces.space import Space, enumerate_space
+from search_spaces.space import Space
 from search_spaces.workload import Workload
 from service.errors import InputError
-from trainables.data import located
+from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Measurement, Problem, Sampler
 
 Direction = Literal["maximize", "minimize"]
 Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -125,12 +125,12 @@ class ModelSpec(Strict):
 
 
 class ClusterSpec(Strict):
-    """The machines of the search. On `cpu`, a GPU is one worker process with `cpus_per_worker` cores."""
+    """The section of `service.problem.Cluster`."""
 
-    nodes: Positive = 1
+    nodes: Positive = Cluster.nodes
     gpus_per_node: Positive
     accelerator: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
-    cpus_per_worker: Amount = 1.0
+    cpus_per_worker: Amount = Cluster.cpus_per_worker
 
     @property
     def size(self) -> int:
@@ -190,48 +190,36 @@ else:
 
 
 class MeasurementSpec(Strict):
-    """How a trial is timed.
+    """The section of `service.problem.Measurement`."""
 
-    Warm-up ends when the last `steady_steps` optimizer steps agree within `warmup_tolerance` (relative), at the latest
-    after `warmup_max_s`, compile time not counted. The window lasts `window_s` and `window_min_steps` at least. With
-    `breakdown`, one more step is profiled after it. With `short_trials`, trials of many microbatches a step time two
-    smaller numbers of them in its place, but for finalists.
-    """
-
-    steady_steps: Annotated[int, Field(strict=True, ge=2)] = 3
-    warmup_tolerance: Annotated[Amount, Field(lt=1)] = 0.02
-    warmup_max_s: Amount = 30.0
-    window_s: Amount = 10.0
-    window_min_steps: Positive = 5
-    breakdown: Switch = True
-    short_trials: Switch = True
-    deadline_s: Amount = 600.0
+    steady_steps: Annotated[int, Field(strict=True, ge=2)] = Measurement.steady_steps
+    warmup_tolerance: Annotated[Amount, Field(lt=1)] = Measurement.warmup_tolerance
+    warmup_max_s: Amount = Measurement.warmup_max_s
+    window_s: Amount = Measurement.window_s
+    window_min_steps: Positive = Measurement.window_min_steps
+    breakdown: Switch = Measurement.breakdown
+    short_trials: Switch = Measurement.short_trials
+    deadline_s: Amount = Measurement.deadline_s
 
 
 class BudgetSpec(Strict):
-    """No trial starts once one of these is reached; trials under way are finished.
+    """The section of `service.problem.Budget`."""
 
-    `trials` are those that explore; finalists and sentinels come on top of them, within the other two.
-    """
-
-    trials: Positive = 30
-    wall_time_s: Amount | None = None
-    gpu_hours: Amount | None = None
+    trials: Positive = Budget.trials
+    wall_time_s: Amount | None = Budget.wall_time_s
+    gpu_hours: Amount | None = Budget.gpu_hours
 
 
 class FinalistSpec(Strict):
-    """The layouts of the front that are measured again in the end, `count` at most, `repeats` times each.
+    """The section of `service.problem.Finalists`."""
 
-    In full, in windows of `window_s`, in an order drawn by the seed. With a `count` of 0 there are none.
-    """
-
-    count: Annotated[int, Field(strict=True, ge=0)] = 4
-    repeats: Annotated[int, Field(strict=True, ge=2)] = 3  # a single figure has no interval
-    window_s: Amount = 20.0
+    count: Annotated[int, Field(strict=True, ge=0)] = Finalists.count
+    repeats: Annotated[int, Field(strict=True, ge=2)] = Finalists.repeats  # a single figure has no interval
+    window_s: Amount = Finalists.window_s
 
 
 class SearchSpec(Strict):
-    """A whole search; see docs/spec.md for every field."""
+    """A whole search as a file says it; see docs/spec.md for every field."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
     model: str | ModelSpec
@@ -248,38 +236,16 @@ class SearchSpec(Strict):
     measurement: MeasurementSpec = MeasurementSpec()
     budget: BudgetSpec = BudgetSpec()
     finalists: FinalistSpec = FinalistSpec()
-    sentinel_every: Annotated[int, Field(strict=True, ge=0)] = 10
+    sentinel_every: Annotated[int, Field(strict=True, ge=0)] = Problem.sentinel_every
     baseline: dict[str, Any] | None = None
-    sampler: Literal["auto", "gp", "tpe", "nsga2", "random", "exhaustive"] = "auto"
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
+    sampler: Sampler = Problem.sampler
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = Problem.seed
     depth_proxy: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
-    borderline: Literal["risk", "probe", "refuse"] = "risk"
+    borderline: Borderline = Problem.borderline
 
     @cached_property
     def shape(self) -> ModelShape:
         return self.model.shape() if isinstance(self.model, ModelSpec) else PRESETS[self.model]
-
-    def located(self) -> SearchSpec:
-        """The same search for a process with another working directory: its data under an absolute path."""
-        return self.model_copy(update={"data": located(self.data)})
-
-    @property
-    def workload(self) -> Workload:
-        return Workload(
-            self.shape,
-            self.sequence_length,
-            self.global_batch_size,
-            self.cluster.device,
-            depths=tuple(self.depth_proxy or ()),
-            gpus_per_node=self.cluster.gpus_per_node,
-            refuse_borderline=self.borderline == "refuse",
-        )
-
-    def at_depth(self, layers: int) -> SearchSpec:
-        """The same search of a model of `layers` layers, everything else kept. It is not checked again."""
-        kept = {name: getattr(self, name) for name in type(self).model_fields}
-        model = ModelSpec(**asdict(replace(self.shape, layers=layers)))
-        return SearchSpec.model_construct(**kept | {"model": model, "depth_proxy": None})
 
     @property
     def axes(self) -> dict[str, list[Any]]:
@@ -289,49 +255,30 @@ class SearchSpec(Strict):
         return {name: list(dict.fromkeys(values)) for name, values in axes.items()}
 
     @cached_property
-    def legal(self) -> Space:
-        return enumerate_space(self.axes, self.workload)
-
-    @property
-    def baseline_layout(self) -> Layout | None:
-        """The legal layout that `baseline` names, None without one. Raises `ValueError` unless there is just one."""
-        if self.baseline is None:
-            return None
-        wanted = {axis: tuple(value) if isinstance(value, list) else value for axis, value in self.baseline.items()}
-        for axis in wanted:
-            if axis not in self.axes:
-                raise ValueError(f"baseline.{axis}: unknown axis; must be {_choice(self.axes)}")
-        named = [layout for layout in self.legal.layouts if all(getattr(layout, a) == v for a, v in wanted.items())]
-        if not named:
-            raise ValueError(f"baseline: none of the {len(self.legal.layouts)} legal layouts is like that")
-        if len(named) > 1:
-            open_axes = [axis for axis in self.axes if len({getattr(layout, axis) for layout in named}) > 1]
-            raise ValueError(f"baseline: {len(named)} legal layouts are like that; name {', '.join(open_axes)} too")
-        return named[0]
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.sequence_length
-
-    def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:
-        """The metrics that follow from the speed of a trial on so many GPUs."""
-        peak_flops = self.cluster.device.peak_flops
-        flops = self.shape.flops_per_token(self.sequence_length) * tokens_per_s
-        return {
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_gpu": tokens_per_s / gpus,
-            "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
-        }
-
-    @property
-    def gang_size(self) -> int:
-        """Workers of one gang: the most GPUs that a legal point uses."""
-        return max(layout.num_gpus for layout in self.legal.layouts)
-
-    @property
-    def limits(self) -> list[tuple[str, str, float]]:
-        """The constraints as (metric, '<=' or '>=', bound)."""
-        return [parse_constraint(text) for text in self.constraints]
+    def problem(self) -> Problem:
+        """What the spec is about, as plain values."""
+        return Problem(
+            name=self.name,
+            model=self.model if isinstance(self.model, str) else INLINE,
+            shape=self.shape,
+            data=self.data,
+            sequence_length=self.sequence_length,
+            global_batch_size=self.global_batch_size,
+            cluster=Cluster(**dict(self.cluster)),
+            objectives=dict(self.objectives),
+            constraints=tuple(self.constraints),
+            limits=tuple(map(parse_constraint, self.constraints)),
+            axes=self.axes,
+            measurement=Measurement(**dict(self.measurement)),
+            budget=Budget(**dict(self.budget)),
+            finalists=Finalists(**dict(self.finalists)),
+            sentinel_every=self.sentinel_every,
+            baseline=self.baseline,
+            sampler=self.sampler,
+            seed=self.seed,
+            depth_proxy=None if self.depth_proxy is None else (self.depth_proxy[0], self.depth_proxy[1]),
+            borderline=self.borderline,
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpec:
@@ -340,14 +287,14 @@ class SearchSpec(Strict):
         if self.shape.family == "gpt" and self.sequence_length > self.shape.max_sequence_length:
             positions = self.shape.max_sequence_length
             raise ValueError(f"sequence_length: {self.sequence_length} exceeds the model's {positions} positions")
-        _ = self.limits
+        problem = self.problem
         self._axes_fit()
         self._lists_fit()
         self._depths_fit()
-        if not self.legal.layouts:
-            field = "global_batch_size" if self._batch_is_to_blame() else "space"
-            raise ValueError(f"{field}: no legal layout among {self.legal.distinct}; {self._refusals()}")
-        _ = self.baseline_layout
+        if not problem.legal.layouts:
+            field = "global_batch_size" if _batch_is_to_blame(problem.legal) else "space"
+            raise ValueError(f"{field}: no legal layout among {problem.legal.distinct}; {_refusals(problem.legal)}")
+        _ = problem.baseline_layout
         return self
 
     def _axes_fit(self) -> None:
@@ -438,15 +385,6 @@ class SearchSpec(Strict):
                     f"space.pipeline_parallel_size {size}"
                 )
 
-    def _batch_is_to_blame(self) -> bool:
-        """Whether points failed on the batch and none got any further through the rules."""
-        names = [rule.__name__ for rule in all_rules(ENGINES.values())]
-        refused = self.legal.refused
-        return bool(refused) and max(refused, key=names.index) == "batch_divides"
-
-    def _refusals(self) -> str:
-        return "; ".join(f"{rule} refused {n} ({self.legal.reasons[rule]})" for rule, n in self.legal.refused.items())
-
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "": SearchSpec,
@@ -501,34 +439,43 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse_spec(text: str, source: str = "spec") -> SearchSpec:
-    """Read a spec from YAML text. Raises `InputError` with one line for whatever is wrong with it."""
+def parse_spec(text: str, source: str = "spec") -> Problem:
+    """The problem of a spec's YAML text. Raises `InputError` with one line for whatever is wrong with it."""
     try:
-        values = yaml.load(text, _Loader)
+        fields = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2025-13-01 is no date
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise _input_error(f"{source}: not valid YAML{where}: {getattr(error, 'problem', error)}") from None
-    if not isinstance(values, dict):
+    if not isinstance(fields, dict):
         raise _input_error(f"{source}: a spec is a mapping with the fields {_fields('')}")
+    return make_problem(fields, source)
+
+
+def make_problem(fields: Mapping[str, Any], source: str = "spec") -> Problem:
+    """The problem of a spec's fields, as its YAML has them. Raises `InputError` with one line for the first bad one."""
     try:
-        return SearchSpec.model_validate(values)
+        return SearchSpec.model_validate(dict(fields)).problem
     except ValidationError as error:
         raise _input_error(f"{source}: {_explanation(error)}") from None
 
 
-def dump_spec(spec: SearchSpec) -> str:
-    """The spec as YAML, defaults filled in; `parse_spec` reads it back."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+def dump_spec(problem: Problem) -> str:
+    """The problem as a spec's YAML text, defaults filled in; `parse_spec` reads it back."""
+    values = asdict(problem)
+    preset = PRESETS.get(problem.model) == problem.shape
+    values |= {"model": problem.model if preset else values["shape"], "space": values["axes"]}
+    plain = json.loads(json.dumps({name: values[name] for name in SearchSpec.model_fields}))  # lists in place of tuples
+    return yaml.safe_dump(plain, sort_keys=False)
 
 
-def new_search_id(spec: SearchSpec) -> str:
+def new_search_id(problem: Problem) -> str:
     """A name that sorts by time and that no other search has."""
-    return f"{spec.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{problem.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def load_spec(path: str | Path) -> SearchSpec:
-    """Read the spec file at `path`. Raises `InputError` with one line for whatever is wrong with it."""
+def load_spec(path: str | Path) -> Problem:
+    """The problem of the spec file at `path`. Raises `InputError` with one line for whatever is wrong with it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -539,6 +486,16 @@ def load_spec(path: str | Path) -> SearchSpec:
 
 def _input_error(text: str) -> InputError:
     return InputError(" ".join(text.split()))
+
+
+def _batch_is_to_blame(space: Space) -> bool:
+    """Whether layouts failed on the batch and none got any further through the rules."""
+    names = [rule.__name__ for rule in all_rules(ENGINES.values())]
+    return bool(space.refused) and max(space.refused, key=names.index) == "batch_divides"
+
+
+def _refusals(space: Space) -> str:
+    return "; ".join(f"{rule} refused {count} ({space.reasons[rule]})" for rule, count in space.refused.items())
 
 
 def _misfit(schedule: str, virtual: int) -> str | None:

@@ -1,4 +1,4 @@
-"""`wattune top`: every GPU of a cluster, as the telemetry of the searches that run there sees it."""
+"""Every GPU of a cluster, live, as the telemetry of the searches that run there sees it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import ray
@@ -21,7 +22,8 @@ from ray.exceptions import RayError
 from service.answers.tables import MARKS, render
 from service.cluster import knock
 from service.errors import InputError
-from telemetry.actor import NodeState, Work, find_telemetry
+from service.remote import call
+from telemetry.actor import NodeState, Telemetry, Work, find_telemetry
 from telemetry.devices import DeviceInfo
 
 T = TypeVar("T")
@@ -34,30 +36,40 @@ HEADINGS = ("node", "GPU", "W", "degC", "MHz", "GiB", "busy", "throttled by", "t
 _UNUSED = ("-",) * 4
 
 
-def top(address: str | None, once: bool) -> None:
-    """Show the cluster every second until it or the user ends it; with `once`, or where nobody looks, show it once.
+def watch(address: str | None) -> Generator[list[NodeState], None, None]:
+    """What each node is at, every second until the cluster is gone; empty while no search runs.
 
     `address` is that of the Ray cluster, such as ``head:6379``; default: RAY_ADDRESS, else the Ray of this machine.
-    Raises `InputError` if no cluster answers there, or none of its nodes has telemetry.
+    Raises `InputError` if no cluster answers there, or none of its nodes has telemetry in the beginning.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     with _joined(address):
         states = poll()
         if not states:
             raise InputError(f"no telemetry at {_shown(address)}: no search is running there")
-        if once or not sys.stdout.isatty():
-            print(page(states))
-            return
-        with contextlib.suppress(TimeoutError, KeyboardInterrupt), _screen():
-            while True:
-                _draw(page(states) if states else "no search is running")
-                time.sleep(PERIOD_S)
+        while True:
+            yield states
+            time.sleep(PERIOD_S)
+            try:
                 states = _within(2 * ANSWER_S, poll)
+            except TimeoutError:
+                return
+
+
+def show(watched: Iterator[list[NodeState]], once: bool) -> None:
+    """Print the first of what was watched if `once`, or where nobody looks; else draw each until the user ends it."""
+    states = next(watched)
+    if once or not sys.stdout.isatty():
+        print(page(states))
+        return
+    with contextlib.suppress(KeyboardInterrupt), _screen():
+        for now in chain([states], watched):
+            _draw(page(now) if now else "no search is running")
 
 
 def poll() -> list[NodeState]:
     """What each node is at now, by host name; without nodes that do not answer within `ANSWER_S`."""
-    asked = [actor.state.remote() for actor in find_telemetry().values()]
+    asked = [call(actor, Telemetry.state) for actor in find_telemetry().values()]
     if not asked:
         return []
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)

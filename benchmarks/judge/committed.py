@@ -11,7 +11,8 @@ from benchmarks import DATA, ROOT, SPECS
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
-from service.spec import SearchSpec, load_spec
+from service.problem import Problem
+from service.spec import load_spec
 
 SEARCHED = ROOT / "examples" / "llama3_8b_4xh200.yaml"
 RECORDS = (
@@ -55,7 +56,7 @@ def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
         yield Measurement(WHOLE, layout, workload(spec), {"status": "ok", "metrics": metrics})
 
 
-def workload(spec: SearchSpec, layers: int | None = None) -> Workload:
+def workload(spec: Problem, layers: int | None = None) -> Workload:
     """What was trained, on H200: the spec's model, or one of so many layers."""
     model = replace(spec.shape, layers=layers or spec.shape.layers)
     return Workload(model, spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"])

@@ -31,10 +31,11 @@ from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from service.errors import InputError
 from service.pareto import REFERENCE, hypervolume, pareto_front, scaled
+from service.problem import Problem
 from service.result import TrialResult
 from service.sampling.study import SearchStudy
 from service.sampling.warmup import first_points, predictions
-from service.spec import SearchSpec, load_spec
+from service.spec import load_spec
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 ALONE = {"tokens_per_s_per_gpu": "maximize", "mfu": "maximize", "step_time_s": "minimize"}
@@ -122,7 +123,7 @@ class Table:
         )
 
 
-def _parse(trial_id: str, row: Mapping[str, str], spec: SearchSpec | None) -> tuple[Layout, TrialResult, float]:
+def _parse(trial_id: str, row: Mapping[str, str], spec: Problem | None) -> tuple[Layout, TrialResult, float]:
     values = {name: yaml.safe_load(cell) for name, cell in row.items() if cell not in ("", None)}
     axes = {field.name for field in dataclasses.fields(Layout)}
     layout = Layout.from_dict(

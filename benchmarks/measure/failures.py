@@ -26,8 +26,10 @@ import pynvml
 from benchmarks.measure.gang import one_gang
 from benchmarks.measure.layouts import REPEATED, differences
 from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from service.problem import INLINE, Problem
 from service.result import TrialResult
-from service.spec import SearchSpec, load_spec, parse_spec
+from service.spec import load_spec
 
 # One H200 has 140 GiB. Logits of 8192 positions over 128 256 words take 2 GiB a sequence in bf16, and their gradient as
 # much again; 40 layers with their gradients 100 GB, and Adam's states 78 GB more.
@@ -44,16 +46,12 @@ FREE_GIB = 1.0
 FREE_TIMEOUT_S = 20.0
 
 
-def faulty(spec: SearchSpec, layers: int, changes: dict[str, Any]) -> tuple[SearchSpec, Layout]:
+def faulty(spec: Problem, layers: int, changes: dict[str, Any]) -> tuple[Problem, Layout]:
     """A model of so many layers, and a layout of one or two microbatches, of which the spec's rules know nothing."""
-    shape = (
-        f"{{family: llama, layers: {layers}, hidden: 4096, heads: 32, kv_heads: 8, ffn_hidden: 14336, vocab: 128256}}"
-    )
+    shape = ModelShape("llama", layers, 4096, 32, 8, 14336, 128256, max_sequence_length=8192)
     sequences = max(2, changes["micro_batch_size"])
-    values = spec.model_dump(mode="json") | {"model": "MODEL", "global_batch_size": sequences}
-    values["cluster"]["accelerator"] = "gpu"  # of which nothing is known that would refuse these layouts
-    values["space"] = {}
-    changed = parse_spec(json.dumps(values).replace('"MODEL"', shape))
+    cluster = replace(spec.cluster, accelerator="gpu")  # of which nothing is known that would refuse these layouts
+    changed = replace(spec, model=INLINE, shape=shape, global_batch_size=sequences, cluster=cluster)
     return changed, replace(spec.legal.layouts[0], global_batch_size=sequences, **changes)
 
 

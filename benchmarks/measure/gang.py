@@ -11,26 +11,27 @@ import ray
 
 from search_spaces.layout import Layout
 from service.cluster import ray_session
+from service.problem import Problem
 from service.result import TrialResult
-from service.spec import SearchSpec
+from service.trials.bench import Bench
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.training import Training
 
-Run = Callable[[str, Layout, SearchSpec], TrialResult]
+Run = Callable[[str, Layout, Problem], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
 
 
 @contextlib.contextmanager
-def one_gang(spec: SearchSpec, size: int) -> Iterator[Run]:
+def one_gang(spec: Problem, size: int) -> Iterator[Run]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
-    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
+    with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
         telemetry = start_telemetry()
         gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Training.preload())
         ray.get(gang.mailbox.ready.remote())
         try:
-            yield lambda trial_id, layout, of: run(trial_id, layout, of, gang.mailbox, telemetry, {})
+            yield lambda trial_id, layout, of: run(Bench(of, gang.mailbox, telemetry, {}), trial_id, layout)
         finally:
             close_gangs([gang])
             stop_telemetry(telemetry)

@@ -17,8 +17,9 @@ from typing import IO, Any
 
 from benchmarks.measure.gang import one_gang
 from search_spaces.layout import Layout
+from service.problem import Problem
 from service.result import TrialResult
-from service.spec import SearchSpec, load_spec
+from service.spec import load_spec
 
 COLUMNS = {
     "tokens_per_s_per_gpu": ("tok/s/GPU", ".1f"),
@@ -35,7 +36,7 @@ COLUMNS = {
 REPEATED = ("tokens_per_s_per_gpu", "joules_per_token")
 
 
-def run_all(specs: list[SearchSpec], repeat: int, out: IO[str]) -> list[list[TrialResult]]:
+def run_all(specs: list[Problem], repeat: int, out: IO[str]) -> list[list[TrialResult]]:
     """The results of each layout's runs, of those that failed as well."""
     results: list[list[TrialResult]] = []
     with one_gang(specs[0], max(spec.gang_size for spec in specs)) as run:

@@ -19,8 +19,10 @@ import ray
 
 from search_spaces.layout import Layout
 from service.cluster import ray_session
+from service.problem import Problem
 from service.result import TrialResult
-from service.spec import SearchSpec, load_spec
+from service.spec import load_spec
+from service.trials.bench import Bench
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, start_telemetry, stop_telemetry
@@ -29,26 +31,26 @@ from trainables.training import Training
 USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
 
 
-def warm(spec: SearchSpec, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
+def warm(spec: Problem, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
     gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
     ray.get(gang.mailbox.ready.remote())
     seconds = []
     for number, point in enumerate(points):
-        result = run(f"warm-{number}", point, spec, gang.mailbox, telemetry, {})
+        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"warm-{number}", point)
         seconds.append(_require_ok(result)["trial_overhead_s"])
         _say("warm", point, seconds[-1])
     close_gangs([gang])
     return seconds
 
 
-def cold(spec: SearchSpec, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
+def cold(spec: Problem, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in a `TorchTrainer.fit()` of its own, from its start to its end."""
     seconds = []
     for number, point in enumerate(points):
         began = time.monotonic()
         gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
-        result = run(f"cold-{number}", point, spec, gang.mailbox, telemetry, {})
+        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"cold-{number}", point)
         close_gangs([gang])
         figures = _require_ok(result)
         seconds.append(time.monotonic() - began - sum(figures[name] for name in USEFUL))
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()
     points = list(spec.legal.layouts[: arguments.trials])
-    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
+    with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
         telemetry = start_telemetry()
         figures = {
             "warm_s": warm(spec, points, telemetry, Path(storage)),

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from scipy import stats
 
 from benchmarks.measure.telemetry import show
 from service.cluster import ray_session
+from service.problem import Problem
 from service.result import TrialResult
-from service.spec import SearchSpec, load_spec
+from service.spec import load_spec
+from service.trials.bench import Bench
 from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, Telemetry
@@ -176,10 +178,10 @@ def late_s(times_ns: np.ndarray, period_s: float) -> np.ndarray:
     return np.append(periods - usual - number, np.ones(skipped)) * period_s
 
 
-def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
+def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
     """All that is recorded during one trial with a window of so many seconds."""
-    long = spec.model_copy(update={"measurement": spec.measurement.model_copy(update={"window_s": seconds})})
-    with tempfile.TemporaryDirectory() as storage, ray_session(spec):
+    long = replace(spec, measurement=replace(spec.measurement, window_s=seconds))
+    with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
         (node_id,) = (node["NodeID"] for node in ray.nodes() if node["Alive"])
         here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         actor: Any = ray.remote(Paced)
@@ -191,9 +193,8 @@ def while_training(spec: SearchSpec, seconds: float) -> dict[str, Any]:
         gang = Gang("benchmark", spec.gang_size, spec.cluster, Path(storage), handles, Training.preload())
         ray.get(gang.mailbox.ready.remote())
         results: list[TrialResult] = []
-        trial = threading.Thread(
-            target=lambda: results.append(run("long", spec.legal.layouts[0], long, gang.mailbox, handles, {}))
-        )
+        bench = Bench(long, gang.mailbox, handles, {})
+        trial = threading.Thread(target=lambda: results.append(run(bench, "long", spec.legal.layouts[0])))
         began_ns = time.monotonic_ns()
         trial.start()
         while trial.is_alive() and not any(work.phase == "window" for work in ray.get(telemetry.state.remote()).works):

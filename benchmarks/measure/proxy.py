@@ -12,18 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.gang import Run, one_gang
 from search_spaces.layout import Layout
 from service.answers.tables import heading, render
+from service.problem import Problem
 from service.result import TrialResult
-from service.spec import SearchSpec, dump_spec, load_spec, parse_spec
+from service.spec import dump_spec, load_spec, parse_spec
 from service.trials.extrapolation import OVER_DEPTH
 
 
-def compare(run: Run, whole: SearchSpec, proxied: SearchSpec, points: list[Layout]) -> list[dict[str, Any]]:
+def compare(run: Run, whole: Problem, proxied: Problem, points: list[Layout]) -> list[dict[str, Any]]:
     """For each layout its metrics as measured and as extrapolated, and the error of these relative to those."""
     rows = []
     for number, point in enumerate(points):
@@ -60,9 +62,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=3)
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()
-    in_full = spec.measurement.model_copy(update={"short_trials": False})
-    whole = spec.model_copy(update={"depth_proxy": None, "measurement": in_full})
-    proxied = parse_spec(dump_spec(whole.model_copy(update={"depth_proxy": arguments.depths})), str(arguments.spec))
+    in_full = replace(spec.measurement, short_trials=False)
+    whole = replace(spec, depth_proxy=None, measurement=in_full)
+    proxied = parse_spec(dump_spec(replace(whole, depth_proxy=tuple(arguments.depths))), str(arguments.spec))
     points = list(proxied.legal.layouts[: arguments.trials])
     with one_gang(spec, proxied.gang_size) as run:
         rows = compare(run, whole, proxied, points)

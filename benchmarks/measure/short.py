@@ -14,23 +14,25 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.gang import Run, one_gang
 from search_spaces.layout import Layout
 from service.answers.tables import heading, render
+from service.problem import Problem
 from service.result import TrialResult
-from service.spec import SearchSpec, load_spec
+from service.spec import load_spec
 from service.trials import short
 from service.trials.extrapolation import SPENT
 
 COMPARED = ("tokens_per_s", "step_time_s", "joules_per_token", "mean_power_w", "peak_memory_gib")
 
 
-def compare(run: Run, spec: SearchSpec, points: list[Layout]) -> Iterator[dict[str, Any]]:
+def compare(run: Run, spec: Problem, points: list[Layout]) -> Iterator[dict[str, Any]]:
     """For each layout its figures in full and short, the error of these relative to those, and the seconds of both."""
-    full = spec.model_copy(update={"measurement": spec.measurement.model_copy(update={"short_trials": False})})
+    full = replace(spec, measurement=replace(spec.measurement, short_trials=False))
     for number, point in enumerate(points):
         measured = _require_ok(run(f"full-{number}", point, full))
         extrapolated = _require_ok(run(f"short-{number}", point, spec))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
 
 from service.answers.candidates import MEASURED, METHODS, candidates, doubt, finalists
 from service.answers.ranking import Ranking, noise, parse_condition
@@ -33,6 +34,10 @@ class SearchInfo:
     model: str
     accelerator: str
     data: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return asdict(self) | {"started": self.started.isoformat()}
 
     def method(self, metric: str) -> str | None:
         """How an objective's values came about, if they are not measured."""

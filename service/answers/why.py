@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -15,7 +15,8 @@ from service.answers.candidates import Candidate, candidates
 from service.answers.ranking import Ranking, within_noise
 from service.answers.tables import number, with_unit
 from service.errors import InputError
-from service.spec import SearchSpec, SpaceSpec
+from service.problem import Problem
+from service.spec import SpaceSpec
 
 if TYPE_CHECKING:
     from service.record.results import SearchRecord
@@ -74,7 +75,7 @@ def parse_choices(texts: Sequence[str]) -> dict[str, Any]:
     return chosen
 
 
-def why(spec: SearchSpec, choices: Mapping[str, Any], search: SearchRecord | None = None) -> Explanation:
+def why(spec: Problem, choices: Mapping[str, Any], search: SearchRecord | None = None) -> Explanation:
     """What became of the layouts of `spec` with the chosen values, which need not be among the spec's own.
 
     `choices` has values of axes as a spec's `space` has them, single ones or lists. `search` is the record of the
@@ -82,8 +83,7 @@ def why(spec: SearchSpec, choices: Mapping[str, Any], search: SearchRecord | Non
     `InputError` for an axis or value that no spec could have.
     """
     chosen = _checked(choices)
-    kept = {name: getattr(spec, name) for name in SearchSpec.model_fields}
-    narrowed = SearchSpec.model_construct(**kept | {"space": spec.space.model_copy(update=chosen)})
+    narrowed = replace(spec, axes=spec.axes | chosen)
     space, tried = narrowed.legal, {} if search is None else _tried(search)
     # A setting without effect beside the others is written as the default: no legal layout has the value chosen.
     idle = [axis for axis in chosen if space.layouts and not any(_has(point, axis, chosen) for point in space.layouts)]
@@ -112,7 +112,7 @@ def _checked(choices: Mapping[str, Any]) -> dict[str, list[Any]]:
     except ValidationError as invalid:
         error = invalid.errors()[0]
         raise InputError(f"{error['loc'][0]}: {error['msg']}") from None
-    return {axis: getattr(checked, axis) for axis in choices}
+    return {axis: list(dict.fromkeys(getattr(checked, axis))) for axis in choices}
 
 
 def _has(layout: Layout, axis: str, chosen: Mapping[str, list[Any]]) -> bool:
@@ -161,7 +161,7 @@ def _judged(one: Candidate, ranking: Ranking, front: Sequence[Candidate]) -> tup
     return DOMINATED, f"by {better.label}: {', '.join(told)}{noise}"
 
 
-def _untried(layout: Layout, spec: SearchSpec, searched: bool) -> Fate:
+def _untried(layout: Layout, spec: Problem, searched: bool) -> Fate:
     memory = estimate(layout, spec.workload.run)
     needs = None if memory.share is None else memory.needs
     return Fate(NOT_TRIED if searched else LEGAL, needs, label=layout.label, layout=layout)

@@ -7,27 +7,31 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import ray
+from ray.actor import ActorHandle
+
+from service.remote import call
+from telemetry.actor import Telemetry
 
 
 def software() -> dict[str, str]:
     """Versions of what the driver runs, and the git commit of the working directory if it is a checkout."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("wattune", "ray", "optuna", "deepspeed"):
         with contextlib.suppress(PackageNotFoundError):  # code on the path that was never installed
-            found[name] = version(name)
+            versions[name] = version(name)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if commit.returncode == 0:
-        found["git_commit"] = commit.stdout.strip()
-    return found
+        versions["git_commit"] = commit.stdout.strip()
+    return versions
 
 
-def hardware(telemetry: Mapping[str, Any]) -> dict[str, str]:
-    """Names and drivers of the devices in the cluster."""
-    nodes = ray.get([actor.describe.remote() for actor in list(telemetry.values())])  # a node may join meanwhile
+def hardware(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> dict[str, str]:
+    """Names and drivers of the devices in the cluster; `telemetry` by node id."""
+    actors = list(telemetry.values())  # a node may join meanwhile
+    nodes = ray.get([call(actor, Telemetry.describe) for actor in actors])
     devices = [device for node in nodes for device in node["devices"]]
     drivers = {device["driver_version"] for device in devices} - {None}
-    found = {"devices": ", ".join(sorted({device["name"] for device in devices}))}
-    return found | ({"driver": ", ".join(sorted(drivers))} if drivers else {})
+    names = {"devices": ", ".join(sorted({device["name"] for device in devices}))}
+    return names | ({"driver": ", ".join(sorted(drivers))} if drivers else {})

@@ -19,9 +19,12 @@ import pyarrow
 from search_spaces.layout import Layout
 from service.errors import InputError
 from service.home import Home
+from service.problem import Problem
 from service.record import store
 from service.result import TrialResult
+from service.spec import dump_spec
 from telemetry.store import thin, write_samples
+from trainables.data import SYNTHETIC
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -63,38 +66,27 @@ class Tracker:
         """What MLflow has not taken, and why; empty when all is recorded."""
         return list(self._troubles.values())
 
-    def start_search(
-        self,
-        search_id: str,
-        spec_yaml: str,
-        params: Mapping[str, Any],
-        tags: Mapping[str, str],
-        environment: Mapping[str, str],
-        *,
-        name: str,
-        objectives: Mapping[str, str],
-        constraints: Sequence[str] = (),
-    ) -> None:
-        """Create the parent run. `objectives` maps metric to `maximize` or `minimize`.
+    def start_search(self, search_id: str, problem: Problem, environment: Mapping[str, str]) -> None:
+        """Create the parent run, with the problem's facts as its parameters and its spec as an artifact.
 
-        The params `model`, `accelerator` and `data` are what listings show. Raises `InputError` if MLflow refuses.
+        `environment`: versions, devices and drivers, by name. Raises `InputError` if MLflow refuses.
         """
         self._search_id = search_id
         tags = {
-            **tags,
             **_authorship(environment),
             store.ROLE: store.SEARCH,
             store.SEARCH_ID: search_id,
             store.STATUS: "running",
-            store.OBJECTIVES: json.dumps(dict(objectives)),
-            store.CONSTRAINTS: json.dumps(list(constraints)),
+            store.DATA: "synthetic" if problem.data == SYNTHETIC else "file",
+            store.OBJECTIVES: json.dumps(problem.objectives),
+            store.CONSTRAINTS: json.dumps(problem.constraints),
         }
         with store.readable(self._uri):
             self._experiment_id = self._experiment()
-            run = self._client.create_run(self._experiment_id, run_name=name, tags=_clip(tags))
+            run = self._client.create_run(self._experiment_id, run_name=problem.name, tags=_clip(tags))
             self._parent = run.info.run_id
-            self._log(self._parent, params={**params, **_prefixed(environment)})
-            self._client.log_text(self._parent, spec_yaml, store.SPEC)
+            self._log(self._parent, params={**problem.facts(), **_prefixed(environment)})
+            self._client.log_text(self._parent, dump_spec(problem), store.SPEC)
 
     def resume_search(self, search: SearchRecord) -> dict[str, float]:
         """Go on with a search whose driver died, and return the summary that it had.
@@ -118,9 +110,10 @@ class Tracker:
             self._log(self._parent, tags={store.STATUS: "running"})
             return dict(self._client.get_run(self._parent).data.metrics)
 
-    def start_trial(self, trial_id: str, layout: Layout, tags: Mapping[str, str]) -> None:
-        """Create the child run, with the configuration as its parameters."""
-        self._open[trial_id] = {"started_ms": _now_ms(), "config": layout.to_dict(), "tags": dict(tags)}
+    def start_trial(self, trial_id: str, layout: Layout, purpose: str = "search") -> None:
+        """Create the child run, with the layout as its parameters."""
+        tags = {store.PURPOSE: purpose}
+        self._open[trial_id] = {"started_ms": _now_ms(), "config": layout.to_dict(), "tags": tags}
         self._attempt(f"trial {trial_id}", lambda: self._create_trial(trial_id, self._open[trial_id]))
 
     def finish_trial(self, result: TrialResult, samples: pyarrow.Table | None = None) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from search_spaces.layout import Layout
+from service.problem import Problem
 from service.result import TrialResult
 from service.sampling import drift, finalists
-from service.spec import SearchSpec
 
 RETRIES = 2
 """Times that a layout is run again for one purpose when the machines failed it."""
@@ -61,7 +61,7 @@ class Agenda:
     A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts only after that.
     """
 
-    def __init__(self, spec: SearchSpec, results: Sequence[TrialResult] = (), spent: Spent = Spent()) -> None:
+    def __init__(self, spec: Problem, results: Sequence[TrialResult] = (), spent: Spent = Spent()) -> None:
         """`results`: all that came of a search that is resumed, in the order of their start."""
         self.spec = spec
         self.results = settled(results)
@@ -135,7 +135,7 @@ class SearchAgenda(Agenda):
     def __init__(
         self,
         study: Study,
-        spec: SearchSpec,
+        spec: Problem,
         gangs: int = 1,
         results: Sequence[TrialResult] = (),
         spent: Spent = Spent(),
@@ -266,7 +266,7 @@ class SearchAgenda(Agenda):
 class CalibrationAgenda(Agenda):
     """Runs each of some layouts once."""
 
-    def __init__(self, spec: SearchSpec, layouts: Sequence[Layout]) -> None:
+    def __init__(self, spec: Problem, layouts: Sequence[Layout]) -> None:
         super().__init__(spec)
         self.layouts = list(layouts)
         self.left = list(layouts)

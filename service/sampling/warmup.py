@@ -12,9 +12,9 @@ from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.workload import Workload
 from service.answers.ranking import pareto
+from service.problem import Problem
 from service.record.results import SearchRecord
 from service.sampling.study import SearchStudy
-from service.spec import SearchSpec
 
 WINNERS, PREDICTED = 4, 4
 """How many layouts of earlier fronts a search begins with, at most, and how many that are predicted to be good."""
@@ -24,7 +24,7 @@ APART = 2
 
 
 def open_study(
-    spec: SearchSpec,
+    spec: Problem,
     search_id: str,
     storage: str,
     calibration: Coefficients | None,
@@ -64,7 +64,7 @@ def predictions(layouts: Iterable[Layout], work: Workload, calibration: Coeffici
     return {layout: metrics(layout, work, calibration) for layout in layouts}
 
 
-def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> Iterator[Layout]:
+def winners(searches: Iterable[SearchRecord], spec: Problem) -> Iterator[Layout]:
     """Layouts on the fronts of `searches`, in their order, with the batch of `spec`, in which they must be legal."""
     left = set(spec.legal.layouts)
     for search in searches:

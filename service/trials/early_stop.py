@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from service.spec import SearchSpec
+from service.problem import Problem
 from trainables.measure import Protocol, Stretch
 
 TIME_NOISE, ENERGY_NOISE = 3 * 0.0025, 3 * 0.009
@@ -45,7 +45,7 @@ def remaining_s(protocol: Protocol, step_s: float) -> float:
     return max(protocol.window_s, protocol.window_min_steps * step_s) + protocol.breakdown * step_s
 
 
-def bounds(spec: SearchSpec, gpus: int, steps: Stretch, energy_j: float | None) -> dict[str, float]:
+def bounds(spec: Problem, gpus: int, steps: Stretch, energy_j: float | None) -> dict[str, float]:
     """The best that a trial on so many GPUs could still come to, by objective; none where nothing can be said.
 
     `energy_j` is what the GPUs took for these steps, None if it is not known.

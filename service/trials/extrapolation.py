@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from service.problem import Problem
 from service.result import Proxy, TrialResult
-from service.spec import SearchSpec
 
 STEP = (
     "tokens_per_s",
@@ -70,7 +70,7 @@ class Growth:
         return math.hypot((1 - weight) * errors[0], weight * errors[1])
 
 
-def over_depth(trial_id: str, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> TrialResult:
+def over_depth(trial_id: str, spec: Problem, shallow: Proxy, deep: Proxy) -> TrialResult:
     """The result of the whole model of `spec` from two runs that ended well; `invalid` if no line leads there.
 
     What is not in `OVER_DEPTH` or `SPENT` is the deeper run's.
@@ -94,7 +94,7 @@ def over_depth(trial_id: str, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> 
     )
 
 
-def over_batch(spec: SearchSpec, result: TrialResult, few: Proxy, many: Proxy) -> TrialResult:
+def over_batch(spec: Problem, result: TrialResult, few: Proxy, many: Proxy) -> TrialResult:
     """The result of steps of the whole global batch from steps of two smaller ones; `invalid` if no line leads there.
 
     `result` is all that is known of the trial beside that; what of its figures is not in `OVER_BATCH` is of steps of
@@ -119,7 +119,7 @@ def over_batch(spec: SearchSpec, result: TrialResult, few: Proxy, many: Proxy) -
     )
 
 
-def of_step(spec: SearchSpec, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
+def of_step(spec: Problem, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
     """The metrics of `STEP` of `spec`'s own model and batch; None where a run lacks what it takes. Raises `NoLine`."""
     metrics = [run.result.metrics for run in runs]
     tokens = [run.result.layout.global_batch_size * spec.sequence_length for run in runs]

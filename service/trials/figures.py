@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from service.problem import Problem
 from service.result import RankRecord
-from service.spec import SearchSpec
 from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Member
@@ -62,7 +62,7 @@ def metrics(
     timing: Timing,
     summary: WindowSummary,
     idle: WindowSummary | None,
-    spec: SearchSpec,
+    spec: Problem,
 ) -> dict[str, float | None]:
     """The figures of one window, of steps of so many `tokens`, by the names of the record; None is missing.
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from service.spec import ClusterSpec
+from service.problem import Cluster
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
 from trainables.platforms.base import platform_of
@@ -37,7 +37,7 @@ class Gang:
     """
 
     def __init__(
-        self, name: str, size: int, cluster: ClusterSpec, storage: Path, telemetry: Fleet, preload: Sequence[str]
+        self, name: str, size: int, cluster: Cluster, storage: Path, telemetry: Fleet, preload: Sequence[str]
     ) -> None:
         """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them."""
         actor: Any = ray.remote(Mailbox)
@@ -145,7 +145,7 @@ def start_pool(gangs: Sequence[Gang]) -> ActorHandle:
     return actor.options(num_cpus=0, resources=ON_HEAD, max_concurrency=1000).remote([gang.mailbox for gang in gangs])
 
 
-def resources_per_worker(cluster: ClusterSpec) -> dict[str, float]:
+def resources_per_worker(cluster: Cluster) -> dict[str, float]:
     """What Ray reserves for one worker of a gang."""
     resources = {"CPU": cluster.cpus_per_worker}
     device = platform_of(cluster.device).ray_resource

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
+from service.problem import Problem
 from service.result import Proxy
-from service.spec import SearchSpec
 from service.trials.extrapolation import line
 from trainables.measure import Protocol
 from trainables.program import TrialRequest
@@ -23,7 +23,7 @@ STEPS = Protocol(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window_
 """Three steps: the first makes the optimizer's states, without which the peak of those after it is not reached."""
 
 
-def depths(layout: Layout, spec: SearchSpec) -> tuple[int, int] | None:
+def depths(layout: Layout, spec: Problem) -> tuple[int, int] | None:
     """The depths at which to probe a layout; None where there is no need to, or none such below the model's own."""
     if spec.borderline != "probe" or layout.stage_layers is not None or band(layout, spec.workload) != "borderline":
         return None
@@ -36,7 +36,7 @@ def probing(request: TrialRequest) -> TrialRequest:
     return replace(request, protocol=STEPS, batches=request.batches[-1:])
 
 
-def refusal(layout: Layout, spec: SearchSpec, shallow: Proxy, deep: Proxy) -> str | None:
+def refusal(layout: Layout, spec: Problem, shallow: Proxy, deep: Proxy) -> str | None:
     """Why a layout does not fit, by two probes that ended well; None if it may.
 
     What torch reserves and does not use it gives back where memory is short, so that it does not count.

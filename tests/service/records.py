@@ -1,11 +1,14 @@
-"""Searches as they are read from the record, made by hand."""
+"""Searches as they are read from the record, made by hand, and problems to record."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from search_spaces.layout import Layout
+from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
+from service.spec import make_problem
 
 CONFIG = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
@@ -23,3 +26,16 @@ def search(
     facts = {"model": "tiny-llama", "accelerator": "cpu", "data": "synthetic"}
     objectives = DEFAULT if objectives is None else objectives
     return SearchRecord("s1", "tiny", "finished", STARTED, objectives, constraints, facts, {}, (), "run", trials)
+
+
+def problem(**changes: Any) -> Problem:
+    """Of a tiny model on two CPU workers, with `changes` to the spec's fields."""
+    fields = {
+        "name": "tiny",
+        "model": "tiny-llama",
+        "data": "synthetic",
+        "sequence_length": 64,
+        "global_batch_size": 16,
+        "cluster": {"gpus_per_node": 2, "accelerator": "cpu"},
+    }
+    return make_problem(fields | changes)

@@ -19,7 +19,7 @@ from service.cli import main
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
-from service.spec import parse_spec
+from service.spec import make_problem
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -139,14 +139,14 @@ def test_unknown_search_is_refused(command: str, empty: Path) -> None:
 def searched(home: Home) -> str:
     """The id of a search of `TINY` in which one layout ran and one ran out of memory."""
     tracker = Tracker(home.tracking_uri, home)
-    objectives = {"tokens_per_s": "maximize"}
-    tracker.start_search("tiny-1", yaml.safe_dump(TINY), {}, {}, {}, name="tiny", objectives=objectives)
-    fast, big = parse_spec(yaml.safe_dump(TINY)).legal.layouts
+    problem = make_problem(TINY | {"objectives": {"tokens_per_s": "maximize"}})
+    tracker.start_search("tiny-1", problem, {})
+    fast, big = problem.legal.layouts
     for result in (
         TrialResult("t0", fast, "ok", None, {"tokens_per_s": 20.0}),
         TrialResult("t1", big, "oom", "rank 0: out of memory"),
     ):
-        tracker.start_trial(result.trial_id, result.layout, {})
+        tracker.start_trial(result.trial_id, result.layout)
         tracker.finish_trial(result)
     tracker.finish_search("finished", {})
     return "tiny-1"

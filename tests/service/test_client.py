@@ -8,7 +8,7 @@ import pytest
 
 import service
 from search_spaces.layout import Layout
-from service import InputError, Wattune, load_spec
+from service import InputError, Wattune, load_spec, parse_spec
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
@@ -27,16 +27,16 @@ cluster: {nodes: 1, gpus_per_node: 2, accelerator: cpu}
 space:
   {engine: megatron, tensor_parallel_size: [1, 2], zero_stage: [0, 3], micro_batch_size: [4, 5], precision: fp32,
    sequence_parallel: false}
+objectives: {tokens_per_s: maximize, joules_per_token: minimize}
 """
 
 
 @pytest.fixture
 def wattune(home: Home) -> Wattune:
     tracker = Tracker(home.tracking_uri, home)
-    objectives = {"tokens_per_s": "maximize", "joules_per_token": "minimize"}
-    tracker.start_search("tiny-1", SPEC, {"model": "tiny-llama"}, {}, {}, name="tiny", objectives=objectives)
+    tracker.start_search("tiny-1", parse_spec(SPEC), {})
     for trial_id, layout, speed, energy in (("t0", FAST, 20.0, 3.0), ("t1", FRUGAL, 10.0, 1.0)):
-        tracker.start_trial(trial_id, layout, {})
+        tracker.start_trial(trial_id, layout)
         metrics: dict[str, float | None] = {"tokens_per_s": speed, "joules_per_token": energy}
         tracker.finish_trial(TrialResult(trial_id, layout, "ok", None, metrics))
     return Wattune()
@@ -47,13 +47,13 @@ def test_the_client_answers_from_the_store_that_the_environment_names(wattune: W
     assert wattune.status("tiny").status == "running"
     assert wattune.status("tiny").trials == {"ok": 2}
     assert [trial.trial_id for trial in wattune.trials("tiny")] == ["t0", "t1"]
-    assert [trial.trial_id for trial in wattune.pareto("tiny")] == ["t0", "t1"]
-    assert wattune.best("tiny").layout == FAST
-    assert wattune.best("tiny", minimize="joules_per_token").trial_id == "t1"
-    assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).trial_id == "t1"
-    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 50%"]).trial_id == "t1"
-    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 49%"]).trial_id == "t0"
-    assert wattune.best("tiny", knee=True).trial_id == "t0"
+    assert [trial.trial_id for trial in wattune.pareto("tiny").candidates] == ["t0", "t1"]
+    assert wattune.best("tiny").candidate.layout == FAST
+    assert wattune.best("tiny", minimize="joules_per_token").candidate.trial_id == "t1"
+    assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).candidate.trial_id == "t1"
+    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 50%"]).candidate.trial_id == "t1"
+    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 49%"]).candidate.trial_id == "t0"
+    assert wattune.best("tiny", knee=True).candidate.trial_id == "t0"
 
 
 def test_the_client_explains_a_search_and_a_spec(wattune: Wattune, tmp_path: Path) -> None:

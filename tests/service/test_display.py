@@ -10,8 +10,8 @@ import pytest
 
 from search_spaces.layout import Layout
 from service.display import Display
+from service.problem import Budget
 from service.result import TrialResult
-from service.spec import BudgetSpec
 
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
 CONFIG = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True)
@@ -26,8 +26,8 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def make(trials: int = 10, began_ago_s: float = 0.0, **budget: float) -> Display:
-    return Display(OBJECTIVES, BudgetSpec.model_validate(budget), trials, began=time.monotonic() - began_ago_s)
+def make(trials: int = 10, began_ago_s: float = 0.0, wall_time_s: float | None = None) -> Display:
+    return Display(OBJECTIVES, Budget(wall_time_s=wall_time_s), trials, began=time.monotonic() - began_ago_s)
 
 
 def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:

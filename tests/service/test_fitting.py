@@ -23,6 +23,7 @@ from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import TrialResult
+from tests.service.records import problem
 
 
 def sheet() -> Coefficients:
@@ -133,7 +134,7 @@ def test_observations_of_a_search(home: Home) -> None:
     layout = Layout("megatron", 4, 16, zero_stage=1)
     both: dict[str, float | None] = {"step_time_s": 2.0, "mean_power_w": 2400.0}
     tracker = Tracker(home.tracking_uri, home)
-    tracker.start_search("alpha", "", {}, {}, {}, name="alpha", objectives={"tokens_per_s": "maximize"})
+    tracker.start_search("alpha", problem(), {})
     for result in (
         TrialResult("alpha-0", layout, "ok", None, both, {"mean_power_w": "counter"}),
         TrialResult("alpha-1", layout, "oom", "rank 0: out of memory"),
@@ -141,7 +142,7 @@ def test_observations_of_a_search(home: Home) -> None:
         TrialResult("alpha-3", layout, "ok", None, both, {"step_time_s": "extrapolated"}),
         TrialResult("alpha-4", layout, "ok", None, {"step_time_s": 3.0}),
     ):
-        tracker.start_trial(result.trial_id, layout, {})
+        tracker.start_trial(result.trial_id, layout)
         tracker.finish_trial(result)
     tracker.finish_search("finished", {})
     found = observations(Results(home.tracking_uri).search("alpha"), WORK)

@@ -22,8 +22,9 @@ import psutil
 import pytest
 
 from service import InputError, Wattune, jobs
+from service.problem import Problem
 from service.record import store
-from service.spec import SearchSpec, parse_spec
+from service.spec import parse_spec
 
 SPEC = """
 name: tiny
@@ -155,7 +156,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def spec(data: object = "synthetic", window_s: float = 1.0) -> SearchSpec:
+def spec(data: object = "synthetic", window_s: float = 1.0) -> Problem:
     return parse_spec(SPEC.format(data=data, window_s=window_s))
 
 
@@ -257,7 +258,7 @@ def test_a_submitted_search_survives_its_submitter_and_the_death_of_a_worker(
     assert [line for line in printed if line.startswith(f"search {search}:")]
     assert client.status(search).status == "finished"
     assert client.status(search).trials == {"ok": 3, "crash": 1}, "the layout that lost its worker was run again"
-    assert client.best(search).metrics["tokens_per_s"] > 0
+    assert client.best(search).candidate.metrics["tokens_per_s"] > 0
     assert jobs.job_status(search, cluster.address) == "SUCCEEDED"
     wait_until(lambda: not cluster.of_searches(), 30)
     assert (cluster.home / "optuna.db").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from search_spaces.cost import data_sheet
@@ -16,7 +17,7 @@ from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from service.cli import main
 from service.plan import ROWS, Plan, make_plan, text
-from service.spec import SearchSpec, excess, load_spec
+from service.spec import excess, load_spec, make_problem
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NODE = EXAMPLES / "llama3_8b_8xh200.yaml"
@@ -24,7 +25,7 @@ NODE = EXAMPLES / "llama3_8b_8xh200.yaml"
 
 def planned(**changes: Any) -> Plan:
     """Of the example on eight H200, with `changes` to its fields."""
-    spec = SearchSpec.model_validate(load_spec(NODE).model_dump(mode="json") | changes)
+    spec = make_problem(yaml.safe_load(NODE.read_text()) | changes)
     return make_plan(spec, data_sheet(spec.cluster.accelerator))
 
 

@@ -26,7 +26,7 @@ from service.result import TrialResult
 from service.sampling.agenda import SearchAgenda, Step, settled
 from service.sampling.study import SearchStudy
 from service.search import results_of, resume
-from service.spec import dump_spec, load_spec, parse_spec
+from service.spec import load_spec, parse_spec
 
 SPEC: dict[str, Any] = {
     "name": "resumed",
@@ -58,13 +58,12 @@ def broken_off(home: Home, spec_file: Path) -> tuple[str, list[TrialResult]]:
     spec = load_spec(spec_file)
     study = SearchStudy("s1", spec.legal.layouts, spec.objectives, [], "tpe", 0, home.optuna_storage)
     tracker = Tracker(home.tracking_uri, home)
-    facts = {"model": "tiny-llama", "accelerator": "cpu", "data": "synthetic"}
-    tracker.start_search("s1", dump_spec(spec), facts, {}, {}, name="resumed", objectives=spec.objectives)
+    tracker.start_search("s1", spec, {})
     results = []
     for i, (status, cause) in enumerate([("ok", None), ("crash", "a worker died"), ("ok", None)]):
         layout = study.ask()
         assert layout is not None
-        tracker.start_trial(f"t{i}", layout, {})
+        tracker.start_trial(f"t{i}", layout)
         results.append(TrialResult(f"t{i}", layout, status, cause, {"tokens_per_s": 10.0 + i} if not cause else {}))
     study.tell(results[0].layout, results[0])
     tracker.finish_trial(results[0])
@@ -88,7 +87,7 @@ def test_the_record_is_taken_up_where_it_was(home: Home, broken_off: tuple[str, 
     assert [client.get_run(t.run_id).info.status for t in record.trials] == ["FINISHED", "FAILED", "KILLED"]
     with home.driving(search):
         assert Wattune().status(search).status == "running"
-        tracker.start_trial("t3", results[2].layout, {})
+        tracker.start_trial("t3", results[2].layout)
         tracker.finish_trial(TrialResult("t3", results[2].layout, "ok"))
         tracker.finish_search("finished", {"search_time_s": 120.0})
     parent = client.get_run(record.run_id)
@@ -109,7 +108,7 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
         replace(results[0], trial_id="t5", purpose="finalist"),
     ]
     for result in later:
-        tracker.start_trial(result.trial_id, result.layout, {"wattune.purpose": result.purpose})
+        tracker.start_trial(result.trial_id, result.layout, result.purpose)
         tracker.finish_trial(result)
     found = results_of(Results(home.tracking_uri).search(search))
     assert [(r.trial_id, r.purpose, r.infrastructure) for r in found] == [

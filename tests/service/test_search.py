@@ -21,10 +21,11 @@ from service.cli import main
 from service.errors import InputError
 from service.fitting import load
 from service.home import Home
+from service.problem import Problem
 from service.record.results import Results
 from service.record.store import open_client
 from service.search import resume, run
-from service.spec import SearchSpec, parse_spec
+from service.spec import parse_spec
 from telemetry.store import read_samples
 from trainables.data import prepare
 
@@ -52,7 +53,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "tokens")
 
 
-def spec_of(tokens: str, **changes: Any) -> SearchSpec:
+def spec_of(tokens: str, **changes: Any) -> Problem:
     return parse_spec(yaml.safe_dump(SPEC | {"data": tokens} | changes))
 
 

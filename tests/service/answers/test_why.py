@@ -11,14 +11,15 @@ import yaml
 from search_spaces.layout import Layout
 from service.answers.why import SHOWN, parse_choices, text, why
 from service.errors import InputError
+from service.problem import Problem
 from service.record.results import TrialRecord
-from service.spec import SearchSpec, parse_spec
+from service.spec import parse_spec
 from tests.service.records import search, trial
 
 SPACE = {"tensor_parallel_size": [1, 2], "zero_stage": [0, 3], "micro_batch_size": [1, 2, 3]}
 
 
-def spec(**changes: Any) -> SearchSpec:
+def spec(**changes: Any) -> Problem:
     facts = {"name": "small", "model": "tiny-llama", "data": "synthetic", "sequence_length": 64}
     machines = {"cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "h200"}, "space": SPACE}
     wanted = {"global_batch_size": 8, "objectives": {"tokens_per_s": "maximize", "joules_per_token": "minimize"}}

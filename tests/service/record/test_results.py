@@ -15,22 +15,22 @@ from search_spaces.layout import Layout
 from service.answers.overview import describe
 from service.errors import InputError
 from service.home import Home
+from service.problem import Problem
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import TrialResult
+from service.spec import parse_spec
+from tests.service.records import problem
 
 CONFIG = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
-DEFAULT = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
+TINY = problem()
 
 
-def record(
-    home: Home, search_id: str, *outcomes: TrialResult, spec: str = "", status: str = "finished", parameters: int = 7
-) -> None:
+def record(home: Home, search_id: str, *outcomes: TrialResult, of: Problem = TINY, status: str = "finished") -> None:
     tracker = Tracker(home.tracking_uri, home)
-    facts = {"model": "tiny-llama", "parameters": parameters, "accelerator": "cpu", "data": "synthetic"}
-    tracker.start_search(search_id, spec, facts, {}, {}, name="tiny", objectives=DEFAULT)
+    tracker.start_search(search_id, of, {})
     for outcome in outcomes:
-        tracker.start_trial(outcome.trial_id, outcome.layout, {})
+        tracker.start_trial(outcome.trial_id, outcome.layout)
         tracker.finish_trial(outcome)
     tracker.finish_search(status, {})
 
@@ -59,12 +59,13 @@ def test_finished_searches_of_the_same_are_read_one_by_one_the_latest_first(home
     record(home, "alpha-1", good)
     record(home, "alpha-2")
     record(home, "stopped", status="stopped")
-    record(home, "other", parameters=8)
-    found = Results(home.tracking_uri).finished({"parameters": 7, "accelerator": "cpu"})
+    record(home, "other", of=problem(model="tiny-gpt"))
+    parameters = TINY.shape.parameters
+    found = Results(home.tracking_uri).finished({"parameters": parameters, "accelerator": "cpu"})
     assert next(found).id == "alpha-2"
     (last,) = found
     assert (last.id, [trial.trial_id for trial in last.trials]) == ("alpha-1", ["alpha-1-0"])
-    assert list(Results(home.tracking_uri).finished({"parameters": 7, "accelerator": "h200"})) == []
+    assert list(Results(home.tracking_uri).finished({"parameters": parameters, "accelerator": "h200"})) == []
 
 
 def test_a_search_is_found_by_a_unique_beginning_of_its_id(home: Home) -> None:
@@ -100,10 +101,10 @@ def test_a_record_says_what_for_and_when_a_trial_was_run(home: Home) -> None:
 
 
 def test_the_spec_of_a_search_is_read_back(home: Home) -> None:
-    record(home, "alpha", spec="name: alpha\n")
+    record(home, "alpha")
     found = Results(home.tracking_uri)
     search = found.search("alpha")
-    assert found.spec_of(search) == "name: alpha\n"
+    assert parse_spec(found.spec_of(search)) == TINY
     shutil.rmtree(home.path / "artifacts")
     with pytest.raises(InputError, match=r"search alpha has no spec\.yaml"):
         found.spec_of(search)

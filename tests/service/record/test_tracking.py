@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,26 +25,26 @@ from service.home import Home
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
 from service.result import PURPOSES, NodeWindow, Proxy, RankRecord, TrialResult
+from service.spec import dump_spec
 from telemetry.samples import SCHEMA
 from telemetry.store import read_samples
+from tests.service.records import problem
 from trainables.breakdown import break_down
 
 CONFIG = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True)
 ENVIRONMENT = {"torch": "2.13.0", "git_commit": "0123abc"}
 
 
-def start(home: Home, uri: str | None = None, params: dict[str, object] | None = None) -> Tracker:
+PROBLEM = problem(
+    sequence_length=128,
+    objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
+    constraints=["peak_memory_gib<=70"],
+)
+
+
+def start(home: Home, uri: str | None = None, environment: Mapping[str, str] = ENVIRONMENT) -> Tracker:
     tracker = Tracker(uri or home.tracking_uri, home)
-    tracker.start_search(
-        "s1",
-        "name: tiny\n",
-        params or {"model": "tiny-llama", "accelerator": "h200", "data": "tokens.bin", "sequence_length": 128},
-        {"wattune.sampler": "tpe"},
-        ENVIRONMENT,
-        name="tiny",
-        objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
-        constraints=["peak_memory_gib<=70"],
-    )
+    tracker.start_search("s1", PROBLEM, environment)
     return tracker
 
 
@@ -90,7 +90,7 @@ def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, floa
 
 def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     tracker = start(home)
-    tracker.start_trial("s1-000", CONFIG, {"wattune.gang": "g0"})
+    tracker.start_trial("s1-000", CONFIG)
     assert read(home).trials[0].status == "running"
     tracker.finish_trial(measured(), samples())
     tracker.finish_search("finished", {"tokens_per_s": 1e5, "joules_per_token": None}, ["mind this"])
@@ -110,7 +110,6 @@ def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     parent, run = client.get_run(search.run_id), client.get_run(trial.run_id)
     assert run.data.tags["mlflow.parentRunId"] == search.run_id
     assert run.data.tags["wattune.energy"] == "counter"
-    assert run.data.tags["wattune.gang"] == "g0"
     assert run.data.params["env.gpu_name"] == "NVIDIA H200"
     assert (run.info.status, parent.info.status) == ("FINISHED", "FINISHED")
     assert parent.data.metrics == {"tokens_per_s": 1e5}
@@ -120,7 +119,7 @@ def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     assert TrialResult.from_dict(json.loads((artifacts / "result.json").read_text())) == measured()
     assert read_samples(artifacts / "samples.parquet").equals(samples())
     spec = Path(client.download_artifacts(search.run_id, "spec.yaml", str(tmp_path)))
-    assert spec.read_text() == "name: tiny\n"
+    assert spec.read_text() == dump_spec(PROBLEM)
     assert list((home.spool("s1") / "unsent").iterdir()) == []
 
 
@@ -133,7 +132,7 @@ def test_a_record_from_before_there_were_ranks_in_it_is_read() -> None:
 
 def test_series_are_kept_by_step_and_by_device(home: Home) -> None:
     tracker = start(home)
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     tracker.finish_trial(measured(), samples())
     client, run_id = MlflowClient(home.tracking_uri), read(home).trials[0].run_id
     assert history(client, run_id, "step/step_time_s") == [(0, 0.5), (1, 0.6), (2, 0.4)]
@@ -143,7 +142,7 @@ def test_series_are_kept_by_step_and_by_device(home: Home) -> None:
 
 def test_devices_of_several_nodes_are_told_apart(home: Home) -> None:
     tracker = start(home)
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     tracker.finish_trial(measured(), samples(nodes=("a", "b")))
     client, run_id = MlflowClient(home.tracking_uri), read(home).trials[0].run_id
     series = {key for key in client.get_run(run_id).data.metrics if key.startswith("power_w/")}
@@ -152,7 +151,7 @@ def test_devices_of_several_nodes_are_told_apart(home: Home) -> None:
 
 def test_a_failed_trial_keeps_its_cause_and_no_figure_is_made_up(home: Home) -> None:
     tracker = start(home)
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     metrics = {"tokens_per_s": None, "final_loss": math.nan, "peak_memory_gib": 139.5}
     tracker.finish_trial(TrialResult("s1-000", CONFIG, "oom", "rank 2: out of memory", metrics, losses=(9.0, math.nan)))
     (trial,) = read(home).trials
@@ -166,7 +165,7 @@ def test_a_failed_trial_keeps_its_cause_and_no_figure_is_made_up(home: Home) -> 
 def test_estimated_energy_is_labelled_where_people_look(home: Home) -> None:
     tracker = start(home)
     result = TrialResult("s1-000", CONFIG, "ok", None, {"joules_per_token": 1.0}, {"joules_per_token": "estimated"})
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     tracker.finish_trial(result)
     tags = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags
     assert tags["wattune.energy"] == tags["wattune.method.joules_per_token"] == "estimated"
@@ -178,7 +177,7 @@ def test_extrapolated_figures_are_labelled_with_their_depths(home: Home) -> None
     part = TrialResult("s1-000-8-layers", CONFIG, "ok", None, {"tokens_per_s": 9.0})
     proxies = (Proxy(8, part), Proxy(16, part))
     methods = {"tokens_per_s": "extrapolated"}
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
     (trial,) = read(home).trials
     assert trial.methods == methods
@@ -191,7 +190,7 @@ def test_a_short_trial_is_labelled_with_its_batches(home: Home) -> None:
     parts = [replace(CONFIG, global_batch_size=batch) for batch in (4, 8)]
     proxies = tuple(Proxy(8, TrialResult("s1-000", part, "ok")) for part in parts)
     methods = {"tokens_per_s": "short"}
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
     note = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags["mlflow.note.content"]
     assert "**short** trial: steps of 4 and 8 sequences stand for steps of 16" in note
@@ -200,7 +199,7 @@ def test_a_short_trial_is_labelled_with_its_batches(home: Home) -> None:
 def test_purposes_and_failures_of_the_machines_are_recorded(home: Home) -> None:
     tracker = start(home)
     for i, purpose in enumerate(PURPOSES):
-        tracker.start_trial(f"s1-00{i}", CONFIG, {"wattune.purpose": purpose})
+        tracker.start_trial(f"s1-00{i}", CONFIG, purpose)
     assert [trial.purpose for trial in read(home).trials] == list(PURPOSES)
     for i, purpose in enumerate(PURPOSES):
         tracker.finish_trial(TrialResult(f"s1-00{i}", CONFIG, "crash", "why", purpose=purpose, infrastructure=i == 1))
@@ -209,13 +208,15 @@ def test_purposes_and_failures_of_the_machines_are_recorded(home: Home) -> None:
 
 
 def test_limits_of_a_batch_are_kept(home: Home) -> None:
-    tracker = start(home, params={f"p{i:03d}": "x" * 7000 for i in range(150)})
-    tracker.start_trial("s1-000", CONFIG, {f"t{i:03d}": "y" * 9000 for i in range(150)})
-    result = TrialResult("s1-000", CONFIG, "crash", "z" * 9000, losses=tuple(map(float, range(2500))))
+    tracker = start(home, environment={f"p{i:03d}": "x" * 7000 for i in range(150)})
+    tracker.start_trial("s1-000", CONFIG)
+    methods = {f"m{i:03d}": "y" * 9000 for i in range(150)}
+    losses = tuple(map(float, range(2500)))
+    result = TrialResult("s1-000", CONFIG, "crash", "z" * 9000, methods=methods, losses=losses)
     tracker.finish_trial(result)
     assert tracker.notices == []
     search = read(home)
-    assert len(search.params) == 150
+    assert len(search.environment) == len(search.trials[0].methods) == 150
     assert search.trials[0].cause is not None
     client = MlflowClient(home.tracking_uri)
     assert len(history(client, search.trials[0].run_id, "step/loss")) == 2500
@@ -223,7 +224,7 @@ def test_limits_of_a_batch_are_kept(home: Home) -> None:
 
 def test_what_mlflow_does_not_take_stays_on_disk_and_is_sent_in_the_end(home: Home) -> None:
     tracker = start(home)
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     artifacts = home.path / "artifacts"
     shutil.move(artifacts, home.path / "moved")
     artifacts.write_text("in the way of the artifact directory")
@@ -248,7 +249,7 @@ def test_what_mlflow_does_not_take_stays_on_disk_and_is_sent_in_the_end(home: Ho
 
 def test_a_trial_under_way_when_the_search_stops_is_marked(home: Home) -> None:
     tracker = start(home)
-    tracker.start_trial("s1-000", CONFIG, {})
+    tracker.start_trial("s1-000", CONFIG)
     tracker.finish_search("stopped", {})
     search = read(home)
     assert (search.status, search.trials[0].status) == ("stopped", "stopped")
@@ -274,15 +275,19 @@ def test_a_store_that_cannot_be_used_is_refused(home: Home, tmp_path: Path) -> N
 
 def test_making_and_writing_the_store_prints_nothing(tmp_path: Path) -> None:
     code = """
+import sys
 from service.home import Home
 from service.record.tracking import Tracker
+from service.spec import parse_spec
 home = Home.locate()
 tracker = Tracker(home.tracking_uri, home)
-tracker.start_search("s", "", {}, {}, {}, name="n", objectives={"mfu": "maximize"})
+tracker.start_search("s", parse_spec(sys.argv[1]), {})
 tracker.finish_search("finished", {})
 """
     environment = {**os.environ, "WATTUNE_HOME": str(tmp_path / "home"), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, dump_spec(PROBLEM)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
@@ -319,11 +324,11 @@ def test_a_server_that_goes_away_during_the_search_loses_nothing(
         port = probe.getsockname()[1]
     with mlflow_server(home, port) as uri:
         tracker = start(home, uri)
-        tracker.start_trial("s1-000", CONFIG, {})
+        tracker.start_trial("s1-000", CONFIG)
         tracker.finish_trial(measured("s1-000"), samples())
-        tracker.start_trial("s1-001", CONFIG, {})
+        tracker.start_trial("s1-001", CONFIG)
     tracker.finish_trial(measured("s1-001"), samples())
-    tracker.start_trial("s1-002", CONFIG, {})
+    tracker.start_trial("s1-002", CONFIG)
     tracker.finish_trial(measured("s1-002"), samples())
     assert {path.name for path in (home.spool("s1") / "unsent").iterdir()} == {"s1-001", "s1-002"}
     with mlflow_server(home, port) as uri:

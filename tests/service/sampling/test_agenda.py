@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from service.problem import Problem
 from service.result import TrialResult
 from service.sampling.agenda import RETRIES, Agenda, CalibrationAgenda, SearchAgenda, Spent, Step, settled
 from service.sampling.study import SearchStudy
-from service.spec import SearchSpec, parse_spec
+from service.spec import parse_spec
 
 SPEC: dict[str, Any] = {
     "name": "course",
@@ -30,11 +31,11 @@ SPEC: dict[str, Any] = {
 }
 
 
-def spec_of(**changes: Any) -> SearchSpec:
+def spec_of(**changes: Any) -> Problem:
     return parse_spec(yaml.safe_dump(SPEC | changes))
 
 
-def course_of(spec: SearchSpec, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchAgenda:
+def course_of(spec: Problem, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchAgenda:
     study = SearchStudy("search", spec.legal.layouts, spec.objectives, spec.limits, spec.sampler, spec.seed)
     study.recall([result for result in settled(results) if result.purpose == "search"])
     return SearchAgenda(study, spec, results=results, **arguments)

@@ -13,9 +13,10 @@ from search_spaces.coefficients import Coefficients
 from search_spaces.cost import data_sheet, predict
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel, band
+from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
 from service.sampling.warmup import APART, PREDICTED, WINNERS, first_points, open_study, predictions, winners
-from service.spec import SearchSpec, parse_spec
+from service.spec import parse_spec
 
 SPEC = """
 name: search
@@ -45,8 +46,8 @@ def sheet() -> Coefficients:
 SHEET = sheet()
 
 
-def spec(**changed: Any) -> SearchSpec:
-    return parse_spec(SPEC).model_copy(update=changed)
+def spec(**changed: Any) -> Problem:
+    return replace(parse_spec(SPEC), **changed)
 
 
 def record(layouts: list[Layout]) -> SearchRecord:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.spec import SearchSpec
+from service.problem import Problem
+from service.spec import make_problem
 from service.trials.early_stop import bounds, cause, dominating, remaining_s
 from trainables.measure import Protocol, Stretch
 
@@ -17,8 +18,8 @@ OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throt
 TOKENS = 64 * 128
 
 
-def spec(objectives: dict[str, str] = OBJECTIVES) -> SearchSpec:
-    return SearchSpec.model_validate(
+def spec(objectives: dict[str, str] = OBJECTIVES) -> Problem:
+    return make_problem(
         {
             "name": "early",
             "model": "tiny-llama",

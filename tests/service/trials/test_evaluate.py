@@ -11,9 +11,11 @@ import pytest
 import ray
 
 from search_spaces.layout import Layout
+from service.problem import Problem
 from service.result import NodeWindow, TrialResult
-from service.spec import METRICS, SearchSpec
-from service.trials.evaluate import Span, make_request, node_windows, run, run_on_gang, windows_of_idle
+from service.spec import METRICS, make_problem
+from service.trials.bench import Bench
+from service.trials.evaluate import make_request, run
 from service.trials.figures import (
     breakdown_metrics,
     breakdown_problems,
@@ -23,6 +25,7 @@ from service.trials.figures import (
     telemetry_problems,
     trial_metrics,
 )
+from service.trials.windows import Span, idle_windows, node_windows
 from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
 from telemetry.windows.device import DeviceWindow
 from telemetry.windows.trial import WindowSummary
@@ -37,8 +40,8 @@ from trainables.training import Training
 SECOND = 1_000_000_000
 
 
-def make_spec(accelerator: str = "h200") -> SearchSpec:
-    return SearchSpec.model_validate(
+def make_spec(accelerator: str = "h200") -> Problem:
+    return make_problem(
         {
             "name": "arithmetic",
             "model": "tiny-llama",
@@ -285,7 +288,7 @@ def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None
     outcomes = ranks(2, [None] * 2, device=None)
     windows = node_windows(spans(outcomes), members(["a", "a"]), telemetry)
     assert windows == (NodeWindow("a", TIMING.start_ns, TIMING.end_ns, ("cpu-of-a",)),)
-    assert windows_of_idle(windows, members(["a", "a", "a"]), telemetry) == ()
+    assert idle_windows(windows, members(["a", "a", "a"]), telemetry) == ()
     cpu = metrics(2048, reports(outcomes), TIMING, SUMMARY, NONE_IDLE, make_spec("cpu"))
     assert cpu["idle_energy_j"] is None
     gpus = metrics(2048, reports(ranks(2, [None] * 2)), TIMING, SUMMARY, NONE_IDLE, make_spec())
@@ -311,8 +314,8 @@ def test_many_microbatches_are_timed_by_fewer_but_not_those_of_finalists() -> No
     assert whole.deadline_s == pytest.approx(99.0 * 128 / 24)
     assert make_request("t1", CONFIG, make_spec(), "finalist").deadline_s == 99.0  # it was in full before, too
     spec = make_spec()
-    measurement = spec.measurement.model_copy(update={"short_trials": False})
-    whole = make_request("t1", many, spec.model_copy(update={"measurement": measurement}))
+    measurement = replace(spec.measurement, short_trials=False)
+    whole = make_request("t1", many, replace(spec, measurement=measurement))
     assert (whole.batches, whole.protocol.window_s) == ((), 7.0)
 
 
@@ -341,9 +344,8 @@ def answering(outcomes: list[Outcome], idle: int = 0) -> Any:
 def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None:
     spec = make_spec()
     telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
-    result = run_on_gang(
-        make_request("t1", CONFIG, spec), spec, answering(ranks(4, [1.0] * 4)), telemetry, {"gpu": "H200"}
-    )
+    bench = Bench(spec, answering(ranks(4, [1.0] * 4)), telemetry, {"gpu": "H200"})
+    result = bench.run(make_request("t1", CONFIG, spec))
     assert (result.trial_id, result.layout, result.status) == ("t1", CONFIG, "ok")
     assert result.metrics["joules_per_token"] == pytest.approx(4 * 2560 / (16 * 128 * 4))
     assert result.methods["joules_per_token"] == "counter"
@@ -359,11 +361,11 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
 
 @pytest.mark.timeout(120)
 def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) -> None:
-    spec = make_spec().model_copy(update={"global_batch_size": 128})
+    spec = replace(make_spec(), global_batch_size=128)
     layout = replace(CONFIG, global_batch_size=128)
     telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
     outcomes = ranks(4, [1.0] * 4, timings=[(24, TIMING), (8, LATER)])
-    result = run("t1", layout, spec, answering(outcomes), telemetry, {}, "sentinel")
+    result = run(Bench(spec, answering(outcomes), telemetry, {}), "t1", layout, "sentinel")
     assert (result.status, result.layout, result.purpose) == ("ok", layout, "sentinel")
     # Steps of 24 and of 8 sequences take 2.5 s and 1 s on average.
     assert result.metrics["tokens_per_s"] == pytest.approx(128 * 128 / (2.5 + 1.5 * (128 - 24) / 16))
@@ -386,7 +388,7 @@ def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
 
     def with_energies(energy_j: dict[str, float]) -> TrialResult:
         telemetry = {"a": start(NodeTelemetry, energy_j, "was hot")}
-        return run_on_gang(request, spec, answering(ranks(2, [1.0] * 2), idle=2), telemetry, {})
+        return Bench(spec, answering(ranks(2, [1.0] * 2), idle=2), telemetry, {}).run(request)
 
     result = with_energies(drawn)
     assert result.metrics["idle_energy_j"] == pytest.approx(1500)
@@ -404,7 +406,7 @@ def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
 def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
     outcomes = [Outcome(ABORTED), Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
     spec, layout = make_spec(), replace(CONFIG, num_gpus=2)
-    result = run_on_gang(make_request("t2", layout, spec), spec, answering(outcomes), {}, {})
+    result = Bench(spec, answering(outcomes), {}, {}).run(make_request("t2", layout, spec))
     assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")
     assert (result.metrics, result.windows, result.infrastructure) == ({}, (), False)
 
@@ -431,7 +433,7 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
     front[0] |= {"joules_per_token": 0.1, "throttle_ratio": 0.0}
     telemetry = {"a": start(NodeTelemetry, {"GPU-0": 6000.0})}
     steady(mailbox)
-    result = run("t1", layout, make_spec(), mailbox, telemetry, {}, "search", front)
+    result = run(Bench(make_spec(), mailbox, telemetry, {}), "t1", layout, "search", front)
     assert (result.status, result.purpose, result.infrastructure) == ("pruned", "search", False)
     assert result.cause is not None
     assert result.cause.startswith("dominated: tokens_per_s 206.3, joules_per_token ")
@@ -446,7 +448,7 @@ def test_only_trials_that_explore_are_ended_early(purpose: str, ray_session: Any
     mailbox, layout = start(Mailbox, 1), replace(CONFIG, num_gpus=1)
     steady(mailbox, lost=True)
     front = [{"tokens_per_s": 1e9, "joules_per_token": 0.0, "throttle_ratio": 0.0}]
-    result = run("t1", layout, make_spec(), mailbox, {}, {}, purpose, front)
+    result = run(Bench(make_spec(), mailbox, {}, {}), "t1", layout, purpose, front)
     assert (result.status, result.cause, result.purpose) == ("crash", "the node was lost", purpose)
     assert result.infrastructure
     assert result.metrics == {}

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from search_spaces.layout import Layout
 from service.result import Proxy, RankRecord, TrialResult
-from service.spec import METRICS, SearchSpec
+from service.spec import METRICS, make_problem
+from service.trials.bench import Bench
 from service.trials.evaluate import run
 from service.trials.extrapolation import OVER_BATCH, OVER_DEPTH, SPENT, Growth, line, over_batch, over_depth
 from trainables.child import Outcome
@@ -22,7 +23,7 @@ from trainables.status import Status
 
 CONFIG = Layout("megatron", 2, 16)
 LAYERS = 32
-SPEC = SearchSpec.model_validate(
+SPEC = make_problem(
     {
         "name": "deep",
         "model": "llama3-8b",
@@ -145,7 +146,7 @@ def test_every_metric_of_the_record_has_its_place() -> None:
 
 
 def test_what_a_machine_does_not_measure_stays_missing() -> None:
-    cpu = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"accelerator": "cpu"})})
+    cpu = replace(SPEC, cluster=replace(SPEC.cluster, accelerator="cpu"))
     found = over_depth("t", cpu, measured(2, 1.0, None, [None, None]), measured(4, 2.0, None, [None, None]))
     for metric in ("joules_per_token", "peak_memory_gib", "mfu"):
         assert found.metrics[metric] is None
@@ -205,7 +206,7 @@ def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> Non
         return order.request.program.model.layers
 
     asked = work.remote(mailbox)
-    result = run("t", replace(CONFIG, num_gpus=1), SPEC, mailbox, {}, {})
+    result = run(Bench(SPEC, mailbox, {}, {}), "t", replace(CONFIG, num_gpus=1))
     assert ray.get(asked) == 4  # the deeper first: what does not fit fails at once
     assert (result.trial_id, result.status, result.cause) == ("t", "oom", "at 4 layers: rank 0: step: out of memory")
     assert result.traceback == "Traceback ..."
@@ -230,7 +231,7 @@ WHOLE = TrialResult(
     {"throttle_ratio": 0.5, "peak_memory_gib": 70.0, "mean_power_w": 1.0, "trial_overhead_s": 3.0},
     {"throttle_ratio": "counter", "mean_power_w": "counter"},
 )
-LARGE = SPEC.model_copy(update={"global_batch_size": 512, "depth_proxy": None})
+LARGE = replace(SPEC, global_batch_size=512, depth_proxy=None)
 
 
 @given(amounts, amounts, amounts, amounts, st.integers(1, 8), st.integers(2, 4))

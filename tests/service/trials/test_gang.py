@@ -20,7 +20,9 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from service.spec import ClusterSpec, SearchSpec
+from service.problem import Cluster
+from service.spec import make_problem
+from service.trials.bench import Bench
 from service.trials.evaluate import run
 from service.trials.gang import Gang, Pool, close_gangs, resources_per_worker, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
@@ -32,9 +34,10 @@ from trainables.measure import Protocol
 from trainables.program import TrialRequest
 from trainables.training import Training
 
-CLUSTER = ClusterSpec(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
+CLUSTER = Cluster(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 CONFIG = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+LONGER = replace(CONFIG, global_batch_size=96)
 SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
@@ -131,14 +134,14 @@ def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None
     assert {worker.pid for worker in workers()} == before
 
 
-SPEC = SearchSpec.model_validate(
+SPEC = make_problem(
     {
         "name": "tiny",
         "model": asdict(MODEL),
         "data": SYNTHETIC,
         "sequence_length": 32,
         "global_batch_size": 96,
-        "cluster": CLUSTER.model_dump(),
+        "cluster": asdict(CLUSTER),
         "space": {"precision": "fp32"},
         "measurement": {"window_s": 0.4, "warmup_max_s": 0.2, "steady_steps": 2, "warmup_tolerance": 0.9},
     }
@@ -149,7 +152,7 @@ SPEC = SearchSpec.model_validate(
 @pytest.mark.parametrize("axes", [{"engine": "megatron", "pipeline_parallel_size": 2}, {"engine": "deepspeed"}])
 def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: Gang, telemetry: Any) -> None:
     layout = Layout(num_gpus=2, global_batch_size=96, zero_stage=1, precision="fp32", **axes)
-    result = run(f"short-{layout.engine}", layout, SPEC, gang.mailbox, telemetry, {})
+    result = run(Bench(SPEC, gang.mailbox, telemetry, {}), f"short-{layout.engine}", layout)
     assert (result.status, result.cause) == ("ok", None)
     assert result.methods["tokens_per_s"] == "short"
     few, many = (proxy.result for proxy in result.proxies)
@@ -164,14 +167,14 @@ def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: G
 @pytest.mark.timeout(240)
 def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang: Gang, telemetry: Any) -> None:
     unbeatable = [{"tokens_per_s": 1e12, "joules_per_token": 1e-12}]
-    endless = SPEC.measurement.model_copy(update={"window_s": 1e9, "short_trials": False})
-    spec = SPEC.model_copy(update={"measurement": endless})
-    result = run("hopeless", replace(CONFIG, global_batch_size=96), spec, gang.mailbox, telemetry, {}, front=unbeatable)
+    endless = replace(SPEC.measurement, window_s=1e9, short_trials=False)
+    spec = replace(SPEC, measurement=endless)
+    result = run(Bench(spec, gang.mailbox, telemetry, {}), "hopeless", LONGER, front=unbeatable)
     assert result.status == "pruned"
     assert result.cause is not None
     assert result.cause.startswith("dominated: tokens_per_s ")
     assert 0 < (result.metrics["bound_tokens_per_s"] or 0) < 1e12
-    assert run("next", replace(CONFIG, global_batch_size=96), SPEC, gang.mailbox, telemetry, {}).status == "ok"
+    assert run(Bench(SPEC, gang.mailbox, telemetry, {}), "next", LONGER).status == "ok"
 
 
 @pytest.mark.timeout(240)
@@ -304,7 +307,7 @@ def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(
         ray.get(trial, timeout=60)
     ray.get(pool.release.remote("a"), timeout=60)
     assert ray.get(pool.lease.remote("b", 120)) == mailbox
-    assert run("b", replace(CONFIG, global_batch_size=96), SPEC, mailbox, telemetry, {}).status == "ok"
+    assert run(Bench(SPEC, mailbox, telemetry, {}), "b", LONGER).status == "ok"
 
 
 @pytest.mark.timeout(240)
@@ -316,7 +319,7 @@ def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fl
     killed(mailbox)  # once its gang has been offered
     assert ray.get(pool.lease.remote("d", 120)) == mailbox
     ray.get(mailbox.ready.options(max_task_retries=-1).remote(), timeout=120)
-    assert run("d", replace(CONFIG, global_batch_size=96), SPEC, mailbox, telemetry, {}).status == "ok"
+    assert run(Bench(SPEC, mailbox, telemetry, {}), "d", LONGER).status == "ok"
 
 
 @pytest.mark.timeout(60)
@@ -384,7 +387,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
 ) -> None:
     before = set(telemetry)
     # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
-    gang = Gang("wide", 2, CLUSTER.model_copy(update={"cpus_per_worker": 3}), tmp_path, telemetry, Training.preload())
+    gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry, Training.preload())
     pool: Any = start_pool([gang])
     node = join()
     layout = replace(CONFIG, global_batch_size=96)
@@ -406,7 +409,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
             with pytest.raises((RayActorError, ActorUnschedulableError)):  # not a wait for ever
                 ray.get(telemetry[lost].describe.remote(), timeout=60)
             before.add(lost)
-        result = run("measured", layout, SPEC, mailbox, telemetry, {})
+        result = run(Bench(SPEC, mailbox, telemetry, {}), "measured", layout)
         assert (result.status, result.cause) == ("ok", None)
         assert (result.metrics["joules_per_token"] or 0) > 0
         nodes = {window.node_id for proxy in result.proxies for window in proxy.result.windows}
@@ -422,5 +425,5 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
 
 def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:
     assert resources_per_worker(CLUSTER) == {"CPU": 0.5}
-    h200 = ClusterSpec(gpus_per_node=8, accelerator="h200", cpus_per_worker=2)
+    h200 = Cluster(gpus_per_node=8, accelerator="h200", cpus_per_worker=2)
     assert resources_per_worker(h200) == {"CPU": 2, "GPU": 1}

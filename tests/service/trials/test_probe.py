@@ -11,8 +11,10 @@ import ray
 
 from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
+from service.problem import Problem
 from service.result import Proxy, RankRecord, TrialResult
-from service.spec import SearchSpec
+from service.spec import make_problem
+from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run
 from service.trials.probe import depths, probing, refusal
 from telemetry.windows.trial import WindowSummary
@@ -26,8 +28,8 @@ CONFIG = Layout("megatron", 4, 64, micro_batch_size=2, zero_stage=1, compile=Tru
 PIPELINE = replace(CONFIG, pipeline_parallel_size=2)
 
 
-def make_spec(**changed: Any) -> SearchSpec:
-    return SearchSpec.model_validate(
+def make_spec(**changed: Any) -> Problem:
+    return make_problem(
         {
             "name": "edge",
             "model": "llama3-8b",
@@ -57,7 +59,7 @@ SPEC = make_spec()
         (CONFIG, make_spec(depth_proxy=[15, 30]), (4, 8)),
     ],
 )
-def test_what_may_not_fit_is_probed(layout: Layout, spec: SearchSpec, found: tuple[int, int] | None) -> None:
+def test_what_may_not_fit_is_probed(layout: Layout, spec: Problem, found: tuple[int, int] | None) -> None:
     assert depths(layout, spec) == found
 
 
@@ -151,7 +153,7 @@ def test_what_does_not_fit_is_not_launched(
 ) -> None:
     mailbox, work = gang(10.0, layer_gib)
     telemetry: Any = {"a": ray.remote(Quiet).options(num_cpus=0).remote()}
-    result = run("t", CONFIG, SPEC, mailbox, telemetry, {}, purpose)
+    result = run(Bench(SPEC, mailbox, telemetry, {}), "t", CONFIG, purpose)
     ray.get(mailbox.close.remote())
     assert ray.get(work) == asked
     assert (result.trial_id, result.status, result.purpose) == ("t", status, purpose)

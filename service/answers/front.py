@@ -1,0 +1,89 @@
+"""The two answers that a search is run for: the layouts that no other beats, and the best one under a query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from service.answers.candidates import Candidate
+from service.answers.export import export
+from service.answers.overview import notices
+from service.answers.ranking import answer, best, pareto
+from service.answers.tables import breakdown_table, candidates_table, with_unit
+from service.record.results import SearchRecord
+
+
+@dataclass(frozen=True)
+class Front:
+    """The layouts of a search that no other beats on all objectives at once, the best on the first objective first.
+
+    `best`: objective -> the best layout on it, of objectives that some of them have. `notices` are what a reader of the
+    ranking must know.
+    """
+
+    search: SearchRecord
+    candidates: tuple[Candidate, ...]
+    best: dict[str, Candidate]
+    notices: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Each layout with all that is needed to launch it, JSON-safe."""
+        exported = [export(self.search, candidate) for candidate in self.candidates]
+        return {"search_id": self.search.id, "pareto": exported, "notices": list(self.notices)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best layout of a search under a query. `notices` are what a reader of the choice must know."""
+
+    search: SearchRecord
+    candidate: Candidate
+    notices: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that is needed to launch the layout and to judge it, JSON-safe."""
+        return export(self.search, self.candidate)
+
+
+def front(search: SearchRecord) -> Front:
+    """See `service.answers.ranking.pareto` for which layouts take part."""
+    candidates = pareto(search)
+    leading = {}
+    for metric, direction in search.objectives.items():
+        if any(metric in one.metrics for one in candidates):
+            up = direction == "maximize"
+            leading[metric] = best(search, metric if up else None, None if up else metric)
+    return Front(search, tuple(candidates), leading, tuple(notices(search)))
+
+
+def choose(
+    search: SearchRecord,
+    maximize: str | None = None,
+    minimize: str | None = None,
+    where: Sequence[str] = (),
+    within: Sequence[str] = (),
+    knee: bool = False,
+) -> Choice:
+    """See `service.answers.ranking.best` for the query, and for what raises `InputError`."""
+    candidate, of_choice = answer(search, maximize, minimize, where, within, knee)
+    return Choice(search, candidate, tuple(dict.fromkeys([*notices(search, maximize or minimize), *of_choice])))
+
+
+def text(front: Front) -> str:
+    """For a terminal: the layouts' figures, the best on each objective, and the notices."""
+    search = front.search
+    trials = sum(trial.purpose == "search" for trial in search.trials)
+    lines = [f"\nPareto front of {', '.join(search.objectives)}, of {trials} trials:\n"]
+    lines.append(figures(search, front.candidates))
+    if front.candidates:
+        lines.append("\nBest on each objective:")
+    for metric, one in front.best.items():
+        figure = with_unit(metric, one.metrics[metric], one.methods.get(metric), one.intervals.get(metric))
+        lines.append(f"  {figure}: {one.label}")
+    return "\n".join([*lines, *(f"note: {notice}" for notice in front.notices)])
+
+
+def figures(search: SearchRecord, candidates: Sequence[Candidate]) -> str:
+    """Tables of some layouts: their figures, and the shares of a step where they are known."""
+    return "\n\n".join(filter(None, [candidates_table(search, candidates), breakdown_table(candidates)]))

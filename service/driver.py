@@ -1,0 +1,222 @@
+"""The driver of one search: starts gangs and telemetry, lets Ray Tune run trial after trial, and keeps the record."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.tune
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.tune.experiment import Trial
+
+from search_spaces.layout import Layout
+from service.display import Display
+from service.errors import SearchError
+from service.home import Home
+from service.problem import Problem
+from service.record.provenance import hardware, software
+from service.record.tracking import Tracker
+from service.remote import call
+from service.result import TrialResult
+from service.sampling import drift
+from service.sampling.agenda import Agenda
+from service.sampling.searcher import AgendaSearcher, outcome_of
+from service.trials import thermal
+from service.trials.evaluate import evaluate
+from service.trials.gang import ON_HEAD, Gang, Pool, close_gangs, start_pool
+from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
+from trainables.training import Training
+
+TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
+"""What Ray reserves for a Tune trial, which only waits for its gang."""
+
+
+def gang_count(problem: Problem) -> int:
+    """How many gangs fit the cluster, of those that the search has trials for."""
+    most = problem.cluster.size // problem.gang_size
+    return max(1, min(most, problem.budget.trials, len(problem.legal.layouts)))
+
+
+class Driver:
+    """One search, from its first actor to its last record."""
+
+    def __init__(self, problem: Problem, search_id: str, home: Home, tracker: Tracker, agenda: Agenda) -> None:
+        self.problem, self.search_id, self.home = problem, search_id, home
+        self.tracker, self.agenda = tracker, agenda
+        self.display = Display(problem.objectives, problem.budget, agenda.sought, problem.limits, agenda.began)
+        self.spool = home.spool(search_id)
+
+    def run(self, begun: bool = False) -> None:
+        """Take the agenda to its end. `begun`: whether the search has a record already."""
+        for result in self.agenda.results:
+            self.display.count(result)
+        telemetry = start_telemetry(self.search_id, self.home.telemetry)
+        environment = software() | hardware(telemetry)
+        if not begun:
+            self.tracker.start_search(self.search_id, self.problem, environment)
+        so_far = f", {self.display.done} of them done" if begun else ""
+        layouts = len(self.problem.legal.layouts)
+        self.display.say(
+            f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
+        )
+        status, gangs = "failed", list[Gang]()
+        self._clear_spool()  # Ray would go on with the files of a driver that was killed
+        try:
+            for number in range(gang_count(self.problem)):
+                name, size, storage = f"{self.search_id}-gang{number}", self.problem.gang_size, self.spool / "train"
+                gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, Training.preload()))
+            self._tune(start_pool(gangs), len(gangs), telemetry, environment)
+            status = "stopped" if self.agenda.stopped else "finished"
+        finally:
+            drifted = self._drift()
+            self.tracker.finish_search(status, summary(self.display, self.agenda), drifted)
+            close_gangs(gangs)
+            stop_telemetry(telemetry)
+            self._clear_spool()
+            for notice in self.tracker.notices:
+                self.display.say(f"notice: {notice}")
+
+    def _tune(self, pool: ActorHandle[Pool], concurrent: int, telemetry: Fleet, environment: Mapping[str, str]) -> None:
+        """Have Ray Tune run the agenda's trials, so many at a time."""
+        recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry)
+        trainable = ray.tune.with_parameters(
+            evaluate, problem=self.problem, pool=pool, telemetry=telemetry, environment=environment
+        )
+        tuner = ray.tune.Tuner(
+            ray.tune.with_resources(trainable, TRIAL_RESOURCES),
+            tune_config=ray.tune.TuneConfig(
+                search_alg=AgendaSearcher(self.agenda),
+                num_samples=-1,
+                max_concurrent_trials=concurrent,
+                reuse_actors=True,
+                trial_name_creator=lambda trial: trial.trial_id,
+                trial_dirname_creator=lambda trial: trial.trial_id,
+            ),
+            run_config=ray.tune.RunConfig(name="tune", storage_path=str(self.spool), callbacks=[recorder], verbose=0),
+        )
+        try:
+            with _stop_on_signal(self.agenda, self.display):
+                tuner.fit()
+        except ray.tune.TuneError:  # what a callback raises, Tune passes on as text
+            if recorder.failure is None:
+                raise
+            raise recorder.failure from None
+
+    def _drift(self) -> list[str]:
+        """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""
+        moves = self.agenda.drifts()
+        lines = {
+            metric: f"{move.share:+.2%}, from {self.display.figure(metric, move.first)} to "
+            f"{self.display.figure(metric, move.farthest)}"
+            for metric, move in moves.items()
+        }
+        if lines:
+            self.display.say(f"sentinel: moved by at most {'; '.join(lines.values())}")
+        noisy = [lines[metric] for metric in drift.beyond_noise(moves, self.problem.cluster.accelerator)]
+        drifted = (
+            f"the machine drifted, trials before and after are not alike: the sentinel moved by {'; '.join(noisy)}"
+        )
+        return [drifted] if noisy else []
+
+    def _clear_spool(self) -> None:
+        """Remove what Ray wrote there. Trials that the tracking store has not taken stay."""
+        for name in ("train", "tune"):
+            shutil.rmtree(self.spool / name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty, or not there
+            (self.spool / "unsent").rmdir()
+
+
+class _Recorder(ray.tune.Callback):
+    """Tune's events to the record and the display, on the driver's own thread."""
+
+    def __init__(
+        self, tracker: Tracker, display: Display, agenda: Agenda, pool: ActorHandle[Pool], telemetry: Fleet
+    ) -> None:
+        self.tracker, self.display, self.agenda = tracker, display, agenda
+        self.pool, self.telemetry = pool, telemetry
+        self.failure: SearchError | None = None
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        layout, purpose = Layout.from_dict(trial.config), trial.config["purpose"]
+        self.display.started(layout.label, purpose)
+        self.tracker.start_trial(trial.trial_id, layout, purpose)
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._finish(trial, trial.last_result)
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._finish(trial, None)
+
+    def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
+        if not reported or "result" not in reported:
+            self._release(trial.trial_id)
+        result = outcome_of(trial.trial_id, trial.config, reported)
+        samples = self._samples(result)
+        if result.purpose == "finalist" and samples is not None:
+            result = thermal.judged(result, samples)
+        self.tracker.finish_trial(result, samples)  # first of all: what is on disk is not run again
+        if self.agenda.take(result):
+            self.display.finished(result, self.agenda.to_come)
+        else:
+            self.display.retried(result)
+        self.tracker.update_search(summary(self.display, self.agenda))
+
+    def _release(self, trial_id: str) -> None:
+        try:
+            ray.get(call(self.pool, Pool.release, trial_id))
+        except RayActorError:
+            self.failure = SearchError("the process that lends gangs to trials died: resume the search")
+            raise self.failure from None
+
+    def _samples(self, result: TrialResult) -> pa.Table | None:
+        """The raw telemetry of the trial's windows, from all nodes."""
+        references = [
+            call(self.telemetry[w.node_id], Telemetry.samples, w.start_ns, w.end_ns, w.devices) for w in result.windows
+        ]
+        tables = []
+        for reference in references:
+            with contextlib.suppress(RayError):  # a node that was lost takes its samples along
+                tables.append(ray.get(reference))
+        return pa.concat_tables(tables) if tables else None
+
+
+def summary(display: Display, agenda: Agenda) -> dict[str, float | None]:
+    """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
+    return {
+        "trials": display.done,
+        "search_time_s": time.monotonic() - display.began,
+        "gpu_hours": agenda.gpu_seconds / 3600,
+        **{f"best_{metric}": value for metric, value in display.best.items()},
+        **{f"sentinel_drift_{metric}": move.share for metric, move in agenda.drifts().items()},
+    }
+
+
+@contextlib.contextmanager
+def _stop_on_signal(agenda: Agenda, display: Display) -> Iterator[None]:
+    """Interrupt ends the search after the trials under way; a second one, or terminate, ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        at_once, agenda.stopped = agenda.stopped or number == signal.SIGTERM, True
+        if at_once:
+            raise KeyboardInterrupt
+        display.say("stopping after the trials under way; once more to stop at once")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        display.say("stopped")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,210 @@
+"""What a search is about, as plain values: what is trained, on which machines, what may be tried and how it is timed.
+
+`service.spec` makes a `Problem` of a spec's text; everything behind it takes the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.space import Space, enumerate_space
+from search_spaces.workload import Workload
+from trainables.data import located
+
+INLINE = "inline"
+"""What a model is called that is no preset."""
+
+Sampler = Literal["auto", "gp", "tpe", "nsga2", "random", "exhaustive"]
+"""Who chooses the next layout: `auto`, one of Optuna's, chance, or all in their order; see `service.sampling`."""
+
+Borderline = Literal["risk", "probe", "refuse"]
+"""What becomes of layouts that may run out of memory: they are tried, probed before, or not tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines of a search. On `cpu`, a GPU is one worker process with `cpus_per_worker` cores."""
+
+    nodes: int = 1
+    gpus_per_node: int
+    accelerator: str
+    cpus_per_worker: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def device(self) -> Accelerator:
+        """Data-sheet facts of one GPU."""
+        return ACCELERATORS[self.accelerator]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How a trial is timed.
+
+    Warm-up ends when the last `steady_steps` optimizer steps agree within `warmup_tolerance` (relative), at the latest
+    after `warmup_max_s`, compile time not counted. The window lasts `window_s` and `window_min_steps` at least. With
+    `breakdown`, one more step is profiled after it. With `short_trials`, trials of many microbatches a step time two
+    smaller numbers of them in its place, but for finalists. After `deadline_s` a trial counts as hung.
+    """
+
+    steady_steps: int = 3
+    warmup_tolerance: float = 0.02
+    warmup_max_s: float = 30.0
+    window_s: float = 10.0
+    window_min_steps: int = 5
+    breakdown: bool = True
+    short_trials: bool = True
+    deadline_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """No trial starts once one of these is reached; trials under way are finished.
+
+    `trials` are those that explore; finalists and sentinels come on top of them, within the other two, which are None
+    without a bound.
+    """
+
+    trials: int = 30
+    wall_time_s: float | None = None
+    gpu_hours: float | None = None
+
+
+@dataclass(frozen=True)
+class Finalists:
+    """The layouts of the front that are measured again in the end, `count` at most, `repeats` times each.
+
+    In full, in windows of `window_s`, in an order drawn by the seed. With a `count` of 0 there are none.
+    """
+
+    count: int = 4
+    repeats: int = 3
+    window_s: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a search is about. docs/spec.md says what each field does.
+
+    `model` is a preset's name or `INLINE`, `shape` its dimensions. `data` is a source of `trainables.data.open_tokens`.
+    `sequence_length` counts tokens, `global_batch_size` sequences. `objectives` maps a metric to `maximize` or
+    `minimize`; `limits` are the `constraints` as (metric, '<=' or '>=', bound). `axes` maps each field of a layout to
+    the values to try, without duplicates. `baseline` names one legal layout by some of its settings. `depth_proxy` are
+    the layers of the two models that stand for one too big for the cluster, fewer first.
+    """
+
+    name: str
+    model: str
+    shape: ModelShape
+    data: str
+    sequence_length: int
+    global_batch_size: int
+    cluster: Cluster
+    objectives: dict[str, str]
+    constraints: tuple[str, ...]
+    limits: tuple[tuple[str, str, float], ...]
+    axes: dict[str, list[Any]]
+    measurement: Measurement = Measurement()
+    budget: Budget = Budget()
+    finalists: Finalists = Finalists()
+    sentinel_every: int = 10
+    baseline: Mapping[str, Any] | None = None
+    sampler: Sampler = "auto"
+    seed: int = 0
+    depth_proxy: tuple[int, int] | None = None
+    borderline: Borderline = "risk"
+
+    @property
+    def workload(self) -> Workload:
+        """What every trial has in common."""
+        return Workload(
+            self.shape,
+            self.sequence_length,
+            self.global_batch_size,
+            self.cluster.device,
+            depths=self.depth_proxy or (),
+            gpus_per_node=self.cluster.gpus_per_node,
+            refuse_borderline=self.borderline == "refuse",
+        )
+
+    @property
+    def legal(self) -> Space:
+        """The legal layouts, and what the rules refuse."""
+        return _enumerated(tuple((axis, tuple(values)) for axis, values in self.axes.items()), self.workload)
+
+    @property
+    def baseline_layout(self) -> Layout | None:
+        """The legal layout that `baseline` names, None without one. Raises `ValueError` unless there is just one."""
+        if self.baseline is None:
+            return None
+        wanted = {axis: tuple(value) if isinstance(value, list) else value for axis, value in self.baseline.items()}
+        for axis in wanted:
+            if axis not in self.axes:
+                raise ValueError(f"baseline.{axis}: unknown axis; must be one of {', '.join(self.axes)}")
+        named = [layout for layout in self.legal.layouts if all(getattr(layout, a) == v for a, v in wanted.items())]
+        if not named:
+            raise ValueError(f"baseline: none of the {len(self.legal.layouts)} legal layouts is like that")
+        if len(named) > 1:
+            open_axes = [axis for axis in self.axes if len({getattr(layout, axis) for layout in named}) > 1]
+            raise ValueError(f"baseline: {len(named)} legal layouts are like that; name {', '.join(open_axes)} too")
+        return named[0]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all GPUs."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def gang_size(self) -> int:
+        """Workers of one gang: the most GPUs that a legal layout uses."""
+        return max(layout.num_gpus for layout in self.legal.layouts)
+
+    def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:
+        """The metrics that follow from the speed of a trial on so many GPUs; `mfu` as in PaLM's appendix B."""
+        peak_flops = self.cluster.device.peak_flops
+        flops = self.shape.flops_per_token(self.sequence_length) * tokens_per_s
+        return {
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s / gpus,
+            "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
+        }
+
+    def located(self) -> Problem:
+        """The problem for a process with another working directory: its data under an absolute path."""
+        return replace(self, data=located(self.data))
+
+    def at_depth(self, layers: int) -> Problem:
+        """The problem of a model of `layers` layers, everything else kept. It is not checked again."""
+        return replace(self, model=INLINE, shape=replace(self.shape, layers=layers), depth_proxy=None)
+
+    def facts(self) -> dict[str, Any]:
+        """What the record shows of the problem: parameters of the search's run, by which searches are found alike."""
+        return {
+            "model": self.model,
+            "parameters": self.shape.parameters,
+            "accelerator": self.cluster.accelerator,
+            "nodes": self.cluster.nodes,
+            "gpus_per_node": self.cluster.gpus_per_node,
+            "data": self.data,
+            "sequence_length": self.sequence_length,
+            "global_batch_size": self.global_batch_size,
+            "sampler": self.sampler,
+            "seed": self.seed,
+            "legal_points": len(self.legal.layouts),
+        }
+
+
+@lru_cache(maxsize=8)
+def _enumerated(axes: tuple[tuple[str, tuple[Any, ...]], ...], work: Workload) -> Space:
+    """Problems that differ only in what does not bear on it, such as where the data lie, share their legal space."""
+    return enumerate_space(dict(axes), work)

@@ -1,0 +1,163 @@
+"""Where trials run and are measured: has a gang run one request, and joins what its ranks and telemetry saw."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError
+from trainables.trial import TrialRequest
+
+from service.problem import Problem
+from service.remote import call
+from service.result import Proxy, TrialResult
+from service.trials import early_stop
+from service.trials.extrapolation import over_batch
+from service.trials.figures import (
+    breakdown_metrics,
+    breakdown_problems,
+    methods,
+    metrics,
+    rank_records,
+    telemetry_problems,
+    trial_metrics,
+)
+from service.trials.windows import Nodes, Span, idle_windows, node_windows, summaries
+from trainables.child import Outcome
+from trainables.mailbox import Mailbox, Member
+
+GRACE_S = 60.0
+"""How long a gang may stay silent after a trial's deadline."""
+
+Answer = tuple[list[Outcome], list[Member], float]
+"""What a gang's mailbox answers a request with; see `trainables.mailbox.Mailbox.evaluate`."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a trial runs on: the gang behind a mailbox and the nodes' telemetry, set up for one problem.
+
+    `environment` is what all its trials have in common, for their results.
+    """
+
+    problem: Problem
+    mailbox: ActorHandle[Mailbox]
+    telemetry: Nodes
+    environment: Mapping[str, str]
+
+    def at_depth(self, layers: int) -> Bench:
+        """The bench for a model of `layers` layers."""
+        return replace(self, problem=self.problem.at_depth(layers))
+
+    def run(self, request: TrialRequest, front: Sequence[Mapping[str, float]] = ()) -> TrialResult:
+        """Have the gang run a trial. Whatever goes wrong becomes the result's status and cause.
+
+        With a `front`, the objectives of layouts that the trial should not be far behind, it is ended early if it is.
+        """
+        until = time.monotonic() + request.deadline_s + GRACE_S
+        answer = call(self.mailbox, Mailbox.evaluate, request)
+        # A short trial knows its bounds when half of its last window is all that is left of it.
+        bounds = {} if request.batches or not front else self._judge(request, front, answer, until)
+        try:
+            outcomes, members, gang_s = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+        except GetTimeoutError:
+            cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
+            ray.get(call(self.mailbox, Mailbox.give_up, cause))
+            return TrialResult(request.trial_id, request.layout, "hang", cause, infrastructure=True)
+        first = outcomes[0]
+        if first.status != "ok":
+            pruned = first.status == "pruned"
+            return TrialResult(
+                request.trial_id,
+                request.layout,
+                first.status,
+                first.cause,
+                metrics={early_stop.BOUND + name: bound for name, bound in bounds.items()} if pruned else {},
+                traceback=first.traceback,
+                infrastructure=first.infrastructure,
+            )
+        return self._measured(request, outcomes, members, gang_s)
+
+    def _judge(
+        self,
+        request: TrialRequest,
+        front: Sequence[Mapping[str, float]],
+        answer: ObjectRef[Answer],
+        until: float,
+    ) -> dict[str, float]:
+        """Once the trial is steady, end it if even the best it can come to is dominated. That best, by objective.
+
+        Returns at once when `answer`, the trial's end, comes first, at the latest at `until` of `time.monotonic`.
+        """
+        steady = call(self.mailbox, Mailbox.steady, request.trial_id)
+        ready, _ = ray.wait([steady, answer], timeout=max(0.0, until - time.monotonic()))
+        seen = ray.get(steady) if steady in ready else None
+        if seen is None:
+            return {}
+        progress, members = seen
+        steps = progress[0].steady
+        if steps is None or early_stop.remaining_s(request.protocol, max(steps.steps_s)) < early_stop.WORTH_S:
+            return {}
+        spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
+        (summary,) = summaries([node_windows(spans, members, self.telemetry)], self.telemetry)
+        best = early_stop.bounds(self.problem, request.layout.num_gpus, steps, summary.energy_j)
+        point = early_stop.dominating(self.problem.objectives, best, front)
+        if point is not None:
+            ray.get(call(self.mailbox, Mailbox.prune, request.trial_id, early_stop.cause(best, point)))
+        return best
+
+    def _measured(
+        self, request: TrialRequest, outcomes: list[Outcome], members: list[Member], gang_s: float
+    ) -> TrialResult:
+        """The result of a trial whose ranks all ended well: of one run, or by two of fewer microbatches."""
+        ranks = rank_records(outcomes, members)
+        reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+        runs = self._runs(request, outcomes, members)
+        problems = [
+            run.cause if len(runs) == 1 else f"at {run.layout.global_batch_size} sequences: {run.cause}"
+            for run in runs
+            if run.cause
+        ]
+        whole = replace(
+            runs[0],
+            layout=request.layout,
+            cause="; ".join([*problems, *breakdown_problems(outcomes)]) or None,
+            metrics=runs[0].metrics | trial_metrics(reports, gang_s) | breakdown_metrics(ranks),
+            losses=reports[0].losses,
+            environment=dict(self.environment) | reports[0].environment,
+            ranks=ranks,
+        )
+        if len(runs) == 1:
+            return whole
+        many, few = (Proxy(self.problem.shape.layers, run) for run in runs)
+        return over_batch(self.problem, whole, few, many)
+
+    def _runs(self, request: TrialRequest, outcomes: list[Outcome], members: list[Member]) -> list[TrialResult]:
+        """The trial's windows, one for each global batch size, each as a result of its own."""
+        reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+        timings = reports[0].timings
+        spans = [
+            [Span(r.device, r.timings[batch].start_ns, r.timings[batch].end_ns) for r in reports] for batch in timings
+        ]
+        worked = [node_windows(of_batch, members, self.telemetry) for of_batch in spans]
+        idled = [idle_windows(of_batch, members, self.telemetry) for of_batch in worked]
+        seen = summaries([*worked, *(of_batch or () for of_batch in idled)], self.telemetry)
+        runs = []
+        for i, (batch, timing) in enumerate(timings.items()):
+            summary, idle = seen[i], None if idled[i] is None else seen[len(worked) + i]
+            run = TrialResult(
+                trial_id=request.trial_id,
+                layout=replace(request.layout, global_batch_size=batch),
+                status="ok",
+                cause="; ".join(telemetry_problems(summary, idle)) or None,
+                metrics=metrics(batch * self.problem.sequence_length, reports, timing, summary, idle, self.problem),
+                methods=methods(summary, idle),
+                step_times_s=timing.window_steps_s,
+                windows=worked[i],
+            )
+            runs.append(run)
+        return runs
