@@ -10,7 +10,6 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError
-from trainables.trial import TrialRequest
 
 from service.problem import Problem
 from service.remote import call
@@ -29,6 +28,7 @@ from service.trials.figures import (
 from service.trials.windows import Nodes, Span, idle_windows, node_windows, summaries
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
+from trainables.program import TrialRequest
 
 GRACE_S = 60.0
 """How long a gang may stay silent after a trial's deadline."""
