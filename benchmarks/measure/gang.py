@@ -17,12 +17,12 @@ from service.trials.evaluate import run
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
 
-Run = Callable[[str, Layout, SearchSpec], TrialResult]
+RunTrial = Callable[[str, Layout, SearchSpec], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
 
 
 @contextlib.contextmanager
-def one_gang(spec: SearchSpec, size: int) -> Iterator[Run]:
+def one_gang(spec: SearchSpec, size: int) -> Iterator[RunTrial]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
     with tempfile.TemporaryDirectory() as storage, ray_session(spec):
         telemetry = start_telemetry()
@@ -33,3 +33,10 @@ def one_gang(spec: SearchSpec, size: int) -> Iterator[Run]:
         finally:
             close_gangs([gang])
             stop_telemetry(telemetry)
+
+
+def require_ok(result: TrialResult) -> dict[str, float]:
+    """The metrics that a trial has. Raises SystemExit, which says why, if it did not end well."""
+    if result.status != "ok":
+        raise SystemExit(f"{result.trial_id}: {result.layout.label}: {result.status}: {result.cause}")
+    return {name: value for name, value in result.metrics.items() if value is not None}
