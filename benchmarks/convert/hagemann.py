@@ -61,7 +61,8 @@ def convert(sheet: Path, kernel: str, out: Path) -> Path:
         raise ValueError(f"{sheet}: no kernel {kernel}, but {', '.join(kernels)}")
     layouts = [(_layout(trial, shape["layers"]), trial) for trial in trials if trial["kernel"] == kernel]
     axes = list(layouts[0][0])
-    rows = {tuple(layout.values()): layout | _outcome(trial, BATCHES[length] * length) for layout, trial in layouts}
+    tokens = BATCHES[length] * length
+    rows = {tuple(layout.values()): layout | _result_columns(trial, tokens) for layout, trial in layouts}
 
     out.mkdir(parents=True, exist_ok=True)
     table = out / f"{sheet.stem}.csv"
@@ -94,7 +95,7 @@ def _layout(trial: Mapping[Hashable, Any], layers: int) -> dict[str, Any]:
     return {axis: str(value).lower() for axis, value in layout.items()}
 
 
-def _outcome(trial: Mapping[Hashable, Any], tokens: int) -> dict[str, Any]:
+def _result_columns(trial: Mapping[Hashable, Any], tokens: int) -> dict[str, Any]:
     """What became of a trial with so many tokens a step; its times are figures, or say what failed."""
     time = trial["Average Step Time"]
     try:

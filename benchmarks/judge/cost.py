@@ -57,18 +57,18 @@ def _observation(layout: Layout, work: Workload, metrics: Mapping[str, Any]) -> 
     return Observation(layout, work, metrics["step_time_s"], None if total is None else total / layout.num_gpus)
 
 
-def errors(observed: Observation, calibration: Coefficients) -> tuple[float, float | None]:
+def relative_errors(observed: Observation, coefficients: Coefficients) -> tuple[float, float | None]:
     """Of step time and of power, relative to what was measured."""
-    slower, hotter = ratios(observed, calibration)
+    slower, hotter = ratios(observed, coefficients)
     return slower - 1, None if hotter is None else hotter - 1
 
 
-def table(measured: Sequence[Observation], calibration: Coefficients) -> str:
+def table(measured: Sequence[Observation], coefficients: Coefficients) -> str:
     """One row a measurement."""
     rows = []
     for one in measured:
-        model, prediction = one.work.model, predict(one.layout, one.work, calibration)
-        slower, hotter = errors(one, calibration)
+        model, prediction = one.work.model, predict(one.layout, one.work, coefficients)
+        slower, hotter = relative_errors(one, coefficients)
         parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
         rows.append(
             [
@@ -102,15 +102,15 @@ def table(measured: Sequence[Observation], calibration: Coefficients) -> str:
 def summary(measured: Sequence[Observation], sheet: Coefficients, seeds: int, designed: bool) -> str:
     """Mean and largest errors by engine; layouts that spread experts, which no formula foretells, are left out."""
     known = [one for one in measured if one.layout.expert_parallel_size == 1]
-    rows = _rows("data sheet", [(one, errors(one, sheet)) for one in known])
+    rows = _rows("data sheet", [(one, relative_errors(one, sheet)) for one in known])
     held_out = []
     worst = 0.0
     for seed in range(seeds):
-        told = _told(known, sheet, random.Random(seed), designed)
-        fitted = fit(told, sheet)
-        found = [(one, errors(one, fitted)) for one in known if one not in told]
-        worst = max(worst, statistics.mean(abs(slower) for _, (slower, _) in found))
-        held_out += found
+        drawn = _drawn(known, sheet, random.Random(seed), designed)
+        fitted = fit(drawn, sheet)
+        others = [(one, relative_errors(one, fitted)) for one in known if one not in drawn]
+        worst = max(worst, statistics.mean(abs(slower) for _, (slower, _) in others))
+        held_out += others
     rows += _rows(f"fitted to {COUNT}", held_out)
     headings = ["coefficients", "engine", "points", "step time", "largest", "power", "largest"]
     pairs = [(predict(one.layout, one.work, sheet).step_time_s, one.step_time_s) for one in known]
@@ -120,7 +120,7 @@ def summary(measured: Sequence[Observation], sheet: Coefficients, seeds: int, de
     )
 
 
-def _told(
+def _drawn(
     known: Sequence[Observation], sheet: Coefficients, chance: random.Random, designed: bool
 ) -> list[Observation]:
     if not designed:
@@ -130,10 +130,10 @@ def _told(
     return [one for one in half if one.layout in chosen]
 
 
-def _rows(name: str, found: Sequence[tuple[Observation, tuple[float, float | None]]]) -> list[list[str]]:
+def _rows(name: str, errors: Sequence[tuple[Observation, tuple[float, float | None]]]) -> list[list[str]]:
     rows = []
     for engine in ("megatron", "deepspeed", "both"):
-        these = [error for one, error in found if engine in (one.layout.engine, "both")]
+        these = [error for one, error in errors if engine in (one.layout.engine, "both")]
         if not these:
             continue
         slower, hotter = [abs(error) for error, _ in these], [abs(error) for _, error in these if error is not None]
@@ -156,8 +156,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, (measured, sheet) in sets.items():
         if sheet is None:
             parser.error(f"{name}: nothing is known of its accelerator")
-        found = summary(measured, sheet, arguments.seeds, designed=name.endswith(".csv"))
-        print(f"\n{name}\n\n{table(measured, sheet)}\n\n{found}")
+        mean_errors = summary(measured, sheet, arguments.seeds, designed=name.endswith(".csv"))
+        print(f"\n{name}\n\n{table(measured, sheet)}\n\n{mean_errors}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ FITTED_TABLE = DATA / "llama3_12l_4xh200.csv"
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredMemory:
     """One layout as it was measured.
 
     `pipeline_rank`: whose GPUs `reserved_gib` is of, the largest of theirs; None for all GPUs. `reserved_gib` is None
@@ -68,9 +68,9 @@ class Point:
 
     @property
     def predicted_gib(self) -> float:
-        found = self.estimate
+        estimated = self.estimate
         ranks = range(self.layout.pipeline_parallel_size) if self.pipeline_rank is None else [self.pipeline_rank]
-        return max(found.reserved(rank) + idle_buffers(self.layout, self.work, rank) for rank in ranks) / 2**30
+        return max(estimated.reserved(rank) + idle_buffers(self.layout, self.work, rank) for rank in ranks) / 2**30
 
     @property
     def share(self) -> float:
@@ -102,36 +102,36 @@ def idle_buffers(layout: Layout, work: Workload, rank: int) -> float:
     return (activations + gradients) * hidden
 
 
-def points() -> list[Point]:
+def measured_memory() -> list[MeasuredMemory]:
     """All measured points, each once."""
-    return list(dict.fromkeys(point for one in measurements((FAULTS, *RECORDS)) for point in _points(one)))
+    return list(dict.fromkeys(point for one in measurements((FAULTS, *RECORDS)) for point in _by_rank(one)))
 
 
-def tabled(path: Path) -> list[Point]:
+def tabled(path: Path) -> list[MeasuredMemory]:
     """The points of a table that ran or ran out of memory."""
     work = load_spec(path.with_suffix(".yaml")).workload
     results = Table(path).results
     fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.model else {}
     ran = {layout: result.metrics.get("peak_memory_gib") for layout, result in results.items() if result.status == "ok"}
-    found = [Point(layout, work, None, gib, layout in fitted) for layout, gib in ran.items()]
+    fitting = [MeasuredMemory(layout, work, None, gib, layout in fitted) for layout, gib in ran.items()]
     out = [layout for layout, result in results.items() if result.status == "oom"]
-    return found + [Point(layout, work, None, None, layout in fitted, ran_out=True) for layout in out]
+    return fitting + [MeasuredMemory(layout, work, None, None, layout in fitted, ran_out=True) for layout in out]
 
 
-def _points(measured: Measurement) -> Iterator[Point]:
+def _by_rank(measured: Measurement) -> Iterator[MeasuredMemory]:
     """One for each pipeline rank, where the record has the ranks."""
     layout, work, result, fitted = measured.layout, measured.work, measured.result, measured.file in FITTED
     if result["status"] == "oom":
-        yield Point(layout, work, None, None, fitted, ran_out=True)
+        yield MeasuredMemory(layout, work, None, None, fitted, ran_out=True)
     elif result["status"] == "ok" and "ranks" not in result:
-        yield Point(layout, work, None, result["metrics"]["peak_memory_gib"], fitted)
+        yield MeasuredMemory(layout, work, None, result["metrics"]["peak_memory_gib"], fitted)
     elif result["status"] == "ok":
         for stage in range(layout.pipeline_parallel_size):
             here = [rank["peak_memory_gib"] for rank in result["ranks"] if rank["coordinates"]["pp"] == stage]
-            yield Point(layout, work, stage, max(here), fitted)
+            yield MeasuredMemory(layout, work, stage, max(here), fitted)
 
 
-def table(measured: Iterable[Point]) -> str:
+def table(measured: Iterable[MeasuredMemory]) -> str:
     """One row a point."""
     rows = []
     for point in measured:
@@ -154,7 +154,7 @@ def table(measured: Iterable[Point]) -> str:
     return render(headings, rows)
 
 
-def summary(measured: Iterable[Point]) -> str:
+def summary(measured: Iterable[MeasuredMemory]) -> str:
     """Mean and largest error by engine; layouts that spread experts, which no formula foretells, apart."""
     groups: dict[tuple[str, str], list[float]] = {}
     for point in measured:
@@ -172,14 +172,14 @@ def summary(measured: Iterable[Point]) -> str:
     return render(["", "", "points", "mean error", "largest"], rows)
 
 
-def outcomes(measured: Iterable[Point]) -> str:
+def outcomes(measured: Iterable[MeasuredMemory]) -> str:
     """How many layouts of each band ran and ran out."""
     counts = Counter((band(point.layout, point.work), point.ran_out) for point in measured)
     rows = [[name, str(counts[name, False]), str(counts[name, True])] for name in get_args(Band)]
     return render(["band", "ran", "ran out"], rows)
 
 
-def corrected(measured: Sequence[Point], seeds: int = 20) -> str:
+def corrected(measured: Sequence[MeasuredMemory], seeds: int = 20) -> str:
     """Errors on the rest of a table once the model has seen some of it, drawn at random: means over `seeds` draws."""
     rows = []
     for trials in (0, 4, 8, 16, 32):
@@ -191,7 +191,7 @@ def corrected(measured: Sequence[Point], seeds: int = 20) -> str:
     return render(["trials seen", "mean error", "largest"], rows)
 
 
-def _errors_after(measured: Sequence[Point], trials: int) -> list[float]:
+def _errors_after(measured: Sequence[MeasuredMemory], trials: int) -> list[float]:
     model = MemoryModel(measured[0].work)
     for point in measured[:trials]:
         model.observe(point.layout, point.reserved_gib)
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("tables", nargs="*", type=Path)
     tables = parser.parse_args(argv).tables
     if not tables:
-        measured = points()
+        measured = measured_memory()
         print(f"{table(measured)}\n\n{summary(measured)}")
     for path in tables:
         measured = tabled(path)

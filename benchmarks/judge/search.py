@@ -110,8 +110,8 @@ class Table:
 
     def predicted(self) -> dict[Layout, dict[str, float]]:
         """Metrics by the cost model, of layouts of which it knows the machine."""
-        calibration = data_sheet(self.spec.cluster.accelerator) if self.spec else None
-        return predictions(self.results, self.spec.workload, calibration) if self.spec and calibration else {}
+        coefficients = data_sheet(self.spec.cluster.accelerator) if self.spec else None
+        return predictions(self.results, self.spec.workload, coefficients) if self.spec and coefficients else {}
 
     def _costs(self, layouts: Sequence[Layout]) -> np.ndarray:
         signs = {"maximize": -1.0, "minimize": 1.0}
@@ -136,7 +136,7 @@ def _parse(trial_id: str, row: Mapping[str, str], spec: Problem | None) -> tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Effort:
     """What one search took: trials and GPU-seconds until each of `SHARES`, and launches that ran out of memory."""
 
     trials: list[int]
@@ -144,7 +144,7 @@ class Run:
     out_of_memory: int
 
 
-def run(table: Table, sampler: str, seed: int) -> Run:
+def replay(table: Table, sampler: str, seed: int) -> Effort:
     study = table.study(sampler, seed)
     tried: list[Layout] = []
     trials, spent = [], []
@@ -154,10 +154,10 @@ def run(table: Table, sampler: str, seed: int) -> Run:
             tried.append(layout)
         trials.append(len(tried))
         spent.append(sum(table.gpu_seconds[layout] for layout in tried))
-    return Run(trials, spent, sum(table.results[layout].status == "oom" for layout in tried))
+    return Effort(trials, spent, sum(table.results[layout].status == "oom" for layout in tried))
 
 
-def report(table: Table, name: str, samplers: Sequence[str], seeds: int) -> Iterator[str]:
+def comparison(table: Table, name: str, samplers: Sequence[str], seeds: int) -> Iterator[str]:
     """Lines that say how the samplers fare on a table."""
     statuses = [result.status for result in table.results.values()]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
@@ -171,12 +171,12 @@ def report(table: Table, name: str, samplers: Sequence[str], seeds: int) -> Iter
     yield f"{'sampler':8}" + "".join(f"{head:>12}" for head in [*heads, "random 95%", "oom"])
     among_random: float | None = None
     for sampler in sorted(samplers, key=lambda name: name != "random"):
-        runs = [run(table, sampler, seed) for seed in range(seeds)]
-        trials = [statistics.median(found) for found in zip(*(run.trials for run in runs), strict=True)]
-        spent = [statistics.median(found) for found in zip(*(run.gpu_seconds for run in runs), strict=True)]
+        efforts = [replay(table, sampler, seed) for seed in range(seeds)]
+        trials = list(map(statistics.median, zip(*(effort.trials for effort in efforts), strict=True)))
+        spent = list(map(statistics.median, zip(*(effort.gpu_seconds for effort in efforts), strict=True)))
         among_random = trials[1] if sampler == "random" else among_random
         ratio = f"{among_random / trials[1]:.1f}x" if among_random else "-"
-        launches, failed = sum(run.trials[-1] for run in runs), sum(run.out_of_memory for run in runs)
+        launches, failed = sum(effort.trials[-1] for effort in efforts), sum(effort.out_of_memory for effort in efforts)
         cells = [f"{value:.1f}" for value in trials] + [f"{value:.0f}" for value in spent]
         yield f"{sampler:8}" + "".join(f"{cell:>12}" for cell in [*cells, ratio, f"{failed / launches:.1%}"])
 
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     for path in arguments.tables:
         try:
-            for line in report(Table(path, arguments.blind), path.name, arguments.samplers, arguments.seeds):
+            for line in comparison(Table(path, arguments.blind), path.name, arguments.samplers, arguments.seeds):
                 print(line, flush=True)
             print()
         except (OSError, ValueError, InputError) as error:

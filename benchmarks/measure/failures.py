@@ -83,7 +83,7 @@ def left_behind() -> dict[str, float]:
     return {"seconds": time.monotonic() - began, "gpu_gib": used_gib, "processes": len(gang_processes())}
 
 
-def plan(trials: int) -> Iterator[str | None]:
+def faults_in_turn(trials: int) -> Iterator[str | None]:
     """Two good trials, then one fault, each kind in turn."""
     kinds = list(FAULTS)
     for number in range(trials):
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     spec = load_spec(arguments.spec).located()
     good: list[TrialResult] = []
     with one_gang(spec, 1) as run:
-        for number, fault in enumerate([*plan(arguments.trials), None]):
+        for number, fault in enumerate([*faults_in_turn(arguments.trials), None]):
             layers, changes, where = FAULTS[fault] if fault else (0, {}, "")
             of, layout = faulty(spec, layers, changes) if layers else (spec, spec.legal.layouts[0])
             if fault == "killed":

@@ -169,10 +169,10 @@ def measure(count: int, seconds: float, root: Path) -> dict[str, Any]:
     ray.get([a.stop.remote() for a in actors])
     for a in actors:
         ray.kill(a)
-    return report(names, received, rows, missing, elapsed, cpu_s, memory, root)
+    return fleet_figures(names, received, rows, missing, elapsed, cpu_s, memory, root)
 
 
-def report(
+def fleet_figures(
     names: list[str],
     received: dict[str, list[np.ndarray]],
     rows: int,

@@ -19,12 +19,12 @@ from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.training import Training
 
-Run = Callable[[str, Layout, Problem], TrialResult]
+RunTrial = Callable[[str, Layout, Problem], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
 
 
 @contextlib.contextmanager
-def one_gang(spec: Problem, size: int) -> Iterator[Run]:
+def one_gang(spec: Problem, size: int) -> Iterator[RunTrial]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
     with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
         telemetry = start_telemetry()
@@ -35,3 +35,10 @@ def one_gang(spec: Problem, size: int) -> Iterator[Run]:
         finally:
             close_gangs([gang])
             stop_telemetry(telemetry)
+
+
+def require_ok(result: TrialResult) -> dict[str, float]:
+    """The metrics that a trial has. Raises SystemExit, which says why, if it did not end well."""
+    if result.status != "ok":
+        raise SystemExit(f"{result.trial_id}: {result.layout.label}: {result.status}: {result.cause}")
+    return {name: value for name, value in result.metrics.items() if value is not None}

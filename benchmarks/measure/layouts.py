@@ -43,37 +43,37 @@ def run_all(specs: list[Problem], repeat: int, out: IO[str]) -> list[list[TrialR
         for spec in specs:
             print(f"\n{spec.name}: {spec.shape.layers} layers, global batch {spec.global_batch_size}")
             print(f"{'layout':66}" + "".join(f"{title:>12}" for title, _ in COLUMNS.values()), flush=True)
-            for point in spec.legal.layouts:
+            for layout in spec.legal.layouts:
                 results.append([])
                 for number in range(repeat):
-                    result = run(f"{spec.name}-{len(results)}-{number}", point, spec)
+                    result = run(f"{spec.name}-{len(results)}-{number}", layout, spec)
                     results[-1].append(result)
                     out.write(json.dumps({"spec": spec.name} | result.to_dict()) + "\n")
                     out.flush()
-                    print(row(point, result), flush=True)
+                    print(row(layout, result), flush=True)
     return results
 
 
-def row(point: Layout, result: TrialResult) -> str:
+def row(layout: Layout, result: TrialResult) -> str:
     if result.status != "ok":
-        return f"{point.label:66}  {result.status}: {(result.cause or '')[:120]}"
+        return f"{layout.label:66}  {result.status}: {(result.cause or '')[:120]}"
     cells = [(result.metrics.get(name), form) for name, (_, form) in COLUMNS.items()]
-    return f"{point.label:66}" + "".join(
+    return f"{layout.label:66}" + "".join(
         f"{'-' if value is None else format(value, form):>12}" for value, form in cells
     )
 
 
 def differences(runs: list[TrialResult]) -> list[str]:
     """How far two runs are apart, by metric: first and second, third and fourth, ... of those that ended well."""
-    told = []
+    lines = []
     for metric in REPEATED:
         values: list[Any] = [run.metrics.get(metric) for run in runs if run.status == "ok"]
         pairs = zip(values[::2], values[1::2], strict=False)
-        found = [abs(a - b) / a for a, b in pairs if a and b]
-        if found:
-            each = " ".join(f"{100 * value:.2f}" for value in found)
-            told.append(f"{metric} differs by {each} %, median {100 * statistics.median(found):.2f} %")
-    return told
+        apart = [abs(a - b) / a for a, b in pairs if a and b]
+        if apart:
+            each = " ".join(f"{100 * value:.2f}" for value in apart)
+            lines.append(f"{metric} differs by {each} %, median {100 * statistics.median(apart):.2f} %")
+    return lines
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import ray
 
+from benchmarks.measure.gang import require_ok
 from search_spaces.layout import Layout
 from service.cluster import ray_session
 from service.problem import Problem
-from service.result import TrialResult
 from service.spec import load_spec
 from service.trials.bench import Bench
 from service.trials.evaluate import run
@@ -31,41 +31,35 @@ from trainables.training import Training
 USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
 
 
-def warm(spec: Problem, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
+def warm(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
     gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
     ray.get(gang.mailbox.ready.remote())
     seconds = []
-    for number, point in enumerate(points):
-        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"warm-{number}", point)
-        seconds.append(_require_ok(result)["trial_overhead_s"])
-        _say("warm", point, seconds[-1])
+    for number, layout in enumerate(layouts):
+        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"warm-{number}", layout)
+        seconds.append(require_ok(result)["trial_overhead_s"])
+        _say("warm", layout, seconds[-1])
     close_gangs([gang])
     return seconds
 
 
-def cold(spec: Problem, points: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
+def cold(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in a `TorchTrainer.fit()` of its own, from its start to its end."""
     seconds = []
-    for number, point in enumerate(points):
+    for number, layout in enumerate(layouts):
         began = time.monotonic()
         gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
-        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"cold-{number}", point)
+        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"cold-{number}", layout)
         close_gangs([gang])
-        figures = _require_ok(result)
+        figures = require_ok(result)
         seconds.append(time.monotonic() - began - sum(figures[name] for name in USEFUL))
-        _say("cold", point, seconds[-1])
+        _say("cold", layout, seconds[-1])
     return seconds
 
 
-def _require_ok(result: TrialResult) -> dict[str, float]:
-    if result.status != "ok":
-        raise SystemExit(f"{result.layout.label}: {result.status}: {result.cause}")
-    return {name: value for name, value in result.metrics.items() if value is not None}
-
-
-def _say(kind: str, point: Layout, seconds: float) -> None:
-    print(f"{kind}  {point.label:56}  {seconds:6.2f} s", flush=True)
+def _say(kind: str, layout: Layout, seconds: float) -> None:
+    print(f"{kind}  {layout.label:56}  {seconds:6.2f} s", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,12 +68,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=3)
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()
-    points = list(spec.legal.layouts[: arguments.trials])
+    layouts = list(spec.legal.layouts[: arguments.trials])
     with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
         telemetry = start_telemetry()
         figures = {
-            "warm_s": warm(spec, points, telemetry, Path(storage)),
-            "cold_s": cold(spec, points, telemetry, Path(storage)),
+            "warm_s": warm(spec, layouts, telemetry, Path(storage)),
+            "cold_s": cold(spec, layouts, telemetry, Path(storage)),
         }
         stop_telemetry(telemetry)
     medians = {name: statistics.median(seconds) for name, seconds in figures.items()}

@@ -76,7 +76,7 @@ class Paced(Telemetry):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PacedStretch:
     """Some seconds of one rate, and the seconds of CPU that telemetry took in it."""
 
     hertz: int
@@ -89,80 +89,82 @@ class Stretch:
         return seconds[(ends_ns - seconds * 1e9 >= self.start_ns) & (ends_ns <= self.end_ns)]
 
 
-def stretch(telemetry: Any, hertz: int, stay: Callable[[], object]) -> Stretch:
+def paced_stretch(telemetry: Any, hertz: int, stay: Callable[[], object]) -> PacedStretch:
     """Poll at this rate until `stay` returns."""
     ray.get(telemetry.pace.remote(hertz))
     before, start_ns = ray.get(telemetry.cost.remote()), time.monotonic_ns()
     stay()
     after, end_ns = ray.get(telemetry.cost.remote()), time.monotonic_ns()
-    return Stretch(hertz, start_ns, end_ns, {name: after[name] - before[name] for name in after})
+    return PacedStretch(hertz, start_ns, end_ns, {name: after[name] - before[name] for name in after})
 
 
-def alternate(telemetry: Any, until: float) -> list[Stretch]:
+def alternate(telemetry: Any, until: float) -> list[PacedStretch]:
     """Until then, stretches of no polling beside stretches of each rate; which is first changes from pair to pair."""
-    stretches: list[Stretch] = []
+    stretches: list[PacedStretch] = []
     for number, rate in enumerate(itertools.cycle(RATES_HZ)):
         if time.monotonic() > until:
             break
         for hertz in (0, rate) if number % 2 else (rate, 0):
-            stretches.append(stretch(telemetry, hertz, lambda: time.sleep(STRETCH_S)))
+            stretches.append(paced_stretch(telemetry, hertz, lambda: time.sleep(STRETCH_S)))
     return stretches
 
 
 def slowdowns(records: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
     """By rate of two pairs or more: how much longer the median step is than in the stretch beside it without polling;
     the mean of the runs' pairs, half of its 95% confidence interval, pairs."""
-    found: dict[int, list[float]] = defaultdict(list)
+    ratios: dict[int, list[float]] = defaultdict(list)
     for record in records:
         seconds = np.array(record["step_times_s"])
         ends_ns = record["window_start_ns"] + np.cumsum(seconds) * 1e9
-        stretches = [Stretch(*stretch) for stretch in record["stretches"]]
+        stretches = [PacedStretch(*stretch) for stretch in record["stretches"]]
         for one, other in zip(stretches[::2], stretches[1::2], strict=True):
             polled, quiet = (one, other) if one.hertz else (other, one)
             with_, without = polled.steps(ends_ns, seconds), quiet.steps(ends_ns, seconds)
             if len(with_) and len(without):
-                found[polled.hertz].append(float(np.median(with_) / np.median(without) - 1))
-    told = {}
-    for hertz, values in sorted(found.items()):
+                ratios[polled.hertz].append(float(np.median(with_) / np.median(without) - 1))
+    by_rate = {}
+    for hertz, values in sorted(ratios.items()):
         if len(values) > 1:
             half = float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1))
-            told[hertz] = {"slowdown": statistics.fmean(values), "confidence": half, "pairs": len(values)}
-    return told
+            by_rate[hertz] = {"slowdown": statistics.fmean(values), "confidence": half, "pairs": len(values)}
+    return by_rate
 
 
-def costs(stretches: list[Stretch]) -> dict[int, dict[str, float]]:
+def costs(stretches: list[PacedStretch]) -> dict[int, dict[str, float]]:
     """By rate: share of one core."""
-    found = {}
+    shares = {}
     for hertz in sorted({stretch.hertz for stretch in stretches}):
         those = [stretch for stretch in stretches if stretch.hertz == hertz]
         seconds = sum(stretch.end_ns - stretch.start_ns for stretch in those) / 1e9
         names = ("sampler", "process")
-        found[hertz] = {f"{name}_core": sum(stretch.cost[f"{name}_s"] for stretch in those) / seconds for name in names}
-    return found
+        shares[hertz] = {
+            f"{name}_core": sum(stretch.cost[f"{name}_s"] for stretch in those) / seconds for name in names
+        }
+    return shares
 
 
-def lateness(stretches: list[Stretch], read_ns: np.ndarray) -> dict[int, dict[str, float]]:
+def lateness(stretches: list[PacedStretch], read_ns: np.ndarray) -> dict[int, dict[str, float]]:
     """By rate: milliseconds of ticks after (or before) their time, and the share of ticks within 20 ms of it.
 
     `read_ns` [n] are the times of all ticks; one that was skipped is late by its period.
     """
-    found: dict[int, list[np.ndarray]] = defaultdict(list)
+    late_parts: dict[int, list[np.ndarray]] = defaultdict(list)
     for stretch in stretches:
         times = read_ns[(read_ns >= stretch.start_ns) & (read_ns <= stretch.end_ns)]
         if stretch.hertz and len(times) >= 3:
-            found[stretch.hertz].append(np.abs(late_s(times, 1 / stretch.hertz)))
-    told = {}
-    for hertz, parts in sorted(found.items()):
+            late_parts[stretch.hertz].append(np.abs(late_s(times, 1 / stretch.hertz)))
+    by_rate = {}
+    for hertz, parts in sorted(late_parts.items()):
         late = np.concatenate(parts) * 1e3
         p50, p99, p999 = (float(np.percentile(late, q)) for q in (50, 99, 99.9))
-        told[hertz] = {
+        by_rate[hertz] = {
             "ticks": len(late),
             "p50_ms": p50,
             "p99_ms": p99,
             "p999_ms": p999,
             "within_20_ms": float(np.mean(late <= 20)),
         }
-    return told
+    return by_rate
 
 
 def late_s(times_ns: np.ndarray, period_s: float) -> np.ndarray:
@@ -210,7 +212,7 @@ def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
                 marks_ns.append(time.monotonic_ns())
             trial.join()
 
-        last = stretch(telemetry, 10, mark_and_join)
+        last = paced_stretch(telemetry, 10, mark_and_join)
         (result,) = results
         if result.status != "ok":
             raise SystemExit(f"the trial did not work: {result.status}: {result.cause}")
@@ -241,7 +243,7 @@ def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
 
 def figures(record: dict[str, Any]) -> dict[str, Any]:
     """What a record comes to."""
-    stretches = [Stretch(*stretch) for stretch in (*record["stretches"], record["last stretch"])]
+    stretches = [PacedStretch(*stretch) for stretch in (*record["stretches"], record["last stretch"])]
     return {
         "slowdown": slowdowns([record]),
         "cost": costs(stretches),
@@ -249,7 +251,7 @@ def figures(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tell(record: dict[str, Any]) -> None:
+def show_run(record: dict[str, Any]) -> None:
     count = len(record["devices"])
     print(f"{record['layout']} on {count} devices: {record['steps']} steps of {record['step_s']:.4f} s")
     show("Slowdown of training against no polling, by Hz", record["slowdown"])
@@ -280,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
         except ValueError as error:
             parser.error(str(error))
         for record in records:
-            tell(record)
+            show_run(record)
         if len(records) > 1:
             show("Slowdown of training against no polling in all these runs, by Hz", slowdowns(records))
         return
@@ -288,7 +290,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--out takes one spec")
     record = while_training(load_spec(arguments.paths[0]).located(), arguments.seconds)
     arguments.out.write_text(json.dumps(record))
-    tell(record | figures(record))
+    show_run(record | figures(record))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.gang import Run, one_gang
+from benchmarks.measure.gang import RunTrial, one_gang, require_ok
 from search_spaces.layout import Layout
 from service.answers.tables import heading, render
 from service.problem import Problem
@@ -25,14 +25,14 @@ from service.spec import dump_spec, load_spec, parse_spec
 from service.trials.extrapolation import OVER_DEPTH
 
 
-def compare(run: Run, whole: Problem, proxied: Problem, points: list[Layout]) -> list[dict[str, Any]]:
+def compare_depths(run: RunTrial, whole: Problem, proxied: Problem, layouts: list[Layout]) -> list[dict[str, Any]]:
     """For each layout its metrics as measured and as extrapolated, and the error of these relative to those."""
     rows = []
-    for number, point in enumerate(points):
-        measured = _metrics(run(f"whole-{number}", point, whole))
-        extrapolated = _metrics(run(f"proxy-{number}", point, proxied))
+    for number, layout in enumerate(layouts):
+        measured = _metrics(run(f"whole-{number}", layout, whole))
+        extrapolated = _metrics(run(f"proxy-{number}", layout, proxied))
         errors = {metric: extrapolated[metric] / measured[metric] - 1 for metric in measured}
-        rows.append({"layout": point.label, "measured": measured, "extrapolated": extrapolated, "error": errors})
+        rows.append({"layout": layout.label, "measured": measured, "extrapolated": extrapolated, "error": errors})
     return rows
 
 
@@ -50,9 +50,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _metrics(result: TrialResult) -> dict[str, float]:
-    if result.status != "ok":
-        raise SystemExit(f"{result.trial_id}: {result.layout.label}: {result.status}: {result.cause}")
-    return {name: value for name in OVER_DEPTH if (value := result.metrics[name]) is not None}
+    metrics = require_ok(result)
+    return {name: metrics[name] for name in OVER_DEPTH if name in metrics}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,9 +64,9 @@ def main(argv: list[str] | None = None) -> None:
     in_full = replace(spec.measurement, short_trials=False)
     whole = replace(spec, depth_proxy=None, measurement=in_full)
     proxied = parse_spec(dump_spec(replace(whole, depth_proxy=tuple(arguments.depths))), str(arguments.spec))
-    points = list(proxied.legal.layouts[: arguments.trials])
+    layouts = list(proxied.legal.layouts[: arguments.trials])
     with one_gang(spec, proxied.gang_size) as run:
-        rows = compare(run, whole, proxied, points)
+        rows = compare_depths(run, whole, proxied, layouts)
     shallow, deep = arguments.depths
     print(f"{spec.shape.layers} layers foretold from {shallow} and {deep}\n\n{table(rows)}\n")
     for row in rows:

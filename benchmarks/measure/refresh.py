@@ -78,7 +78,7 @@ def _load() -> None:
         time.sleep(0.02)
 
 
-def load(path: Path) -> Reads:
+def read_recorded(path: Path) -> Reads:
     with lzma.open(path, "rt") as file:
         return Reads(*np.array(json.load(file), dtype=np.int64).T)
 
@@ -92,7 +92,7 @@ def refreshes(reads: Reads) -> tuple[np.ndarray, np.ndarray]:
     return first_ns + REFRESH_NS * number, moved
 
 
-def told(reads: Reads) -> str:
+def regularity(reads: Reads) -> str:
     """How regular refreshes are, and when the first read that has a new value was asked, in ms after them."""
     refreshed_ns, first = refreshes(reads)
     asked = reads.asked_ns[first]
@@ -107,7 +107,7 @@ def told(reads: Reads) -> str:
     )
 
 
-def errors(reads: Reads, window_s: float, chance: np.random.Generator) -> np.ndarray:
+def window_errors(reads: Reads, window_s: float, chance: np.random.Generator) -> np.ndarray:
     """Of windows laid at random, relative to the refreshed values, by method [COUNT, 4]."""
     refreshed_ns, first = refreshes(reads)
     refreshed_mj = reads.energy_mj[first]
@@ -115,7 +115,7 @@ def errors(reads: Reads, window_s: float, chance: np.random.Generator) -> np.nda
     counter_mj = (reads.energy_mj + 10**10).astype(np.uint64)  # one that is nearly new might have been reset
     since_ns = (reads.asked_ns - refreshed_ns[0]) % REFRESH_NS
     clear = np.flatnonzero((since_ns >= REFRESH_SEEN_NS) & (since_ns < REFRESH_NS - REFRESH_SEEN_NS))
-    found = []
+    relative = []
     for _ in range(COUNT):
         start_ns = int(chance.uniform(refreshed_ns[0] + 2e9, refreshed_ns[-1] - span_ns - 2e9))
         end_ns = start_ns + span_ns
@@ -137,8 +137,8 @@ def errors(reads: Reads, window_s: float, chance: np.random.Generator) -> np.nda
             for read, known in ((at[full], None), (sure, new_ns))
         ]
         sampled = [counters.integral(time_ns, watts, start_ns, end_ns) for watts in power]
-        found.append([joules / true_j - 1 for joules in (*counted, *sampled)])
-    return np.array(found)
+        relative.append([joules / true_j - 1 for joules in (*counted, *sampled)])
+    return np.array(relative)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -149,15 +149,15 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.record:
         record(arguments.reads)
     try:
-        reads = load(arguments.reads)
+        reads = read_recorded(arguments.reads)
     except (OSError, lzma.LZMAError, ValueError, TypeError) as error:
         parser.error(f"{arguments.reads} holds no reads: {error}")
-    print(told(reads), end="\n\n")
+    print(regularity(reads), end="\n\n")
     chance = np.random.default_rng(0)
     methods = ("counter", "counter, refreshes known", "instant power", "average power")
     rows = []
     for window_s in WINDOWS_S:
-        for method, of in zip(methods, errors(reads, window_s, chance).T, strict=True):
+        for method, of in zip(methods, window_errors(reads, window_s, chance).T, strict=True):
             high = np.percentile(np.abs(of), 95)
             rows.append([f"{window_s:.0f} s", method, *(f"{x:+.2%}" for x in (of.mean(), of.std(), high))])
     print(render(["window", "energy by", "mean error", "deviation", "95% within"], rows))

@@ -18,11 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.gang import Run, one_gang
+from benchmarks.measure.gang import RunTrial, one_gang, require_ok
 from search_spaces.layout import Layout
 from service.answers.tables import heading, render
 from service.problem import Problem
-from service.result import TrialResult
 from service.spec import load_spec
 from service.trials import short
 from service.trials.extrapolation import SPENT
@@ -30,16 +29,16 @@ from service.trials.extrapolation import SPENT
 COMPARED = ("tokens_per_s", "step_time_s", "joules_per_token", "mean_power_w", "peak_memory_gib")
 
 
-def compare(run: Run, spec: Problem, points: list[Layout]) -> Iterator[dict[str, Any]]:
+def compare_lengths(run: RunTrial, spec: Problem, layouts: list[Layout]) -> Iterator[dict[str, Any]]:
     """For each layout its figures in full and short, the error of these relative to those, and the seconds of both."""
     full = replace(spec, measurement=replace(spec.measurement, short_trials=False))
-    for number, point in enumerate(points):
-        measured = _require_ok(run(f"full-{number}", point, full))
-        extrapolated = _require_ok(run(f"short-{number}", point, spec))
+    for number, layout in enumerate(layouts):
+        measured = require_ok(run(f"full-{number}", layout, full))
+        extrapolated = require_ok(run(f"short-{number}", layout, spec))
         names = [name for name in COMPARED if measured.get(name)]
         yield {
-            "layout": point.label,
-            "batches": short.batches(point),
+            "layout": layout.label,
+            "batches": short.batches(layout),
             "error": {name: extrapolated[name] / measured[name] - 1 for name in names},
             "time": _seconds(extrapolated) / _seconds(measured),
             "own_error": extrapolated["extrapolation_error"],
@@ -67,26 +66,20 @@ def _seconds(metrics: dict[str, float]) -> float:
     return sum(metrics[name] for name in SPENT)
 
 
-def _require_ok(result: TrialResult) -> dict[str, float]:
-    if result.status != "ok":
-        raise SystemExit(f"{result.trial_id}: {result.layout.label}: {result.status}: {result.cause}")
-    return {name: value for name, value in result.metrics.items() if value is not None}
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path)
     parser.add_argument("--trials", type=int, default=8)
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()
-    able = [point for point in spec.legal.layouts if short.batches(point) is not None]
+    able = [layout for layout in spec.legal.layouts if short.batches(layout) is not None]
     if not able:
         raise SystemExit(f"{arguments.spec}: no legal layout has microbatches enough to be short")
     count = min(arguments.trials, len(able))
-    points = [able[i * len(able) // count] for i in range(count)]
+    layouts = [able[i * len(able) // count] for i in range(count)]
     rows = []
     with one_gang(spec, spec.gang_size) as run:
-        for row in compare(run, spec, points):
+        for row in compare_lengths(run, spec, layouts):
             print(json.dumps({"spec": str(arguments.spec), **row}), flush=True)
             rows.append(row)
     print(f"\n{table(rows)}")

@@ -74,7 +74,7 @@ def read_cost(device: Device) -> dict[str, dict[str, float]]:
     return costs
 
 
-def load(started: Event, on_s: float, off_s: float = 0.0, waves: int = 1) -> None:
+def compute(started: Event, on_s: float, off_s: float = 0.0, waves: int = 1) -> None:
     """Matrix products on the first GPU, or on a CPU, on and off."""
     on_gpu = torch.cuda.is_available()
     device, size = ("cuda", 8192) if on_gpu else ("cpu", 512)
@@ -95,7 +95,7 @@ def loaded(on_s: float, off_s: float = 0.0, waves: int = 1) -> Iterator[BaseProc
     """A process that computes, as soon as it does."""
     context = multiprocessing.get_context("spawn")
     started = context.Event()
-    process = context.Process(target=load, args=(started, on_s, off_s, waves), daemon=True)
+    process = context.Process(target=compute, args=(started, on_s, off_s, waves), daemon=True)
     process.start()
     started.wait()
     yield process
@@ -107,7 +107,7 @@ def energies(table: pa.Table) -> dict[str, Any]:
     """Joules by the counter between its first and last reading, and by either sampled power between the same two."""
     counter = table.filter(pc.field("energy_mj").is_valid())
     times, counts = counter["time_ns"].to_numpy(), counter["energy_mj"].to_numpy()
-    found: dict[str, Any] = {
+    joules: dict[str, Any] = {
         "seconds": float(times[-1] - times[0]) / 1e9,
         "counter_j": float(counts[-1] - counts[0]) / 1e3,
     }
@@ -117,9 +117,9 @@ def energies(table: pa.Table) -> dict[str, Any]:
             continue
         at, power = known["time_ns"].to_numpy(), known[column].to_numpy()
         edges = np.concatenate([times[:1], at[(at > times[0]) & (at < times[-1])], times[-1:]])
-        joules = float(np.trapezoid(np.interp(edges - times[0], at - times[0], power), edges - times[0])) / 1e9
-        found |= {f"{column}_j": joules, f"{column}_ratio": joules / found["counter_j"]}
-    return found
+        integral = float(np.trapezoid(np.interp(edges - times[0], at - times[0], power), edges - times[0])) / 1e9
+        joules |= {f"{column}_j": integral, f"{column}_ratio": integral / joules["counter_j"]}
+    return joules
 
 
 def energies_under_load(device: Device) -> dict[str, dict[str, Any]]:
@@ -146,9 +146,9 @@ def watched(device: Device, stay: Callable[[], object]) -> pa.Table:
     return buffer.between(began_ns, time.monotonic_ns())
 
 
-def show(title: str, found: dict[Any, dict[str, Any]]) -> None:
+def show(title: str, figures: dict[Any, dict[str, Any]]) -> None:
     print(f"\n{title}")
-    for name, values in found.items():
+    for name, values in figures.items():
         cells = (
             f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
         )
@@ -160,16 +160,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)
     devices = discover(os.getpid())
-    found: dict[str, Any] = {"info": asdict(devices[0].info)}
+    record: dict[str, Any] = {"info": asdict(devices[0].info)}
     print(f"{devices[0].info}")
     with loaded(1e3):
-        found["refresh"] = refresh_periods(devices[0])
-        found["reading"] = read_cost(devices[0])
-    show("Milliseconds between changes, under load", found["refresh"])
-    show("A reading at 10 Hz, under load", found["reading"])
-    found["load energy"] = energies_under_load(devices[0])
-    show("Energy counter and integrated power", found["load energy"])
-    arguments.out.write_text(json.dumps(found, indent=1))
+        record["refresh"] = refresh_periods(devices[0])
+        record["reading"] = read_cost(devices[0])
+    show("Milliseconds between changes, under load", record["refresh"])
+    show("A reading at 10 Hz, under load", record["reading"])
+    record["load energy"] = energies_under_load(devices[0])
+    show("Energy counter and integrated power", record["load energy"])
+    arguments.out.write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import DATA
-from benchmarks.judge.memory import Point, points, tabled
+from benchmarks.judge.memory import MeasuredMemory, measured_memory, tabled
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.memory import (
@@ -440,11 +440,11 @@ def test_nothing_is_learnt_of_machines_whose_memory_is_not_known() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Point]:
-    return points()
+def measured() -> list[MeasuredMemory]:
+    return measured_memory()
 
 
-def test_committed_measurements(measured: list[Point]) -> None:
+def test_committed_measurements(measured: list[MeasuredMemory]) -> None:
     """Of layouts that do not spread experts; see docs/memory.md for those that do."""
     errors = {point: abs(point.error) for point in measured if point.error is not None and not point.spread_experts}
     assert len(errors) >= 40
@@ -455,7 +455,7 @@ def test_committed_measurements(measured: list[Point]) -> None:
     assert max(errors.values()) < 0.09
 
 
-def test_what_ran_out_is_never_called_safe(measured: list[Point]) -> None:
+def test_what_ran_out_is_never_called_safe(measured: list[MeasuredMemory]) -> None:
     ran_out = [point for point in measured if point.reserved_gib is None]
     assert len(ran_out) == 3
     assert min(point.share for point in ran_out) > 1

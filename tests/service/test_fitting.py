@@ -58,7 +58,7 @@ def measured(layout: Layout, truth: Coefficients, noise: random.Random | None = 
 
 def error(observed: list[Observation], calibration: Coefficients) -> float:
     """Mean relative error in step time."""
-    return statistics.mean(abs(benchmark.errors(one, calibration)[0]) for one in observed)
+    return statistics.mean(abs(benchmark.relative_errors(one, calibration)[0]) for one in observed)
 
 
 def test_every_coefficient_has_a_spread() -> None:
@@ -125,7 +125,7 @@ def test_committed_measurements_are_foretold() -> None:
     known = [one for one in benchmark.records() if one.layout.expert_parallel_size == 1]
     told, held_out = known[::2], known[1::2]
     fitted = fit(told, SHEET)
-    slower, hotter = zip(*(benchmark.errors(one, fitted) for one in held_out), strict=True)
+    slower, hotter = zip(*(benchmark.relative_errors(one, fitted) for one in held_out), strict=True)
     assert statistics.mean(map(abs, slower)) < 0.04
     assert statistics.mean(abs(error) for error in hotter if error is not None) < 0.04
 

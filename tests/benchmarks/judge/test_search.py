@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.judge.search import Table, main, report, run
+from benchmarks.judge.search import Table, comparison, main, replay
 
 FRONT = """# of a cluster that nobody has
 num_gpus,tensor_parallel_size,micro_batch_size,recompute,status,gpu_seconds,tokens_per_s,joules_per_token
@@ -65,7 +65,7 @@ def test_a_foreign_table_is_searched_by_its_measure_of_speed(tmp_path: Path) -> 
     fastest, *_, slowest, _ = found.results
     assert found.front == [fastest]
     assert found.reached([slowest]) == pytest.approx(0.44 / 0.59)
-    assert run(found, "auto", seed=0).trials[-1] <= len(found.results)
+    assert replay(found, "auto", seed=0).trials[-1] <= len(found.results)
     only_times = table(tmp_path, "num_gpus,micro_batch_size,step_time_s\n8,1,5\n8,2,4\n")
     assert only_times.objectives == {"step_time_s": "minimize"}
     assert only_times.reached(list(only_times.results)[:1]) == pytest.approx(4 / 5)
@@ -73,7 +73,7 @@ def test_a_foreign_table_is_searched_by_its_measure_of_speed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "auto"])
 def test_each_sampler_gets_there_and_what_it_spent_is_counted(sampler: str, tmp_path: Path) -> None:
-    found = run(table(tmp_path, FRONT), sampler, seed=1)
+    found = replay(table(tmp_path, FRONT), sampler, seed=1)
     assert 1 <= found.trials[0] <= found.trials[-1] <= 5
     assert found.trials[-1] >= 2
     assert 160 <= found.gpu_seconds[-1] <= 352
@@ -104,10 +104,10 @@ def test_a_spec_beside_the_table_lets_predictions_and_memory_take_part(tmp_path:
     found = table(tmp_path, TOO_BIG)
     assert {layout.global_batch_size for layout in found.results} == {16}
     assert set(found.predicted()) == set(found.results)
-    taken = [run(found, "auto", seed) for seed in range(3)]
+    taken = [replay(found, "auto", seed) for seed in range(3)]
     assert [each.out_of_memory for each in taken] == [0, 0, 0]
     assert max(each.trials[-1] for each in taken) <= len(found.good)
-    lines = list(report(found, "table.csv", ["auto", "random"], 2))
+    lines = list(comparison(found, "table.csv", ["auto", "random"], 2))
     assert lines[0].startswith("table.csv: 6 layouts (4 ok, 2 oom), 1 on the front of tokens_per_s and joules")
     assert [line.split()[0] for line in lines[1:]] == ["tokens_per_s", "joules_per_token", "sampler", "random", "auto"]
     assert lines[-1].split()[-1] == "0.0%"

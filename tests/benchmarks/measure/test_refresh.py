@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks import DATA
-from benchmarks.measure.refresh import errors, load, refreshes
+from benchmarks.measure.refresh import read_recorded, refreshes, window_errors
 from telemetry.devices.nvidia import REFRESH_NS
 
-READS = load(DATA / "energy_refresh_1xh200.json.xz")
+READS = read_recorded(DATA / "energy_refresh_1xh200.json.xz")
 
 
 def test_the_counter_is_refreshed_on_a_grid() -> None:
@@ -20,7 +20,7 @@ def test_the_counter_is_refreshed_on_a_grid() -> None:
 
 
 def test_windows_are_nearer_the_truth_where_refreshes_are_known() -> None:
-    blind, known, instant, average = np.abs(errors(READS, 3.0, np.random.default_rng(1))).mean(axis=0)
+    blind, known, instant, average = np.abs(window_errors(READS, 3.0, np.random.default_rng(1))).mean(axis=0)
     assert known < blind / 1.5
     assert known < 0.003
     assert known < average < instant
