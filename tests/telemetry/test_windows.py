@@ -24,7 +24,16 @@ ORIGIN = 5_000_000 * SECOND  # two months of uptime
 
 def table(rows: Sequence[dict[str, Any]], device: str = "GPU-a", **constant: Any) -> pa.Table:
     common = {"node": "n", "device": device, "kind": "nvidia", "energy_method": "counter"} | constant
-    return pa.Table.from_pylist([common | row for row in rows], schema=SCHEMA)
+    known = {name for row in rows for name in row}
+    return pa.Table.from_arrays(  # column by column: with these hundreds of times, rows take too long
+        [
+            pa.array([row.get(field.name) for row in rows], field.type)
+            if field.name in known
+            else pa.repeat(pa.scalar(common.get(field.name), field.type), len(rows))
+            for field in SCHEMA
+        ],
+        schema=SCHEMA,
+    )
 
 
 def ticks(start_s: float, end_s: float, period_s: float = 0.1) -> list[float]:
