@@ -127,7 +127,7 @@ def inside(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -
 
 
 def events(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> int:
-    """Events counted from the last reading before the window to the first one after. Raises Reset if they decrease."""
+    """Events from the last reading before the window to the first one after it. Raises Reset if they decrease."""
     around = value[bracket(time_ns, start_ns, end_ns)]
     if np.any(around[1:] < around[:-1]):
         raise Reset("went backwards")

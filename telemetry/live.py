@@ -53,7 +53,7 @@ def throttled_by(table: pa.Table) -> dict[str, tuple[str, ...]]:
 
 def _grows(rows: pa.Table, column: str) -> bool | None:
     """Whether a counter grew from the last reading but `NOW_NS`, or from the one before the last; None without two."""
-    known = rows.filter(pc.field(column).is_valid())
+    known = rows.select(["time_ns", column]).drop_null()
     times, values = known["time_ns"].to_pylist(), known[column].to_pylist()
     if len(times) < 2:
         return None

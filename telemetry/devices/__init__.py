@@ -65,7 +65,7 @@ class Precedence(IntEnum):
 
     RECORDED = 1
     """In place of what is here, because someone asked for it."""
-    ACCELERATOR = 2
+    GPU = 2
     HOST = 3
     """The machine itself, where nothing else is."""
 
@@ -84,7 +84,7 @@ class Vendor:
 
     kind: str
     discover: Callable[[int], Sequence[Device]]
-    precedence: Precedence = Precedence.ACCELERATOR
+    precedence: Precedence = Precedence.GPU
     throttle_bits: Mapping[str, int] = field(default_factory=dict)
 
 

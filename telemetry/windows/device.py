@@ -218,14 +218,16 @@ class _Samples:
 
     def latest(self, column: str) -> Any:
         """The last value up to the window's end, None if there is none."""
-        values = self._rows.filter(pc.field("time_ns") <= self._end_ns)[column].drop_null()
-        return values[-1].as_py() if len(values) else None
+        known = self._rows.select(["time_ns", column]).drop_null()
+        count = int(np.searchsorted(known["time_ns"].to_numpy(), self._end_ns, side="right"))
+        return known[column][count - 1].as_py() if count else None
 
     def count_inside(self) -> int:
         """Samples in the window that hold any reading."""
-        rows = self._rows.filter((pc.field("time_ns") >= self._start_ns) & (pc.field("time_ns") <= self._end_ns))
-        held = [rows[column].is_valid().to_numpy() for column in _READINGS if _has_values(rows, column)]
-        return int(np.count_nonzero(np.any(held, axis=0))) if held else 0
+        held = [self._rows[column].is_valid().to_numpy() for column in _READINGS if self.has(column)]
+        time_ns = self._rows["time_ns"].to_numpy()
+        inside = (time_ns >= self._start_ns) & (time_ns <= self._end_ns)
+        return int(np.count_nonzero(inside & np.any(held, axis=0))) if held else 0
 
 
 def _energy_method(
@@ -313,6 +315,6 @@ def _readings_of(rows: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _refreshed_ns(rows: pa.Table) -> np.ndarray:
     """When the value of each reading of the energy counter was new: where that is not known, when it was read."""
-    known = rows.filter(pc.field("energy_mj").is_valid())
+    known = rows.select(["energy_mj", "energy_ns", "time_ns"]).filter(rows["energy_mj"].is_valid())
     refreshed_ns: np.ndarray = pc.coalesce(known["energy_ns"], known["time_ns"]).to_numpy()
     return refreshed_ns

@@ -300,7 +300,7 @@ def summarise(
     names = list(dict.fromkeys(devices))
     windows, powers = [], []
     for device in names:
-        rows = table.filter(pc.field("device") == device).sort_by("time_ns")
+        rows = table.filter(pc.equal(table["device"], device)).sort_by("time_ns")
         windows.append(device_window(device, rows, start_ns, end_ns, known, names))
         powers.append(power_readings(rows))
     return WindowSummary(devices=tuple(windows), peak_power_w=_peak_power_w(powers, start_ns, end_ns))

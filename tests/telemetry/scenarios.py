@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from telemetry.devices import discover, nvidia, vendors
+from telemetry.devices import Device, discover, nvidia, vendors
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer
 
@@ -34,9 +34,7 @@ def step(full: bool = True, sleep: float = 0, **settings: object) -> Step:
 
 def read_steps(steps: Sequence[Step]) -> dict[str, Any]:
     """Every device's info, and for each step the time and every device's reading."""
-    if "FAKE_REFRESH" not in os.environ:
-        nvidia.REFRESH_NS = 0  # nobody waits for a counter that stands still
-    devices = discover()
+    devices = _discover()
     times, reads = [], []
     for each in steps:
         _take(each)
@@ -48,7 +46,7 @@ def read_steps(steps: Sequence[Step]) -> dict[str, Any]:
 def sample_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """The rows of the genuine sampler, without nulls; a full reading is asked for at the end of a step."""
     buffer = SampleBuffer(10_000)
-    sampler = Sampler(discover(), buffer, "n")
+    sampler = Sampler(_discover(), buffer, "n")
     sampler.start()
     for each in steps:
         _take(each)
@@ -68,7 +66,7 @@ def sample_drift(rounds: int) -> list[dict[str, Any]]:
     sampler, rows = Sampler(discover(), buffer, "n"), []
     sampler.start()
     for number in range(rounds):
-        refresh = 20 + 3 * number // 2
+        refresh = 20 + 2 * number
         _take(step(refresh=refresh, sleep=0.15))
         marked_ns = time.monotonic_ns()
         sampler.mark()
@@ -111,6 +109,12 @@ class Interpreter:
         answer = json.loads(self._process.stdout.readline())
         assert answer["status"] == 0, answer["log"]
         return json.loads(answer["result"]), answer["log"]
+
+
+def _discover() -> list[Device]:
+    if "FAKE_REFRESH" not in os.environ:
+        nvidia.REFRESH_NS = 0  # nobody waits for a counter that stands still
+    return discover()
 
 
 def _take(each: Step) -> None:

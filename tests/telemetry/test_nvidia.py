@@ -128,7 +128,7 @@ def test_costly_fields_are_asked_for_in_full_readings_alone_and_energy_first(
 
 
 def away_ms(row: Mapping[str, Any], refresh_ms: int) -> float:
-    """From when the counter was refreshed to when that is told to have been: it counts 700 W, from `refresh_ms` on."""
+    """From when the counter was refreshed to when that is said to have been: it counts 700 W, from `refresh_ms` on."""
     return row["energy_ns"] / 1e6 - (row["energy_mj"] / 700 + refresh_ms)
 
 
@@ -141,22 +141,22 @@ def test_a_reading_tells_when_its_energy_was_new(fake_driver: Interpreter, refre
 
 
 def test_after_a_call_that_hung_nobody_knows_when_the_energy_was_new(fake_driver: Interpreter) -> None:
-    before, at, after = reads_of_one(fake_driver, step(), step(hang=0.12), step(hang=0), refresh=50)
+    before, at, after = reads_of_one(fake_driver, step(), step(hang=0.12), step(), refresh=50)
     assert at["energy_mj"] is not None
     assert [read.get("energy_ns") is not None for read in (before, at, after)] == [True, False, True]
 
 
-def test_nothing_is_told_of_a_counter_with_another_period(fake_driver: Interpreter) -> None:
+def test_nothing_is_said_of_a_counter_with_another_period(fake_driver: Interpreter) -> None:
     reads = reads_of_one(fake_driver, *[step(sleep=0.03)] * 4, refresh=0, period=20)
     assert [read.get("energy_ns") for read in reads] == [None] * 4
 
 
 def test_refreshes_that_drift_from_the_host_s_clock_are_followed(fake_driver: Interpreter) -> None:
-    """By 1 or 2 ms each time between two looks. A busy machine misses some, and in the end says nothing."""
-    rows, _ = fake_driver.run(sample_drift, 20, refresh=20, gpus=2)
+    """By 2 ms each time between two looks. A busy machine misses some, and in the end says nothing."""
+    rows, _ = fake_driver.run(sample_drift, 12, refresh=20, gpus=2)
     for uuid in ("GPU-0", "GPU-1"):
         away = [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid and "energy_ns" in row]
-        assert len(away) > 10
+        assert len(away) > 6
         assert sorted(map(abs, away))[len(away) * 3 // 4] < 10, away
 
 
@@ -203,7 +203,7 @@ def test_a_gpu_lost_on_the_way_reads_null_and_the_others_go_on(
     for read in seen["reads"][1:3]:
         assert {name for name, value in read[0].items() if value is not None} <= {"xid", "xid_errors"}
         assert read[0]["xid"] == 79
-        assert read[0]["xid_errors"] == (1 if lost == 0 else None)  # with 100, no more XID errors are told
+        assert read[0]["xid_errors"] == (1 if lost == 0 else None)  # with 100, no more XID errors are reported
     assert [read[1]["energy_mj"] for read in seen["reads"]] == [70_000] * 4
     assert log.count("GPU-0 does not answer: GPU is lost") == 1
     assert (tmp_path / "calls").read_text().count("utilisation") == 6  # not of the lost GPU
@@ -215,7 +215,7 @@ def test_a_gpu_that_never_answers_leaves_the_others(fake_driver: Interpreter) ->
     assert "GPU 1 does not answer" in log
 
 
-def test_xid_errors_are_counted_and_the_latest_told(fake_driver: Interpreter) -> None:
+def test_xid_errors_are_counted_and_the_latest_named(fake_driver: Interpreter) -> None:
     reads = reads_of_one(fake_driver, step(full=False), step(full=False, xid="31 43"), step(), step(xid="94"))
     assert [(read["xid_errors"], read["xid"]) for read in reads] == [(0, None), (2, 43), (2, 43), (3, 94)]
 
@@ -341,7 +341,7 @@ def test_no_difference_of_wrapping_bytes_is_wrong(pieces: list[tuple[float, floa
 def test_a_total_that_cannot_go_lower_is_null() -> None:
     total = _Total()
     for _ in range(2**18 + 2):
-        total.add(None)  # one stretch that is not known, however often it is told
+        total.add(None)  # one stretch that is not known, however often that is said
     seen = []
     for _ in range(2**18 + 2):
         seen.append(total.add(1))
@@ -434,19 +434,17 @@ def test_no_support_ends_in_no_figure(fake_driver: Interpreter) -> None:
 
 
 def test_a_call_that_hangs_is_no_reading(fake_driver: Interpreter) -> None:
-    ticks = [step(sleep=0.05), step(full=False, sleep=0.05)]
-    hung = [step(hang=2, sleep=0.05), step(full=False, sleep=0.05)]
-    steps = [*ticks * 5, *hung, step(hang=None), *ticks * 4, step(full=False, sleep=2.5)]
+    steps = [*[step(sleep=0.1)] * 5, step(hang=1.3, sleep=0.1), step(sleep=2)]
     rows, log = fake_driver.run(sample_steps, steps, gpus=2)
-    assert "the driver took 2." in log
+    assert "the driver took 1." in log
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     of_each = [[row for row in rows if row["device"] == f"GPU-{index}"] for index in (0, 1)]
     assert [sum("power_w" not in row for row in each) for each in of_each] == [1, 0]
     hung_row = next(row for row in of_each[0] if "power_w" not in row)
     assert "energy_mj" not in hung_row
     after = [row for row in of_each[0] if row["time_ns"] > hung_row["time_ns"]]
-    assert after[0]["time_ns"] - hung_row["time_ns"] > 1.9e9
-    assert len(after) >= 5
+    assert after[0]["time_ns"] - hung_row["time_ns"] > 1.2e9
+    assert len(after) >= 2
     summary = summarise(table, hung_row["time_ns"] - 200_000_000, after[0]["time_ns"] + 200_000_000, ["GPU-0"])
     assert summary.energy_j is None
     assert any("GPU-0: " in problem for problem in summary.problems)

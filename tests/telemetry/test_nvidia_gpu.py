@@ -246,12 +246,12 @@ def test_the_energy_counter_is_refreshed_when_it_is_said_to_be(gpus: list[Nvidia
     away_ms = []
     for number in range(20):
         time.sleep(0.2 + 0.013 * number)
-        told_ns = gpus[0].read(True)["energy_ns"]
+        refreshed_ns = gpus[0].read(True)["energy_ns"]
         before = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         asked_ns = time.monotonic_ns()
         while nvml.nvmlDeviceGetTotalEnergyConsumption(handle) == before:
             time.sleep(0.001)
             asked_ns = time.monotonic_ns()
-        away_ms.append((asked_ns - told_ns + REFRESH_NS // 2) % REFRESH_NS / 1e6 - REFRESH_NS / 2e6)
-    print(f"refreshes are seen {min(away_ms):+.1f} to {max(away_ms):+.1f} ms from when they are told")
+        away_ms.append((asked_ns - refreshed_ns + REFRESH_NS // 2) % REFRESH_NS / 1e6 - REFRESH_NS / 2e6)
+    print(f"refreshes are seen {min(away_ms):+.1f} to {max(away_ms):+.1f} ms from when they are said to be")
     assert sorted(map(abs, away_ms))[15] < 8

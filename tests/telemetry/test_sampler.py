@@ -58,7 +58,7 @@ def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
     sampler.start()
     time.sleep(0.5)
     start_ns = time.monotonic_ns()
-    spinning = "import time\nwhile time.process_time() < 2.5: pass"
+    spinning = "import time\nwhile time.process_time() < 1.5: pass"
     subprocess.run([sys.executable, "-c", spinning], check=True)  # in this process it would hold the sampler up
     end_ns = time.monotonic_ns()
     assert buffer.wait_for(end_ns + 200_000_000, timeout_s=5)
@@ -79,7 +79,7 @@ def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
     assert summary.energy_method == "estimated"
     assert summary.energy_j is not None
     idle_j = IDLE_WATTS_PER_CPU * cpus * seconds
-    assert idle_j + WATTS_PER_BUSY_CPU * 2 < summary.energy_j < 1.1 * (idle_j + WATTS_PER_BUSY_CPU * cpus * seconds)
+    assert idle_j + WATTS_PER_BUSY_CPU * 1.2 < summary.energy_j < 1.1 * (idle_j + WATTS_PER_BUSY_CPU * cpus * seconds)
     assert summary.problems == ()
 
 
