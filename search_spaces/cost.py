@@ -13,7 +13,7 @@ from typing import NamedTuple
 from search_spaces.coefficients import Coefficients, data_sheet
 from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
-from search_spaces.models import ModelShape
+from search_spaces.parameters import held
 from search_spaces.roofline import Cut, Load, Places, collective, members, passes
 from search_spaces.workload import Workload
 
@@ -46,8 +46,8 @@ class Prediction:
 def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Prediction:
     """For a legal layout of the whole model of `work`."""
     c, rounds = calibration, layout.gradient_accumulation_steps
-    loads = _loads(layout, work, c)
-    layers = _layers(layout, work.model)
+    layers = [layout.layers_of(rank, work.model.layers) for rank in range(layout.pipeline_parallel_size)]
+    loads = _loads(layout, work, layers, c)
     launch = _launch_s(layout, c)
     times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
@@ -93,20 +93,16 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
 
 
 def metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:
-    """What is predicted of a layout, by the names that trials have their figures under."""
-    found, tokens = predict(layout, work, calibration), layout.global_batch_size * work.sequence_length
-    speed = found.tokens_per_s / layout.num_gpus
-    named = {
-        "tokens_per_s": found.tokens_per_s,
-        "tokens_per_s_per_gpu": speed,
-        "step_time_s": found.step_time_s,
-        "joules_per_token": found.joules_per_token,
-        "energy_per_step_j": found.joules_per_token * tokens,
-        "mean_power_w": found.power_w * layout.num_gpus,
+    """What is predicted of a layout, by the names that trials have their figures under. MFU is missing where the
+    accelerator's peak is not known."""
+    prediction, tokens = predict(layout, work, calibration), layout.global_batch_size * work.sequence_length
+    speed = work.speed(prediction.tokens_per_s, layout.num_gpus)
+    return {name: value for name, value in speed.items() if value is not None} | {
+        "step_time_s": prediction.step_time_s,
+        "joules_per_token": prediction.joules_per_token,
+        "energy_per_step_j": prediction.joules_per_token * tokens,
+        "mean_power_w": prediction.power_w * layout.num_gpus,
     }
-    if work.accelerator.peak_flops is not None:
-        named["mfu"] = work.model.flops_per_token(work.sequence_length) * speed / work.accelerator.peak_flops
-    return named
 
 
 def _clock(clocked: float, steady: float, core: float, rest: float, budget: float) -> float:
@@ -124,21 +120,15 @@ def _clock(clocked: float, steady: float, core: float, rest: float, budget: floa
     return clock
 
 
-def _loads(layout: Layout, work: Workload, c: Coefficients) -> list[Load]:
-    """Of each pipeline rank, for one microbatch forward and backward."""
+def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -> list[Load]:
+    """Of each pipeline rank, which has so many `layers`, for one microbatch forward and backward."""
     through = passes(Cut.of(layout, work), work.model, work.sequence_length, c)
-    layers = _layers(layout, work.model)
     blocks = {count: through.block.times(count) for count in set(layers)}
     loads = [blocks[count] for count in layers]
     first, last = layout.end_ranks
     loads[first] = loads[first].plus(through.embedding)
     loads[last] = loads[last].plus(through.head)
     return loads
-
-
-def _layers(layout: Layout, model: ModelShape) -> list[int]:
-    """Blocks of each pipeline rank."""
-    return [layout.layers_of(rank, model.layers) for rank in range(layout.pipeline_parallel_size)]
 
 
 def _launch_s(layout: Layout, c: Coefficients) -> float:
@@ -167,8 +157,8 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
         layout.layers_of(rank, work.model.layers),
     )
     copies = layout.shard_ranks // ranks
-    dense, experts = _held(layout, work.model, rank)
-    holds, shard = dense + experts, dense / ranks + experts / max(1, ranks // layout.expert_parallel_size)
+    holds = held(layout, work.model, rank, engine.splits_tables)
+    whole, shard = holds.whole, holds.sharded(layout)
     width, summed = layout.width, engine.sum_width(layout)
     forward, backward = round_s / 3, round_s * 2 / 3
     # Pipelines sum after their last backward pass.
@@ -178,15 +168,15 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
 
     places = Places.of(layout, work)
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
-    count = engine.messages(layout, layers, holds)
-    gather, gathered = collective(width * holds, count, ranks, tensor, places, c)
+    count = engine.messages(layout, layers, whole)
+    gather, gathered = collective(width * whole, count, ranks, tensor, places, c)
     exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
 
     sums = rounds if zero >= 2 else 1
     # Where every rank keeps the sum it is scattered and gathered.
     times = 2 if engine.sums_whole(layout) else 1
     over = ranks if zero else copies
-    scatter, scattered = collective(times * summed * holds, count, over, tensor, places, c)
+    scatter, scattered = collective(times * summed * whole, count, over, tensor, places, c)
     exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
     if zero and copies > 1:
         between, more = collective(2 * summed * shard, count, copies, tensor * ranks, places, c)
@@ -195,7 +185,7 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     # Gradients are copied to be sent, or where they are summed, and added to what is there.
     copied = width + summed + (AUTOCAST_BYTES if engine.autocasts(layout) else 0)
     added = (rounds - 1) * summed if zero < 2 else 0
-    moved = (gathers * 2.0 * width + rounds * copied + added) * holds
+    moved = (gathers * 2.0 * width + rounds * copied + added) * whole
     if layout.offload_optimizer:
         return _Upkeep(moved, sent, exposed, shard)
     return _Upkeep(moved + engine.update_bytes * shard, sent, exposed, 0.0)
@@ -204,17 +194,6 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
 def _exposed(seconds: float, beside: float, hidden: bool, c: Coefficients) -> float:
     """What communication adds to a step that computes for `beside` seconds in the meantime."""
     return max(0.0, seconds - beside) + c.contention * min(seconds, beside) if hidden else seconds
-
-
-def _held(layout: Layout, model: ModelShape, rank: int) -> tuple[float, float]:
-    """Parameters of a pipeline rank's GPU before ZeRO shards them: experts apart from all others."""
-    tensor, layers = layout.tensor_parallel_size, layout.layers_of(rank, model.layers)
-    experts = model.num_experts * model.expert_parameters
-    ends = layout.end_ranks.count(rank)
-    copies = 1 if model.tie_embeddings and ends == 2 else ends
-    tables = copies * model.vocab * model.hidden / (tensor if engine_of(layout).splits_tables else 1)
-    dense = layers * (model.block_parameters - experts) / tensor + tables
-    return dense, layers * experts / tensor / layout.expert_parallel_size
 
 
 def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:
