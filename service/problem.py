@@ -171,13 +171,7 @@ class Problem:
 
     def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:
         """The metrics that follow from the speed of a trial on so many GPUs; `mfu` as in PaLM's appendix B."""
-        peak_flops = self.cluster.device.peak_flops
-        flops = self.shape.flops_per_token(self.sequence_length) * tokens_per_s
-        return {
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_gpu": tokens_per_s / gpus,
-            "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
-        }
+        return self.workload.speed(tokens_per_s, gpus)
 
     def located(self) -> Problem:
         """The problem for a process with another working directory: its data under an absolute path."""
