@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from search_spaces.layout import Layout
+from search_spaces.layout import AXES, Layout
 from service.home import tracking_uri
 from service.record.results import Results, SearchRecord, TrialRecord
 from service.result import STATUSES
@@ -39,11 +39,10 @@ def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
     """The trials that explored and came to an end, by layout."""
     over = [trial for trial in search.trials if trial.status in STATUSES and trial.purpose == "search"]
     trials = {trial.layout: trial for trial in over}
-    default = Layout("", 0, 0)
     axes = [
         axis
         for axis in Layout.__dataclass_fields__
-        if axis in ALWAYS or any(getattr(layout, axis) != getattr(default, axis) for layout in trials)
+        if axis in ALWAYS or any(getattr(layout, axis) != AXES[axis].idle for layout in trials)
     ]
     for layout in sorted(trials, key=lambda layout: layout.label):
         trial = trials[layout]

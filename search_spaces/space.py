@@ -1,4 +1,4 @@
-"""The legal points of a search: the product of its axes, less what the rules refuse.
+"""The legal layouts of a search: the product of its axes, less what the rules refuse.
 
 A layout is settled axis by axis. A setting without effect, given those before it, is written as the default, so that
 equal layouts are equal values. A layout is refused as soon as the axes so far are illegal, and what would come after
@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from search_spaces.layout import BUCKET_SIZE, Layout
-from search_spaces.rules import RULES_BY_AXIS, refusal
+from search_spaces.engines import engine_of
+from search_spaces.layout import AXES, Layout
+from search_spaces.rules import refusal, rules_at
 from search_spaces.workload import Workload
 
 
@@ -36,7 +37,7 @@ class Space:
 
 def varying(layouts: Iterable[Layout]) -> dict[str, list[Any]]:
     """Axis -> its values among `layouts` in their order, a default of None first, of the axes on which they differ."""
-    taken: dict[str, set[Any]] = {field.name: set() for field in fields(Layout)}
+    taken: dict[str, set[Any]] = {field.name: set() for field in fields(Layout) if field.name in AXES}
     for layout in layouts:
         for axis, values in taken.items():
             values.add(getattr(layout, axis))
@@ -47,116 +48,47 @@ def varying(layouts: Iterable[Layout]) -> dict[str, list[Any]]:
     }
 
 
-def is_numeric(values: Iterable[Any]) -> bool:
-    """Whether the values of an axis have an order: text, lists and their default have none."""
-    return all(isinstance(value, int) for value in values)
-
-
-def _pipeline_schedule(value: str, layout: Layout, work: Workload) -> str:
-    return value if layout.pipeline_parallel_size > 1 else "1f1b"
-
-
-def _virtual_pipeline_stages(value: int, layout: Layout, work: Workload) -> int:
-    return value if layout.pipeline_parallel_size > 1 else 1
-
-
 def _stage_layers(value: tuple[int, ...] | None, layout: Layout, work: Workload) -> tuple[int, ...] | None:
     stages, layers = layout.pipeline_stages, work.model.layers
     even = value == (layers // stages,) * stages and layers % stages == 0
-    return None if even or layout.pipeline_parallel_size == 1 else value
-
-
-def _zero_stage(value: int, layout: Layout, work: Workload) -> int:
-    if layout.shard_ranks == 1:
-        return 0
-    # With a single microbatch, reducing gradients once a step is reducing them every microbatch.
-    once = layout.gradient_accumulation_steps == 1 and layout.pipeline_parallel_size == 1
-    return 2 if value == 1 and once and layout.engine == "megatron" else value
-
-
-def _data_parallel_replicate_size(value: int, layout: Layout, work: Workload) -> int:
-    return value if layout.zero_stage else 1
-
-
-def _offload_optimizer(value: bool, layout: Layout, work: Workload) -> bool:
-    return value and layout.engine == "deepspeed"
-
-
-def _sequence_parallel(value: bool, layout: Layout, work: Workload) -> bool:
-    return value and layout.tensor_parallel_size > 1 and layout.engine == "megatron"
-
-
-def _async_tensor_parallel(value: bool, layout: Layout, work: Workload) -> bool:
-    return value and layout.sequence_parallel and layout.compile  # the compiler makes it of the synchronous one
+    return None if even else value
 
 
 def _rank_order(value: tuple[int, ...] | None, layout: Layout, work: Workload) -> tuple[int, ...] | None:
     return None if value == tuple(range(layout.num_gpus)) else value
 
 
-def _overlap_grad_reduce(value: bool, layout: Layout, work: Workload) -> bool:
-    if layout.engine == "megatron":
-        return value or layout.shard_ranks == 1
-    # DeepSpeed reduces after the last backward pass without ZeRO, in pipelines, and where ZeRO-1 sums bf16 in fp32.
-    sums_apart = layout.precision == "bf16" and layout.reduce_precision == "fp32" and not layout.offload_optimizer
-    late = layout.zero_stage == 0 or layout.pipeline_parallel_size > 1 or (layout.zero_stage == 1 and sums_apart)
-    return value or late
-
-
-def _overlap_param_gather(value: bool, layout: Layout, work: Workload) -> bool:
-    return value or layout.zero_stage < (1 if layout.engine == "megatron" else 3)
-
-
-def _bucket_size(value: int, layout: Layout, work: Workload) -> int:
-    return value if layout.engine == "deepspeed" and layout.zero_stage else BUCKET_SIZE
-
-
-def _reduce_precision(value: str, layout: Layout, work: Workload) -> str:
-    return "fp32" if layout.precision == "fp32" else value
-
-
-_SETTLED: dict[str, Callable[[Any, Layout, Workload], Any]] = {
-    "pipeline_schedule": _pipeline_schedule,
-    "virtual_pipeline_stages": _virtual_pipeline_stages,
-    "stage_layers": _stage_layers,
-    "zero_stage": _zero_stage,
-    "data_parallel_replicate_size": _data_parallel_replicate_size,
-    "offload_optimizer": _offload_optimizer,
-    "sequence_parallel": _sequence_parallel,
-    "async_tensor_parallel": _async_tensor_parallel,
-    "rank_order": _rank_order,
-    "overlap_grad_reduce": _overlap_grad_reduce,
-    "overlap_param_gather": _overlap_param_gather,
-    "bucket_size": _bucket_size,
-    "reduce_precision": _reduce_precision,
-}
-_DEFAULTS = {field.name: field.default for field in fields(Layout) if field.default is not MISSING}
+_SAME: dict[str, Callable[[Any, Layout, Workload], Any]] = {"stage_layers": _stage_layers, "rank_order": _rank_order}
+"""Axis -> the value as which one is written that has the same effect."""
 
 
 def canonical(layout: Layout, work: Workload) -> Layout:
-    """The same layout without settings that have no effect in it, so that equal layouts are equal values.
+    """A layout without settings that have no effect in it, so that equal layouts are equal values.
 
     Of an illegal one, the axes up to the one at which it is refused.
     """
-    settled = Layout(layout.engine, layout.num_gpus, layout.global_batch_size)
-    for axis, rules in RULES_BY_AXIS.items():
+    settled, engine = _unsettled(layout.engine, layout.num_gpus, layout.global_batch_size), engine_of(layout)
+    for axis in AXES:
         (settled,) = _grow(settled, axis, [getattr(layout, axis)], work)
-        if refusal(settled, work, rules):
+        if refusal(settled, work, rules_at(axis, engine)):
             break
     return settled
 
 
 def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
-    """All legal points of `axes` (field of `Layout` -> values to try) for one workload."""
+    """All legal layouts of `axes` (axis -> values to try, its default for others) for one workload.
+
+    Raises `ValueError` for an engine that there is not.
+    """
     refused: Counter[str] = Counter()
     reasons: dict[str, str] = {}
-    layouts = [Layout(axes["engine"][0], axes["num_gpus"][0], work.global_batch_size)]
-    for axis, rules in RULES_BY_AXIS.items():
-        values = axes[axis] if axis in axes else [_DEFAULTS[axis]]
+    layouts = [_unsettled(axes["engine"][0], axes["num_gpus"][0], work.global_batch_size)]
+    for axis, row in AXES.items():
+        values = axes.get(axis, [row.default])
         parents, layouts = layouts, []
         for parent in parents:
             for layout in _grow(parent, axis, values, work):
-                if (why := refusal(layout, work, rules)) is None:
+                if (why := refusal(layout, work, rules_at(axis, engine_of(layout)))) is None:
                     layouts.append(layout)
                 else:
                     refused[why[0]] += 1
@@ -165,9 +97,21 @@ def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
     return Space(tuple(layouts), combinations, len(layouts) + refused.total(), dict(refused), reasons)
 
 
+def _unsettled(engine: str, num_gpus: int, global_batch_size: int) -> Layout:
+    """A layout before its axes are settled: all are idle."""
+    return Layout.from_dict({"engine": engine, "num_gpus": num_gpus, "global_batch_size": global_batch_size})
+
+
 def _grow(layout: Layout, axis: str, values: Sequence[Any], work: Workload) -> list[Layout]:
-    """`point` with each of the values of `axis` that differ in effect."""
-    settle = _SETTLED.get(axis)
-    distinct = dict.fromkeys(values if settle is None else [settle(value, layout, work) for value in values])
-    now = getattr(layout, axis)
-    return [layout if value == now else replace(layout, **{axis: value}) for value in distinct]
+    """`layout` with each of the values of `axis` that differ in effect."""
+    row, now = AXES[axis], getattr(layout, axis)
+    if axis != "engine":  # before that, the engine is not the layout's own
+        engine = engine_of(layout)
+        if not (row.matters(layout) and engine.has_use(axis, layout)):
+            values = [row.idle]
+        else:
+            if (same := _SAME.get(axis)) is not None:
+                values = [same(value, layout, work) for value in values]
+            if (settle := engine.settled.get(axis)) is not None:
+                values = [settle(value, layout) for value in values]
+    return [layout if value == now else replace(layout, **{axis: value}) for value in dict.fromkeys(values)]

@@ -11,24 +11,20 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic_core import PydanticKnownError
 
+from search_spaces.axis import Axis, Range
+from search_spaces.engines import ENGINES
 from search_spaces.hardware import ACCELERATORS, Accelerator
-from search_spaces.layout import (
-    BUCKET_SIZE,
-    ENGINES,
-    PRECISIONS,
-    RECOMPUTE,
-    REDUCE_PRECISIONS,
-    SCHEDULES,
-    Layout,
-)
+from search_spaces.layout import AXES, Layout
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
-from search_spaces.rules import RULES, Workload, virtual_stages_fit_schedule
+from search_spaces.rules import all_rules, virtual_stages_fit_schedule
 from search_spaces.space import Space, enumerate_space
+from search_spaces.workload import Workload
 from service.errors import InputError
 from trainables.data import located
 
@@ -86,23 +82,9 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-def Axis(item: Any) -> Any:
-    """A non-empty list of values; a single value stands for a list of one."""
-    return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
-
-
 def _as_list_of_lists(value: Any) -> Any:
     flat = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
     return [value] if flat or not isinstance(value, list) else value
-
-
-def Lists(item: Any) -> Any:
-    """Like `Axis`, of lists of numbers, or null for the default; a single list stands for a list of one."""
-    return Annotated[
-        list[Annotated[tuple[item, ...], Field(min_length=1, strict=False)] | None],
-        BeforeValidator(_as_list_of_lists),
-        Field(min_length=1),
-    ]
 
 
 class Strict(BaseModel):
@@ -159,32 +141,52 @@ class ClusterSpec(Strict):
         return ACCELERATORS[self.accelerator]
 
 
-class SpaceSpec(Strict):
-    """The axes: the values to try of each field of a layout. `num_gpus` defaults to the whole cluster."""
+def _known(name: Any) -> Any:
+    if isinstance(name, str) and name in ENGINES:
+        return name
+    raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, ENGINES))})
 
-    engine: Axis(Literal[ENGINES]) = ["megatron"]  # type: ignore[valid-type]
-    num_gpus: Axis(Positive) | None = None  # type: ignore[valid-type]
-    tensor_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    pipeline_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    context_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    expert_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    pipeline_schedule: Axis(Literal[SCHEDULES]) = ["1f1b"]  # type: ignore[valid-type]
-    virtual_pipeline_stages: Axis(Positive) = [1]  # type: ignore[valid-type]
-    stage_layers: Lists(Positive) = [None]  # type: ignore[valid-type]
-    zero_stage: Axis(Annotated[int, Field(strict=True, ge=0, le=3)]) = [0]  # type: ignore[valid-type]
-    data_parallel_replicate_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    micro_batch_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    recompute: Axis(Literal[RECOMPUTE]) = ["none"]  # type: ignore[valid-type]
-    sequence_parallel: Axis(Switch) = [True]  # type: ignore[valid-type]
-    async_tensor_parallel: Axis(Switch) = [False]  # type: ignore[valid-type]
-    overlap_grad_reduce: Axis(Switch) = [True]  # type: ignore[valid-type]
-    overlap_param_gather: Axis(Switch) = [True]  # type: ignore[valid-type]
-    bucket_size: Axis(Positive) = [BUCKET_SIZE]  # type: ignore[valid-type]
-    offload_optimizer: Axis(Switch) = [False]  # type: ignore[valid-type]
-    compile: Axis(Switch) = [False]  # type: ignore[valid-type]
-    precision: Axis(Literal[PRECISIONS]) = ["bf16"]  # type: ignore[valid-type]
-    reduce_precision: Axis(Literal[REDUCE_PRECISIONS]) = ["fp32"]  # type: ignore[valid-type]
-    rank_order: Lists(Annotated[int, Field(strict=True, ge=0)]) = [None]  # type: ignore[valid-type]
+
+def _value_of(axis: Axis) -> Any:
+    """The type of one value of an axis; of one whose values are lists, of a number in them."""
+    if axis.name == "engine":
+        return Annotated[str, BeforeValidator(_known)]
+    if isinstance(axis.allowed, Range):
+        return Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high)]
+    return Switch if axis.type is bool else Literal[axis.allowed]
+
+
+def _values(item: Any) -> Any:
+    """A non-empty list, for which a single value may stand."""
+    return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+def _lists(item: Any) -> Any:
+    """A non-empty list of lists, or null for the default; a single list may stand for it."""
+    numbers = Annotated[tuple[item, ...], Field(min_length=1, strict=False)]
+    return Annotated[list[numbers | None], BeforeValidator(_as_list_of_lists), Field(min_length=1)]
+
+
+def _field_of(axis: Axis) -> tuple[Any, Any]:
+    """Type and default of the field with the values of an axis."""
+    item = _value_of(axis)
+    if axis.lists:
+        return _lists(item), [axis.default]
+    return (_values(item), [axis.default]) if axis.default is not None else (_values(item) | None, None)
+
+
+if TYPE_CHECKING:
+
+    class SpaceSpec(Strict):
+        """The values to try of each axis of a layout; see `search_spaces.layout.AXES`."""
+else:
+    SpaceSpec = create_model(
+        "SpaceSpec",
+        __base__=Strict,
+        __doc__="The values to try of each axis of a layout; see `search_spaces.layout.AXES`.",
+        __module__=__name__,
+        **{name: _field_of(axis) for name, axis in AXES.items()},
+    )
 
 
 class MeasurementSpec(Strict):
@@ -438,7 +440,7 @@ class SearchSpec(Strict):
 
     def _batch_is_to_blame(self) -> bool:
         """Whether points failed on the batch and none got any further through the rules."""
-        names = [rule.__name__ for rule in RULES]
+        names = [rule.__name__ for rule in all_rules(ENGINES.values())]
         refused = self.legal.refused
         return bool(refused) and max(refused, key=names.index) == "batch_divides"
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from search_spaces.space import is_numeric, varying
+from search_spaces.layout import AXES
+from search_spaces.space import varying
 from service.answers.candidates import Candidate, explored
 from service.answers.overview import notices
 from service.answers.ranking import Ranking
@@ -196,7 +197,7 @@ def _importance(values: Mapping[Candidate, float]) -> dict[str, float]:
     axes = varying(layouts)
     distributions: dict[str, BaseDistribution] = {
         axis: IntDistribution(0, len(choices) - 1)
-        if is_numeric(choices)
+        if AXES[axis].ordered
         else CategoricalDistribution(range(len(choices)))
         for axis, choices in axes.items()
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,9 +12,9 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from search_spaces.layout import Layout
+from search_spaces.layout import AXES, Layout
 from search_spaces.memory import MemoryModel
-from search_spaces.space import is_numeric, varying
+from search_spaces.space import varying
 from service.record.store import sqlite_file
 from service.result import TrialResult
 from service.sampling.surrogate import Coordinates, SurrogateSampler
@@ -123,8 +122,8 @@ class SearchStudy:
         self.objectives, self.limits, self.memory = dict(objectives), list(limits), memory
         self.axes = varying(layouts)
         self.distributions: dict[str, BaseDistribution] = {
-            axis: FloatDistribution(place(axis, values[0]), place(axis, values[-1]))
-            if is_numeric(values)
+            axis: FloatDistribution(AXES[axis].place(values[0]), AXES[axis].place(values[-1]))
+            if AXES[axis].ordered
             else CategoricalDistribution(range(len(values)))
             for axis, values in self.axes.items()
         }
@@ -255,7 +254,7 @@ class SearchStudy:
 
     def _coordinates(self, layout: Layout) -> Coordinates:
         return tuple(
-            place(axis, getattr(layout, axis))
+            AXES[axis].place(getattr(layout, axis))
             if isinstance(self.distributions[axis], FloatDistribution)
             else values.index(getattr(layout, axis))
             for axis, values in self.axes.items()
@@ -301,8 +300,3 @@ class SearchStudy:
 
         chosen = goal if goal in candidates else min(candidates, key=distance)
         return dict(zip(self.axes, chosen, strict=True))
-
-
-def place(axis: str, value: int) -> float:
-    """Where a number lies on its axis: sizes by their logarithm to base 2, ZeRO's stages and switches as they are."""
-    return float(value) if axis == "zero_stage" or isinstance(value, bool) else math.log2(value)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.committed import BENCHMARKS
 from benchmarks.memory import Point, points, tabled
+from search_spaces.engines.deepspeed import ZERO3_BYTES
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.memory import (
-    DEEPSPEED_ZERO3_BYTES,
     MEASURED_SHARE,
     OUTSIDE_BYTES,
     SAFE_SHARE,
@@ -87,7 +87,7 @@ def test_states_of_deepspeed(
     shape = PRESETS["llama3-8b"]
     (rank,) = ranks_of(layout_of("deepspeed", dp=8, zero_stage=zero, reduce_precision=reduced, compile=True))
     table = shape.vocab * shape.hidden + shape.hidden
-    gathered = 2 * (table + shape.block_parameters) + DEEPSPEED_ZERO3_BYTES * table if zero == 3 else 0
+    gathered = 2 * (table + shape.block_parameters) + ZERO3_BYTES * table if zero == 3 else 0
     assert rank.parameters == parameters * shape.parameters + gathered
     assert rank.gradients == gradients * shape.parameters
     assert rank.optimizer == optimizer * shape.parameters

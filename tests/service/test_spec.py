@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from search_spaces.engines import ENGINES
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.layout import ENGINES, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES
+from search_spaces.layout import AXES, SCHEDULES
 from search_spaces.models import PRESETS
 from service.errors import InputError
 from service.spec import METRICS, SECTIONS, SearchSpec, dump_spec, load_spec, parse_constraint, parse_spec
@@ -210,7 +211,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"sampler": "grid"},
         r"sampler: must be 'auto', 'gp', 'tpe', 'nsga2', 'random' or 'exhaustive' \(given: \"grid\"\)$",
     ),
-    ({"baseline": {"layers": 2}}, r"baseline\.layers: unknown axis; must be one of engine, num_gpus, .*rank_order$"),
+    (
+        {"baseline": {"layers": 2}},
+        r"baseline\.layers: unknown axis; must be one of engine, num_gpus, .*rank_order, overlap_grad_reduce, .*$",
+    ),
     ({"baseline": {"micro_batch_size": 3}}, r"baseline: none of the \d+ legal layouts is like that$"),
     (
         {"baseline": {"engine": "megatron"}, "space": {"micro_batch_size": [1, 2], "recompute": ["none", "full"]}},
@@ -470,7 +474,7 @@ valid = st.fixed_dictionaries(
                 "engine": some(["megatron", "deepspeed"]),
                 "num_gpus": some([1, 2]).map(lambda sizes: [1, 4, *sizes]),
                 "zero_stage": some([0, 1, 2, 3]),
-                "recompute": some(list(RECOMPUTE)),
+                "recompute": some(list(AXES["recompute"].allowed or ())),
                 "rank_order": some([None, [3, 2, 1, 0], [0, 1, 3, 2]]).map(lambda orders: [None, *orders]),
                 "pipeline_schedule": some(list(SCHEDULES)),
                 "compile": some([False, True]) | st.booleans(),
@@ -553,7 +557,7 @@ def test_the_documentation_has_every_field_and_its_default() -> None:
 def test_the_documentation_names_every_choice() -> None:
     text = (ROOT / "docs" / "spec.md").read_text()
     sampler = get_args(SearchSpec.model_fields["sampler"].annotation)
-    words = [*ENGINES, *RECOMPUTE, *PRECISIONS, *REDUCE_PRECISIONS, *SCHEDULES]
+    words = [*ENGINES, *(word for axis in AXES.values() if axis.type is str for word in axis.allowed or ())]
     assert [word for word in (*METRICS, *PRESETS, *ACCELERATORS, *sampler, *words) if f"`{word}`" not in text] == []
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from search_spaces.layout import BUCKET_SIZE, ENGINES, SCHEDULES, Layout
+from search_spaces.engines import ENGINES
+from search_spaces.layout import BUCKET_SIZE, SCHEDULES, Layout
 from search_spaces.models import ModelShape
 from search_spaces.rules import Workload, refusal
 from search_spaces.space import enumerate_space

@@ -19,7 +19,7 @@ def arguments(layout: Layout) -> list[str]:
         *("--micro-batch-size", str(layout.micro_batch_size)),
         *("--global-batch-size", str(layout.global_batch_size)),
     ]
-    if layout.sequence_parallel:
+    if layout.splits_sequence:
         args += ["--sequence-parallel"]
     if layout.async_tensor_parallel:
         args += ["--tp-comm-overlap"]

@@ -16,7 +16,7 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.layout import Layout
+from search_spaces.layout import AXES, Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.models import PRESETS
 from search_spaces.space import enumerate_space
@@ -83,7 +83,7 @@ def layout_of(study: SearchStudy, trial: FrozenTrial) -> Layout:
     values = {
         axis: choices[trial.params[axis]]
         if isinstance(study.distributions[axis], CategoricalDistribution)
-        else choices[[study_module.place(axis, choice) for choice in choices].index(trial.params[axis])]
+        else choices[[AXES[axis].place(choice) for choice in choices].index(trial.params[axis])]
         for axis, choices in study.axes.items()
     }
     return replace(next(iter(study.trials)), **values)
