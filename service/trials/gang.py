@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,14 @@ class Gang:
     ) -> None:
         """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them."""
         actor: Any = ray.remote(Mailbox)
-        self.mailbox: ActorHandle = actor.options(
+        self.mailbox: ActorHandle[Mailbox] = actor.options(
             num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
         ).remote(size)
         self._closing = False
         resources = resources_per_worker(cluster)
         # Ray Train looks for dead workers every 2 s unless told otherwise.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-        self._trainer = lambda: TorchTrainer(
+        self._trainer: Callable[[], Any] = lambda: TorchTrainer(
             worker_loop,
             train_loop_config={
                 "mailbox": self.mailbox,
@@ -100,13 +100,13 @@ class Pool:
     gets such a gang.
     """
 
-    def __init__(self, mailboxes: list[ActorHandle]) -> None:
+    def __init__(self, mailboxes: list[ActorHandle[Mailbox]]) -> None:
         self._starting = list(mailboxes)
-        self._free: asyncio.Queue[ActorHandle] = asyncio.Queue()
-        self._lent: dict[str, ActorHandle] = {}
+        self._free: asyncio.Queue[ActorHandle[Mailbox]] = asyncio.Queue()
+        self._lent: dict[str, ActorHandle[Mailbox]] = {}
         self._offers: set[asyncio.Task[None]] = set()
 
-    async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle | None:
+    async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle[Mailbox] | None:
         """A gang's mailbox for one trial, once one is free; None if none was in time."""
         while self._starting:
             self._offer(self._starting.pop())
@@ -139,10 +139,12 @@ class Pool:
         task.add_done_callback(self._offers.discard)
 
 
-def start_pool(gangs: Sequence[Gang]) -> ActorHandle:
+def start_pool(gangs: Sequence[Gang]) -> ActorHandle[Pool]:
     """The actor that lends these gangs."""
     actor: Any = ray.remote(Pool)
-    return actor.options(num_cpus=0, resources=ON_HEAD, max_concurrency=1000).remote([gang.mailbox for gang in gangs])
+    options = {"num_cpus": 0, "resources": ON_HEAD, "max_concurrency": 1000}
+    pool: ActorHandle[Pool] = actor.options(**options).remote([gang.mailbox for gang in gangs])
+    return pool
 
 
 def resources_per_worker(cluster: Cluster) -> dict[str, float]:

@@ -6,18 +6,21 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainables.engines.base import Engine, Job
+    from trainables.engines.base import Job, TrainingEngine
 
 
-def build_engine(job: Job) -> Engine:
+def build_engine(job: Job) -> TrainingEngine:
     """Lay the model out over the ranks of the default process group. Collective.
 
     Raises `ValueError` for an engine that is not registered in `search_spaces.engines`.
     """
-    engine: Engine = importlib.import_module(engine_module(job.layout.engine)).build(job)
+    engine: TrainingEngine = importlib.import_module(engine_module(job.layout.engine)).build(job)
     return engine
 
 
 def engine_module(name: str) -> str:
-    """The module whose `build(job: Job) -> Engine` makes the engine; whatever it imports, the fork server preloads."""
+    """Name of the module of an engine: its `build(job: Job) -> TrainingEngine` makes the engine.
+
+    The fork server of trials preloads it, and whatever it imports.
+    """
     return f"trainables.engines.{name}.engine"

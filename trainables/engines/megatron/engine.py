@@ -33,10 +33,10 @@ from trainables.engines.base import (
     BETAS,
     GRADIENT_CLIP,
     WEIGHT_DECAY,
-    Engine,
     Job,
     Microbatch,
     StepOutput,
+    TrainingEngine,
     learning_rate,
 )
 from trainables.engines.megatron.context import positions
@@ -58,7 +58,7 @@ class ParameterGroup:
         return [p.grad for p in self.parameters if p.grad is not None and p is not besides]
 
 
-def build(job: Job) -> Engine:
+def build(job: Job) -> TrainingEngine:
     """The engine, with the job's model laid out. Collective."""
     return MegatronEngine(job)
 
