@@ -19,7 +19,8 @@ from typing import Any
 
 from benchmarks.gang import Run, one_gang
 from search_spaces.layout import Layout
-from service.answers.tables import heading, render
+from service.answers.tables import render
+from service.metrics import heading
 from service.result import TrialResult
 from service.spec import SearchSpec, load_spec
 from service.trials import short

@@ -19,13 +19,15 @@ from service.answers.candidates import Candidate
 from service.answers.export import export
 from service.answers.overview import SearchInfo, notices
 from service.answers.ranking import answer, best, pareto
-from service.answers.tables import breakdown_table, candidates_table, searches_table, with_unit
+from service.answers.tables import breakdown_table, candidates_table, searches_table
 from service.client import Wattune
 from service.errors import InputError, SearchError
 from service.home import Home
 from service.home import tracking_uri as store_uri
+from service.metrics import with_unit
 from service.record import store
 from service.record.results import Results, SearchRecord
+from service.result import Purpose
 from service.spec import load_spec
 
 TRACKING = click.option(
@@ -351,7 +353,7 @@ def _print_outcome(found: str, uri: str) -> None:
 
 def _print_front(record: SearchRecord) -> None:
     front = pareto(record)
-    trials = sum(trial.purpose == "search" for trial in record.trials)
+    trials = sum(trial.purpose == Purpose.SEARCH for trial in record.trials)
     click.echo(f"\nPareto front of {', '.join(record.objectives)}, of {trials} trials:\n")
     _print_candidates(record, front)
     if front:

@@ -17,7 +17,8 @@ import ray.tune
 from ray.actor import ActorHandle
 from ray.tune.experiment import Trial
 
-from search_spaces.layout import Layout
+from service.answers.candidates import candidates
+from service.answers.ranking import leaders
 from service.cluster import check_cluster, ray_session
 from service.display import Display
 from service.errors import InputError, SearchError
@@ -28,18 +29,20 @@ from service.record import store
 from service.record.provenance import hardware, software
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
-from service.result import STATUSES, TrialResult
+from service.result import Purpose, TrialResult
 from service.sampling import drift
 from service.sampling.agenda import Agenda, SearchAgenda, Spent, settled
 from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.sampling.study import SearchStudy, study_exists
 from service.sampling.warmup import open_study
 from service.spec import SearchSpec, dump_spec, new_search_id, parse_spec
+from service.step import Step
 from service.trials import thermal
 from service.trials.evaluate import evaluate
 from service.trials.gang import ON_HEAD, Gang, close_gangs, start_pool
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.data import SYNTHETIC, DataError, open_tokens
+from trainables.status import Status
 
 # A Tune trial only waits for its gang.
 TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
@@ -82,7 +85,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
     home = Home.locate()
     recorded = Results(store_uri(tracking_uri))
     record = recorded.search(search)
-    if any(trial.purpose == "calibration" for trial in record.trials):
+    if any(trial.purpose == Purpose.CALIBRATION for trial in record.trials):
         raise InputError(f"search {record.id} is a calibration: calibrate anew")
     if not study_exists(record.id, home.optuna_storage):
         raise InputError(f"search {record.id} was not run from {home.path}: resume it with the WATTUNE_HOME it had")
@@ -98,7 +101,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
             summary = tracker.resume_search(record)
             results = results_of(recorded.search(record.id))
             study = _study(spec, record.id, home, recorded)
-            study.recall([result for result in settled(results) if result.purpose == "search"])
+            study.recall([result for result in settled(results) if result.purpose == Purpose.SEARCH])
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
             course = SearchAgenda(study, spec, _gangs(spec), results, spent)
             Driver(spec, record.id, home, tracker, course).run(begun=True)
@@ -124,7 +127,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
         TrialResult(
             trial_id=trial.trial_id,
             layout=trial.layout,
-            status=trial.status,
+            status=Status(trial.status),
             cause=trial.cause,
             metrics=dict(trial.metrics),
             methods=trial.methods,
@@ -132,7 +135,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
             infrastructure=trial.infrastructure,
         )
         for trial in record.trials
-        if trial.status in STATUSES
+        if trial.status in list(Status)
     ]
 
 
@@ -152,9 +155,9 @@ class _Recorder(ray.tune.Callback):
         self.failure: SearchError | None = None
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        layout, purpose = Layout.from_dict(trial.config), trial.config["purpose"]
-        self.progress.started(layout.label, purpose)
-        self.tracker.start_trial(trial.trial_id, layout, {store.PURPOSE: purpose})
+        step = Step.from_dict(trial.config)
+        self.progress.started(step.layout.label, step.purpose)
+        self.tracker.start_trial(trial.trial_id, step.layout, {store.PURPOSE: step.purpose})
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._finish(trial, trial.last_result)
@@ -165,9 +168,9 @@ class _Recorder(ray.tune.Callback):
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
         if not reported or "result" not in reported:
             self._release(trial)
-        result = outcome_of(trial.trial_id, trial.config, reported)
+        result = outcome_of(trial.trial_id, Step.from_dict(trial.config), reported)
         samples = self._samples(result)
-        if result.purpose == "finalist" and samples is not None:
+        if result.purpose == Purpose.FINALIST and samples is not None:
             result = thermal.judged(result, samples)
         self.tracker.finish_trial(result, samples)  # first of all: what is on disk is not run again
         if self.course.take(result):
@@ -203,7 +206,7 @@ class Driver:
     def run(self, begun: bool = False) -> None:
         """Take the course to its end. `begun`: whether the search has a record already."""
         spec, course = self.spec, self.course
-        progress = Display(spec.objectives, spec.budget, course.sought, spec.limits, course.began)
+        progress = Display(spec.goals, spec.budget, course.sought, course.began)
         for result in course.results:
             progress.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry)
@@ -323,11 +326,12 @@ def _stop_on_signal(course: Agenda, progress: Display) -> Iterator[None]:
 
 def _summary(progress: Display, course: Agenda) -> dict[str, float | None]:
     """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
+    compared = course.spec.goals.among(candidates(course.results))
     return {
         "trials": progress.done,
         "search_time_s": time.monotonic() - progress.began,
         "gpu_hours": course.gpu_seconds / 3600,
-        **{f"best_{metric}": value for metric, value in progress.best.items()},
+        **{f"best_{metric}": one.metrics[metric] for metric, one in leaders(compared).items()},
         **{f"sentinel_drift_{metric}": move.share for metric, move in course.drifts().items()},
     }
 

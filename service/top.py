@@ -18,9 +18,10 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.exceptions import RayError
 
-from service.answers.tables import MARKS, render
+from service.answers.tables import render
 from service.cluster import knock
 from service.errors import InputError
+from service.metrics import MARKS
 from telemetry.actor import NodeState, Work, find_telemetry
 from telemetry.devices import DeviceInfo
 

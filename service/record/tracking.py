@@ -274,7 +274,7 @@ class Tracker:
 
 def _outcome(result: TrialResult) -> dict[str, str]:
     """The tags of a finished trial."""
-    tags = {store.STATUS: result.status, store.PURPOSE: result.purpose}
+    tags: dict[str, str] = {store.STATUS: result.status, store.PURPOSE: result.purpose}
     if result.infrastructure:
         tags[store.INFRASTRUCTURE] = "true"
     tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}

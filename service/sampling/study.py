@@ -16,11 +16,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.space import is_numeric, varying
+from service.goals import Goals
 from service.record.store import sqlite_file
 from service.result import TrialResult
 from service.sampling.surrogate import Coordinates, SurrogateSampler
 from service.sampling.uniform import UniformSampler
-from service.spec import excess
+from trainables.status import Status
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -36,7 +37,7 @@ FITS, EXCEEDS, LEAST = -1.0, 1.0, 0.01
 
 def make_sampler(name: str, seed: int) -> BaseSampler:
     """One of Optuna's samplers that take several objectives and constraints."""
-    samplers = {
+    samplers: dict[str, Callable[[], BaseSampler]] = {
         "tpe": lambda: TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS),
         "gp": lambda: GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS),
         "nsga2": lambda: NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS),
@@ -105,8 +106,7 @@ class SearchStudy:
         self,
         name: str,
         layouts: Sequence[Layout],
-        objectives: Mapping[str, str],
-        limits: Sequence[tuple[str, str, float]],
+        goals: Goals,
         sampler: str,
         seed: int,
         storage: str | None = None,
@@ -115,12 +115,12 @@ class SearchStudy:
         memory: MemoryModel | None = None,
         predicted: Mapping[Layout, Mapping[str, float]] | None = None,
     ) -> None:
-        """`limits` are (metric, '<=' or '>=', bound); `storage` is an Optuna URL, None keeps the study in memory.
+        """`storage` is an Optuna URL, None keeps the study in memory.
 
         `first` are points to begin with. `memory` says what is expected to fit, and learns from the trials.
         `predicted` has metrics of points by name; only the sampler `auto` makes use of them.
         """
-        self.objectives, self.limits, self.memory = dict(objectives), list(limits), memory
+        self.goals, self.memory = goals, memory
         self.axes = varying(layouts)
         self.distributions: dict[str, BaseDistribution] = {
             axis: FloatDistribution(place(axis, values[0]), place(axis, values[-1]))
@@ -133,20 +133,20 @@ class SearchStudy:
             [layout for layout in first if layout in layouts], layouts if sampler == "exhaustive" else ()
         )
         self.trials: dict[Layout, Trial] = {}
-        self.worst: dict[str, float] = {}
+        self.good: list[TrialResult] = []
         self.deferred: list[tuple[Layout, TrialResult]] = []
         self.again: list[Layout] = []
         self.study = optuna.create_study(
             storage=storage,
             study_name=name,
-            directions=[StudyDirection[direction.upper()] for direction in self.objectives.values()],
+            directions=[StudyDirection[direction.name] for direction in goals.objectives.values()],
             load_if_exists=True,
         )
         # A sampler that started anew from the same seed would want the same points as before.
         self.seed = seed + self._asked()
         if sampler == "auto":
             figures = {
-                self._coordinates(layout): [metrics.get(metric) for metric in self.objectives]
+                self._coordinates(layout): [metrics.get(metric) for metric in goals.objectives]
                 for layout, metrics in (predicted or {}).items()
             }
             inner: BaseSampler = SurrogateSampler(
@@ -167,8 +167,6 @@ class SearchStudy:
         recorded = {result.layout: result for result in results}
         for result in results:
             self._observe(result)
-            if result.status == "ok":
-                self._values(result)
         for left in self.study.get_trials(states=[TrialState.RUNNING]):
             if set(left.params) != set(self.axes):  # broken off while it was asked for
                 self.study.tell(left.number, state=TrialState.FAIL)
@@ -206,30 +204,37 @@ class SearchStudy:
 
     def _report(self, layout: Layout, result: TrialResult) -> None:
         """Tell the study of an outcome, once there are values to tell it with."""
-        if result.status == "pruned":
+        if result.status == Status.PRUNED:
             self.study.tell(self.trials[layout], state=TrialState.PRUNED)
             return
-        if result.status != "ok" and not self.worst:
+        if not self.good:
             self.deferred.append((layout, result))  # there are no values yet to be worse than
             return
         self._tell(layout, result)
-        while self.deferred and self.worst:
+        while self.deferred:
             self._tell(*self.deferred.pop())
 
     def _tell(self, layout: Layout, result: TrialResult) -> None:
-        trial, ok = self.trials[layout], result.status == "ok"
+        trial, comparison = self.trials[layout], self.goals.among(self.good)
+        ok, oom = result.status == Status.OK, result.status == Status.OOM
         # Samplers require the same constraints of every trial; above zero is violated.
-        trial.set_constraint("ran", FITS if ok or result.status == "oom" else EXCEEDS)
-        trial.set_constraint("memory", self._excess_of_memory(layout, result.status == "oom"))
-        for limit in self.limits:
-            trial.set_constraint("".join(map(str, limit)), excess(limit, result.metrics))
-        values = self._values(result) if ok else self.worst
-        self.study.tell(trial, [values[metric] for metric in self.objectives])
+        trial.set_constraint("ran", FITS if ok or oom else EXCEEDS)
+        trial.set_constraint("memory", self._excess_of_memory(layout, oom))
+        for limit in self.goals.limits:
+            name = f"{limit.metric}{limit.comparison}{limit.bound}"
+            trial.set_constraint(name, comparison.excess(result, limit) if ok else 0.0)
+        values = self.worst
+        if ok:
+            values |= {metric: value for metric in values if (value := comparison.value(result, metric)) is not None}
+        self.study.tell(trial, list(values.values()))
 
     def _observe(self, result: TrialResult) -> None:
-        """Let the memory model learn from a trial that fitted, or did not."""
-        measured = result.metrics.get("peak_memory_gib") if result.status == "ok" else None
-        if self.memory is not None and (measured is not None or result.status == "oom"):
+        """Learn from a trial, but for its place in the study: what the worst values are, and what fits in memory."""
+        ok = result.status == Status.OK
+        if ok:
+            self.good.append(result)
+        measured = result.metrics.get("peak_memory_gib") if ok else None
+        if self.memory is not None and (measured is not None or result.status == Status.OOM):
             self.memory.observe(result.layout, measured)
 
     def _excess_of_memory(self, layout: Layout, exceeds: bool) -> float:
@@ -238,17 +243,21 @@ class SearchStudy:
             return EXCEEDS if exceeds else FITS
         return max(share - 1, LEAST) if exceeds else min(share - 1, -LEAST)
 
-    def _values(self, result: TrialResult) -> dict[str, float]:
-        """The objectives of a trial that ended well, which the worst so far take in."""
-        values = {}
-        for metric in self.objectives:
-            value = result.metrics.get(metric)
-            if value is None:  # one that this machine never measures is the same for all and so decides nothing
-                value = self.worst.get(metric, 0.0)
-            values[metric] = value
-            worse = min if self.objectives[metric] == "maximize" else max
-            self.worst[metric] = worse(self.worst.get(metric, value), value)
-        return values
+    @property
+    def worst(self) -> dict[str, float]:
+        """The worst value so far of each objective, for trials that lack it.
+
+        One that no trial has is 0: what this machine never measures is the same for all, and so decides nothing.
+        """
+        comparison = self.goals.among(self.good)
+        values = {
+            metric: [value for one in self.good if (value := comparison.value(one, metric)) is not None]
+            for metric in self.goals.objectives
+        }
+        return {
+            metric: max(values[metric], key=direction.cost, default=0.0)
+            for metric, direction in self.goals.objectives.items()
+        }
 
     def _asked(self) -> int:
         return len(self.study.get_trials(deepcopy=False))
@@ -294,9 +303,9 @@ class SearchStudy:
         candidates = self._candidates()
 
         def distance(layout: Coordinates) -> float:
+            apart = zip(spans, layout, goal, strict=True)
             return sum(
-                (here != there) if span is None else abs(here - there) / span
-                for span, here, there in zip(spans, layout, goal, strict=True)
+                float(here != there) if span is None else abs(here - there) / span for span, here, there in apart
             )
 
         chosen = goal if goal in candidates else min(candidates, key=distance)

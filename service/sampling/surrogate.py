@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from scipy.linalg import cho_factor, cho_solve
 from scipy.special import ndtr
+
+Array = NDArray[np.float64]
 
 Coordinates = tuple[Any, ...]
 """Where a layout lies, axis by axis."""
@@ -105,12 +108,12 @@ class SurrogateSampler(BaseSampler):
                 chosen |= set(order[: CANDIDATES // 2 // len(study.directions)].tolist())
         return [points[i] for i in sorted(chosen)]
 
-    def _gain(self, study: Study, points: list[Coordinates], shares: np.ndarray) -> np.ndarray:
+    def _gain(self, study: Study, points: list[Coordinates], shares: Array) -> Array:
         """Hypervolume that each of `points` is expected to add, up to a common factor."""
         trials = [trial for trial in study.get_trials(deepcopy=False) if len(trial.params) == len(self.axes)]
-        told = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-        measured = [trial for trial in told if _has_figures(trial)]
-        failed = [trial for trial in told if not _has_figures(trial)]
+        complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+        measured = [trial for trial in complete if _has_figures(trial)]
+        failed = [trial for trial in complete if not _has_figures(trial)]
         others = [trial for trial in trials if trial.state in (TrialState.RUNNING, TrialState.PRUNED)]
         seen = [tuple(trial.params[axis] for axis in self.axes) for trial in measured + failed + others]
         places = seen + points
@@ -137,35 +140,37 @@ class SurrogateSampler(BaseSampler):
 
         estimated = bool(np.isfinite(shares).all())
         chance = self._fits(points, shares) if estimated else np.ones(len(points))
-        for name in told[0].constraints if told else ():
+        for name in complete[0].constraints if complete else ():
             values = np.array([t.constraints[name] for t in (measured + failed if name in FAILURES else measured)])
             if len(set(values)) > 1 and not (name == "memory" and estimated):
                 mean, deviation = process.expect(values)
                 chance *= ndtr(-mean / deviation)[len(seen) :]
         kept = [max(trial.constraints.values()) <= 0 for trial in measured]
         front = np.array(figures).T[kept]
-        return chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
+        gain: Array = chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
+        return gain
 
-    def _fits(self, points: list[Coordinates], shares: np.ndarray) -> np.ndarray:
+    def _fits(self, points: list[Coordinates], shares: Array) -> Array:
         """Probability of each of `points` that it fits in memory, of which it is estimated to need `shares`."""
         needed = self.needed()
         before, after = np.log(np.array(list(needed.values()), float).reshape(-1, 2).T)
         seen = list(needed)
         process = _Process(self._likeness(seen, seen + points), MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED)
         mean, deviation = process.expect(after, np.append(before, np.log(shares)))
-        chance: np.ndarray = ndtr(-mean / deviation)[len(seen) :]
+        chance: Array = ndtr(-mean / deviation)[len(seen) :]
         return chance
 
-    def _likeness(self, some: list[Coordinates], others: list[Coordinates]) -> np.ndarray:
+    def _likeness(self, some: list[Coordinates], others: list[Coordinates]) -> Array:
         """Correlation of what two layouts are off by, for each of `some` and each of `others`."""
         axes = len(self.axes)
         apart = np.array(some, float).reshape(-1, 1, axes) - np.array(others, float).reshape(1, -1, axes)
         apart[..., ~self.ordered] = apart[..., ~self.ordered] != 0
         apart[..., self.ordered] /= self.spans
         squares = apart**2 / (2 * REACH**2)
-        return SUM * np.exp(-squares).mean(axis=2) + (1 - SUM) * np.exp(-squares.mean(axis=2))
+        likeness: Array = SUM * np.exp(-squares).mean(axis=2) + (1 - SUM) * np.exp(-squares.mean(axis=2))
+        return likeness
 
-    def _added(self, front: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    def _added(self, front: Array, mean: Array, deviation: Array) -> Array:
         """Volume that each row of `mean` [places, objectives], to be minimised, is expected to add to `front`.
 
         It is the integral, over all that the front does not dominate, of the probability that the row dominates it
@@ -178,7 +183,8 @@ class SurrogateSampler(BaseSampler):
         reached = np.ones((len(mean), len(cells)))
         for bound, centre, width in zip(cells.T, mean.T, deviation.T, strict=True):
             reached *= ndtr((bound - centre[:, None]) / width[:, None])
-        return reached.sum(axis=1)
+        volumes: Array = reached.sum(axis=1)
+        return volumes
 
 
 def _has_figures(trial: FrozenTrial) -> bool:
@@ -191,7 +197,7 @@ class _Process:
 
     def __init__(
         self,
-        likeness: np.ndarray,
+        likeness: Array,
         offset: float = OFFSET,
         scales: Sequence[float] = SCALES,
         unmeasured: float = UNMEASURED,
@@ -199,7 +205,7 @@ class _Process:
         """`likeness` [seen, places]; the others are variances, as above."""
         self.likeness, self.offset, self.scales, self.unmeasured = likeness, offset, scales, unmeasured
 
-    def expect(self, values: np.ndarray, ahead: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def expect(self, values: Array, ahead: Array | None = None) -> tuple[Array, Array]:
         """Mean and standard deviation of a figure at each place.
 
         `values` are those of the first places; others that have been seen count as if they had come out as expected.
@@ -215,15 +221,17 @@ class _Process:
         mean, variance = self._posterior(scale, off)
         return ahead + unit * mean, unit * np.sqrt(np.maximum(variance, 0.0) + NOISE)
 
-    def _posterior(self, scale: float, off: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _posterior(self, scale: float, off: Array) -> tuple[Array, Array]:
         covariance = scale * self.likeness[: len(off)] + self.offset
         solved = cho_solve(self._factor(scale, len(off)), covariance) if len(off) else covariance
         return off @ solved, scale + self.offset - (covariance * solved).sum(axis=0)
 
-    def _likelihood(self, scale: float, off: np.ndarray) -> float:
+    def _likelihood(self, scale: float, off: Array) -> float:
         """Logarithm of the density of `off`, up to a constant."""
         factor = self._factor(scale, len(off))
         return float(-off @ cho_solve(factor, off) / 2 - np.log(np.diag(factor[0])).sum())
 
-    def _factor(self, scale: float, known: int) -> tuple[np.ndarray, bool]:
-        return cho_factor(scale * self.likeness[:known, :known] + self.offset + NOISE * np.eye(known), lower=True)
+    def _factor(self, scale: float, known: int) -> tuple[Array, bool]:
+        covariance = scale * self.likeness[:known, :known] + self.offset + NOISE * np.eye(known)
+        factor: tuple[Array, bool] = cho_factor(covariance, lower=True)
+        return factor

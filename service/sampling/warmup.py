@@ -12,6 +12,7 @@ from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.workload import Workload
 from service.answers.ranking import pareto
+from service.metrics import Direction
 from service.record.results import SearchRecord
 from service.sampling.study import SearchStudy
 from service.spec import SearchSpec
@@ -48,8 +49,7 @@ def open_study(
     return SearchStudy(
         search_id,
         layouts,
-        spec.objectives,
-        spec.limits,
+        spec.goals,
         spec.sampler,
         spec.seed,
         storage,
@@ -78,7 +78,7 @@ def winners(searches: Iterable[SearchRecord], spec: SearchSpec) -> Iterator[Layo
 def first_points(
     winners: Iterable[Layout],
     predicted: Mapping[Layout, Mapping[str, float]],
-    objectives: Mapping[str, str],
+    objectives: Mapping[str, Direction],
     memory: MemoryModel,
 ) -> list[Layout]:
     """Layouts to begin with: winners, then those predicted to be the best on each objective in turn.
@@ -89,8 +89,8 @@ def first_points(
     orders = []
     for metric, direction in objectives.items():
         if all(metric in metrics for metrics in predicted.values()):
-            sign = -1 if direction == "maximize" else 1
-            orders.append(sorted(predicted, key=lambda layout: sign * predicted[layout][metric]))
+            costs = {layout: direction.cost(metrics[metric]) for layout, metrics in predicted.items()}
+            orders.append(sorted(costs, key=costs.__getitem__))
     for order in islice(cycle(orders), PREDICTED if predicted else 0):
         if (layout := _next(order, chosen, memory)) is not None:
             chosen.append(layout)
@@ -114,4 +114,5 @@ def _is_safe(layout: Layout, memory: MemoryModel) -> bool:
 
 def _differ(one: Layout, other: Layout) -> bool:
     """Whether two layouts are not just neighbours."""
-    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Layout)) >= APART
+    differing = [field for field in fields(Layout) if getattr(one, field.name) != getattr(other, field.name)]
+    return len(differing) >= APART

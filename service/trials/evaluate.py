@@ -17,8 +17,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from search_spaces.layout import Layout
-from service.result import NodeWindow, Proxy, TrialResult
+from service.result import NodeWindow, Proxy, Purpose, TrialResult
 from service.spec import SearchSpec
+from service.step import Step
 from service.trials import early_stop, probe, short
 from service.trials.extrapolation import SPENT, over_batch, over_depth
 from service.trials.figures import (
@@ -34,6 +35,7 @@ from telemetry.windows.trial import WindowSummary, combine
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Protocol
+from trainables.status import Status
 from trainables.trial import TrialRequest
 
 LEASE_S = 3600.0
@@ -48,19 +50,16 @@ def evaluate(
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
 ) -> None:
-    """A Tune function trainable: report the `TrialResult` of the layout of `step`, once; nothing if the pool is lost.
-
-    Beside the layout's fields, `step` has the trial's `purpose` and the `front` to hold it against.
-    """
+    """A Tune function trainable: report the `TrialResult` of a `Step` as a dict, once; nothing if the pool is lost."""
     trial_id = ray.tune.get_context().get_trial_id()
     assert trial_id is not None
-    layout = Layout.from_dict(step)
-    purpose, front = step.get("purpose", "search"), step.get("front", ())
+    wanted = Step.from_dict(step)
+    layout, purpose, front = wanted.layout, wanted.purpose, wanted.front
     try:
         mailbox: Any = ray.get(pool.lease.remote(trial_id, LEASE_S))
     except RayActorError:
         return
-    lost = partial(TrialResult, trial_id, layout, "crash", purpose=purpose, infrastructure=True)
+    lost = partial(TrialResult, trial_id, layout, Status.CRASH, purpose=purpose, infrastructure=True)
     try:
         if mailbox is None:
             result = lost(
@@ -83,7 +82,7 @@ def run(
     mailbox: ActorHandle,
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
-    purpose: str = "search",
+    purpose: Purpose = Purpose.SEARCH,
     front: Sequence[Mapping[str, float]] = (),
 ) -> TrialResult:
     """Run the layout on the gang behind `mailbox`; see `run_at_depths`.
@@ -91,7 +90,7 @@ def run(
     Where the spec asks for it, a trial that explores and may not fit in memory is probed before: `probe_time_s` is what
     that took.
     """
-    depths = probe.depths(layout, spec) if purpose == "search" else None
+    depths = probe.depths(layout, spec) if purpose == Purpose.SEARCH else None
     if depths is None:
         return run_at_depths(trial_id, layout, spec, mailbox, telemetry, environment, purpose, front)
     probed, seconds = run_probe(trial_id, layout, spec, depths, mailbox, telemetry, environment)
@@ -108,7 +107,7 @@ def run_at_depths(
     mailbox: ActorHandle,
     telemetry: Mapping[str, ActorHandle],
     environment: Mapping[str, str],
-    purpose: str,
+    purpose: Purpose,
     front: Sequence[Mapping[str, float]],
 ) -> TrialResult:
     """Run the layout at the model's depth, or at those of its proxies, deepest first.
@@ -117,7 +116,7 @@ def run_at_depths(
     """
     if spec.depth_proxy is None:
         request = make_request(trial_id, layout, spec, purpose)
-        rivals = front if purpose == "search" else ()
+        rivals = front if purpose == Purpose.SEARCH else ()
         return replace(run_on_gang(request, spec, mailbox, telemetry, environment, rivals), purpose=purpose)
     proxies: list[Proxy] = []
     for layers in reversed(spec.depth_proxy):
@@ -162,10 +161,10 @@ def run_probe(
     if (reason := probe.refusal(layout, spec, *proxies)) is None:
         return None, seconds
     spent: dict[str, float | None] = {"probe_time_s": seconds}
-    return TrialResult(trial_id, layout, "oom", reason, spent, proxies=tuple(proxies)), seconds
+    return TrialResult(trial_id, layout, Status.OOM, reason, spent, proxies=tuple(proxies)), seconds
 
 
-def make_request(trial_id: str, layout: Layout, spec: SearchSpec, purpose: str = "search") -> TrialRequest:
+def make_request(trial_id: str, layout: Layout, spec: SearchSpec, purpose: Purpose = Purpose.SEARCH) -> TrialRequest:
     """The trial as a gang gets it: finalists in full and in windows of their own, others short where that saves time.
 
     The two windows of a short trial last half as long each; a finalist that was explored by such a trial gets as many
@@ -174,7 +173,7 @@ def make_request(trial_id: str, layout: Layout, spec: SearchSpec, purpose: str =
     timing = spec.measurement.model_dump()
     deadline_s, short_trials = timing.pop("deadline_s"), timing.pop("short_trials")
     sizes = (short.batches(layout) if short_trials else None) or ()
-    if purpose == "finalist":
+    if purpose == Purpose.FINALIST:
         timing["window_s"] = spec.finalists.window_s
         deadline_s *= layout.global_batch_size / max(sizes, default=layout.global_batch_size)
         sizes = ()
@@ -211,15 +210,15 @@ def run_on_gang(
     except GetTimeoutError:
         cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
         ray.get(mailbox.give_up.remote(cause))
-        return TrialResult(request.trial_id, request.layout, "hang", cause, infrastructure=True)
+        return TrialResult(request.trial_id, request.layout, Status.HANG, cause, infrastructure=True)
     outcomes, members, gang_s = found
     first = outcomes[0]
     if first.status != "ok":
-        pruned = first.status == "pruned"
+        pruned = first.status == Status.PRUNED
         return TrialResult(
             request.trial_id,
             request.layout,
-            first.status,
+            Status(first.status),
             first.cause,
             metrics={early_stop.BOUND + name: bound for name, bound in best.items()} if pruned else {},
             traceback=first.traceback,
@@ -253,7 +252,7 @@ def judge(
     spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
     (summary,) = summaries([node_windows(spans, members, telemetry)], telemetry)
     best = early_stop.bounds(spec, request.layout.num_gpus, steps, summary.energy_j)
-    point = early_stop.dominating(spec.objectives, best, front)
+    point = early_stop.dominating(spec.goals, best, front)
     if point is not None:
         ray.get(mailbox.prune.remote(request.trial_id, early_stop.cause(best, point)))
     return best
@@ -281,7 +280,7 @@ def measured(
         run = TrialResult(
             trial_id=request.trial_id,
             layout=replace(request.layout, global_batch_size=batch),
-            status="ok",
+            status=Status.OK,
             cause="; ".join(telemetry_problems(summary, idle)) or None,
             metrics=metrics(batch * spec.sequence_length, reports, timing, summary, idle, spec),
             methods=methods(summary, idle),

@@ -13,6 +13,7 @@ from search_spaces.coefficients import Coefficients
 from search_spaces.cost import data_sheet, predict
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel, band
+from service.metrics import Direction
 from service.record.results import SearchRecord, TrialRecord
 from service.sampling.warmup import APART, PREDICTED, WINNERS, first_points, open_study, predictions, winners
 from service.spec import SearchSpec, parse_spec
@@ -69,7 +70,7 @@ def record(layouts: list[Layout]) -> SearchRecord:
         name="earlier",
         status="finished",
         started=datetime(2026, 1, 1, tzinfo=UTC),
-        objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
+        objectives={"tokens_per_s": Direction.MAXIMIZE, "joules_per_token": Direction.MINIMIZE},
         constraints=(),
         params={},
         environment={},

@@ -11,8 +11,9 @@ import pytest
 import ray
 
 from search_spaces.layout import Layout
-from service.result import NodeWindow, TrialResult
-from service.spec import METRICS, SearchSpec
+from service.metrics import METRICS
+from service.result import NodeWindow, Purpose, TrialResult
+from service.spec import SearchSpec
 from service.trials.evaluate import Span, make_request, node_windows, run, run_on_gang, windows_of_idle
 from service.trials.figures import (
     breakdown_metrics,
@@ -302,13 +303,13 @@ def test_a_request_carries_the_spec_s_own_words() -> None:
 
 def test_many_microbatches_are_timed_by_fewer_but_not_those_of_finalists() -> None:
     many = replace(CONFIG, global_batch_size=128)  # 32 on each replica
-    for purpose in ("search", "sentinel", "calibration"):
+    for purpose in (Purpose.SEARCH, Purpose.SENTINEL, Purpose.CALIBRATION):
         short = make_request("t1", many, make_spec(), purpose)
         assert (short.layout, short.batches, short.protocol.window_s) == (many, (24, 8), 3.5)
-    whole = make_request("t1", many, make_spec(), "finalist")
+    whole = make_request("t1", many, make_spec(), Purpose.FINALIST)
     assert (whole.batches, whole.protocol.window_s) == ((), make_spec().finalists.window_s)
     assert whole.deadline_s == pytest.approx(99.0 * 128 / 24)
-    assert make_request("t1", CONFIG, make_spec(), "finalist").deadline_s == 99.0  # it was in full before, too
+    assert make_request("t1", CONFIG, make_spec(), Purpose.FINALIST).deadline_s == 99.0  # it was in full before, too
     spec = make_spec()
     measurement = spec.measurement.model_copy(update={"short_trials": False})
     whole = make_request("t1", many, spec.model_copy(update={"measurement": measurement}))
@@ -362,7 +363,7 @@ def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) 
     layout = replace(CONFIG, global_batch_size=128)
     telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
     outcomes = ranks(4, [1.0] * 4, timings=[(24, TIMING), (8, LATER)])
-    result = run("t1", layout, spec, answering(outcomes), telemetry, {}, "sentinel")
+    result = run("t1", layout, spec, answering(outcomes), telemetry, {}, Purpose.SENTINEL)
     assert (result.status, result.layout, result.purpose) == ("ok", layout, "sentinel")
     # Steps of 24 and of 8 sequences take 2.5 s and 1 s on average.
     assert result.metrics["tokens_per_s"] == pytest.approx(128 * 128 / (2.5 + 1.5 * (128 - 24) / 16))
@@ -430,7 +431,7 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
     front[0] |= {"joules_per_token": 0.1, "throttle_ratio": 0.0}
     telemetry = {"a": start(NodeTelemetry, {"GPU-0": 6000.0})}
     steady(mailbox)
-    result = run("t1", layout, make_spec(), mailbox, telemetry, {}, "search", front)
+    result = run("t1", layout, make_spec(), mailbox, telemetry, {}, Purpose.SEARCH, front)
     assert (result.status, result.purpose, result.infrastructure) == ("pruned", "search", False)
     assert result.cause is not None
     assert result.cause.startswith("dominated: tokens_per_s 206.3, joules_per_token ")
@@ -440,8 +441,8 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("purpose", ["finalist", "sentinel", "calibration"])
-def test_only_trials_that_explore_are_ended_early(purpose: str, ray_session: Any) -> None:
+@pytest.mark.parametrize("purpose", [Purpose.FINALIST, Purpose.SENTINEL, Purpose.CALIBRATION])
+def test_only_trials_that_explore_are_ended_early(purpose: Purpose, ray_session: Any) -> None:
     mailbox, layout = start(Mailbox, 1), replace(CONFIG, num_gpus=1)
     steady(mailbox, lost=True)
     front = [{"tokens_per_s": 1e9, "joules_per_token": 0.0, "throttle_ratio": 0.0}]
