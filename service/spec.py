@@ -294,7 +294,7 @@ class SearchSpec(Strict):
         """Workers of one gang: the most GPUs that a legal point uses."""
         return max(layout.num_gpus for layout in self.legal.layouts)
 
-    @cached_property
+    @property
     def goals(self) -> Goals:
         """The objectives and the constraints. Raises `ValueError` for a constraint that is none."""
         return Goals(self.objectives, tuple(map(parse_constraint, self.constraints)))

@@ -64,7 +64,7 @@ def describe(search: SearchRecord) -> SearchInfo:
 
 
 def notices(search: SearchRecord, metric: str | None = None) -> list[str]:
-    """What a reader of the ranking must know: what the search had to tell, what could not be compared or told apart,
+    """What a reader of the ranking must know: what the search had to tell, what could not be compared or kept apart,
     and what is estimated.
 
     Covers the search's objectives and constraints, and `metric` where `best` was asked for another one.

@@ -87,7 +87,7 @@ def why(spec: SearchSpec, choices: Mapping[str, Any], search: SearchRecord | Non
     narrowed = SearchSpec.model_construct(**kept | {"space": spec.space.model_copy(update=chosen)})
     space, tried = narrowed.legal, {} if search is None else _tried(search)
     # A setting without effect beside the others is written as the default: no legal layout has the value chosen.
-    idle = [axis for axis in chosen if space.layouts and not any(_has(point, axis, chosen) for point in space.layouts)]
+    idle = [axis for axis in chosen if space.layouts and not any(_has(one, axis, chosen) for one in space.layouts)]
     wanted = [axis for axis in chosen if axis not in idle]
     known = dict.fromkeys([*space.layouts, *tried])
     layouts = [layout for layout in known if all(_has(layout, axis, chosen) for axis in wanted)]
@@ -146,7 +146,8 @@ def _judged(one: Candidate, comparison: Comparison[Candidate], front: Sequence[C
         )
     if broken := [limit.text for limit in comparison.goals.limits if not comparison.keeps(one, limit)]:
         return "constrained", f"it does not keep {' and '.join(broken)}"
-    if lacking := [metric for metric in comparison.objectives if comparison.value(one, metric) is None]:
+    needed = comparison.objectives or comparison.goals.objectives
+    if lacking := [metric for metric in needed if comparison.value(one, metric) is None]:
         how = {metric: one.methods.get(metric, "missing") for metric in lacking}
         return "not ranked", ", ".join(f"{metric} is {method}" for metric, method in how.items())
     better = comparison.beating(one, front)

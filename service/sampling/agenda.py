@@ -243,7 +243,7 @@ class SearchAgenda(Agenda):
         self.since_sentinel = 0 if purpose == Purpose.SENTINEL else self.since_sentinel + 1
 
     def _note(self, result: TrialResult) -> None:
-        """The trial by which the sentinel was found is the first that watches the machine."""
+        """The trial that first measured the sentinel is the first that watches the machine."""
         if result.purpose == Purpose.SEARCH and result.layout == self.sentinel:
             self.since_sentinel = 0
 

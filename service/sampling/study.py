@@ -1,4 +1,4 @@
-"""The Optuna study behind a search: which legal point to try next, and what became of the ones tried."""
+"""The Optuna study behind a search: which legal layout to try next, and what became of the ones tried."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def study_exists(name: str, storage: str) -> bool:
 
 
 class SnappingSampler(BaseSampler):
-    """Moves each suggestion of another sampler to the point that `snap` answers with, once `first` has none left.
+    """Moves each suggestion of another sampler to the layout that `snap` answers with, once `first` has none left.
 
     So every trial of the study is one that is really run; samplers that breed from their own trials need that.
     """
@@ -94,11 +94,11 @@ class SnappingSampler(BaseSampler):
 
 
 class SearchStudy:
-    """Asks for legal points only, each once.
+    """Asks for legal layouts only, each once.
 
     Sizes are ordered by their logarithm to base 2, so that 1, 2, 4 and 8 are as far apart; settings without an order
     are categories. A suggestion that is not legal, was tried, or is expected to run out of memory is replaced by the
-    nearest point that is none of these, while there are such. Failed trials are told as complete trials that violate a
+    nearest layout that is none of these, while there are such. Failed trials are told as complete trials that violate a
     constraint, with the worst values seen, so that the sampler learns to keep away.
     """
 
@@ -117,8 +117,8 @@ class SearchStudy:
     ) -> None:
         """`storage` is an Optuna URL, None keeps the study in memory.
 
-        `first` are points to begin with. `memory` says what is expected to fit, and learns from the trials.
-        `predicted` has metrics of points by name; only the sampler `auto` makes use of them.
+        `first` are layouts to begin with. `memory` says what is expected to fit, and learns from the trials.
+        `predicted` has metrics of layouts by name; only the sampler `auto` makes use of them.
         """
         self.goals, self.memory = goals, memory
         self.axes = varying(layouts)
@@ -142,7 +142,7 @@ class SearchStudy:
             directions=[StudyDirection[direction.name] for direction in goals.objectives.values()],
             load_if_exists=True,
         )
-        # A sampler that started anew from the same seed would want the same points as before.
+        # A sampler that started anew from the same seed would want the same layouts as before.
         self.seed = seed + self._asked()
         if sampler == "auto":
             figures = {
@@ -181,7 +181,7 @@ class SearchStudy:
             self.unseen.pop(self._coordinates(layout), None)
 
     def ask(self) -> Layout | None:
-        """The next point to try, or None when every legal point was handed out."""
+        """The next layout to try, or None when every legal one was handed out."""
         if self.again:
             return self.again.pop(0)
         if not self.unseen:
@@ -194,11 +194,11 @@ class SearchStudy:
         return layout
 
     def give_back(self, layout: Layout) -> None:
-        """Take back a point that `ask` handed out and of which nothing was learnt: it is handed out again first."""
+        """Take back a layout that `ask` handed out and of which nothing was learnt: it is handed out again first."""
         self.again.append(layout)
 
     def tell(self, layout: Layout, result: TrialResult) -> None:
-        """Report the outcome of a point that `ask` handed out."""
+        """Report the outcome of a layout that `ask` handed out."""
         self._observe(result)
         self._report(layout, result)
 
@@ -282,12 +282,12 @@ class SearchStudy:
         return {where: self.memory.estimated(self.unseen[where]) for where in fitting}
 
     def _needed(self) -> dict[Coordinates, tuple[float, float]]:
-        """What was found of the memory of points: see `MemoryModel.needed`."""
-        found = {} if self.memory is None else self.memory.needed
-        return {self._coordinates(layout): shares for layout, shares in found.items()}
+        """What layouts that were tried needed of memory: see `MemoryModel.needed`."""
+        needed = {} if self.memory is None else self.memory.needed
+        return {self._coordinates(layout): shares for layout, shares in needed.items()}
 
     def _first(self) -> dict[str, Any] | None:
-        """The next of the points to begin with."""
+        """The next of the layouts to begin with."""
         for layout in self.first:
             if (where := self._coordinates(layout)) in self.unseen:
                 return dict(zip(self.axes, where, strict=True))

@@ -40,7 +40,8 @@ SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 UNMEASURED = 0.03
 
 MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED = 0.01, (0.001, 0.003, 0.01, 0.03, 0.1), 0.01
-"""The same of the memory that layouts need. Of a sweep that it had not seen, the model's estimates were a tenth off."""
+"""The variances that hold for the memory that layouts need, in place of `OFFSET`, `SCALES` and `UNMEASURED`. Of a sweep
+that it had not seen, the memory model's estimates were a tenth off."""
 
 SUM, REACH = 0.9, 0.5
 """Share of the kernel that is a sum over the axes, and its length scale, in that of an axis from end to end."""
@@ -68,7 +69,7 @@ class SurrogateSampler(BaseSampler):
         seed: int,
     ) -> None:
         """`candidates` has the share of a GPU's memory that each is estimated to need, None where that is not known;
-        `needed` has that of layouts that were tried, and what it was then found to be, where they ran out at least one.
+        `needed` has that of layouts that were tried, and what they needed then, where they ran out at least one.
 
         `predicted` has the objectives of layouts, in the study's order, None where there is no prediction.
         """
@@ -90,33 +91,33 @@ class SurrogateSampler(BaseSampler):
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         candidates = self.candidates()
-        points = list(candidates)
-        if len(points) > CANDIDATES:
-            points = self._promising(study, points)
-        shares = np.array([candidates[point] for point in points], float)
-        best = int(self._gain(study, points, shares).argmax()) if len(points) > 1 else 0
-        return dict(zip(self.axes, points[best], strict=True))
+        untried = list(candidates)
+        if len(untried) > CANDIDATES:
+            untried = self._promising(study, untried)
+        shares = np.array([candidates[place] for place in untried], float)
+        best = int(self._gain(study, untried, shares).argmax()) if len(untried) > 1 else 0
+        return dict(zip(self.axes, untried[best], strict=True))
 
-    def _promising(self, study: Study, points: list[Coordinates]) -> list[Coordinates]:
-        """`CANDIDATES` of `points`, at most: half of them drawn at random, the others the best predicted."""
-        chosen = set(self.random.choice(len(points), CANDIDATES // 2, replace=False).tolist())
+    def _promising(self, study: Study, untried: list[Coordinates]) -> list[Coordinates]:
+        """`CANDIDATES` of `untried`, at most: half of them drawn at random, the others the best predicted."""
+        chosen = set(self.random.choice(len(untried), CANDIDATES // 2, replace=False).tolist())
         if self.predicted:
             unknown = [None] * len(study.directions)
-            ahead = np.array([self.predicted.get(point, unknown) for point in points], float)
+            ahead = np.array([self.predicted.get(place, unknown) for place in untried], float)
             for values, direction in zip(ahead.T, study.directions, strict=True):
                 order = (-values if direction == StudyDirection.MAXIMIZE else values).argsort()
                 chosen |= set(order[: CANDIDATES // 2 // len(study.directions)].tolist())
-        return [points[i] for i in sorted(chosen)]
+        return [untried[i] for i in sorted(chosen)]
 
-    def _gain(self, study: Study, points: list[Coordinates], shares: Array) -> Array:
-        """Hypervolume that each of `points` is expected to add, up to a common factor."""
+    def _gain(self, study: Study, untried: list[Coordinates], shares: Array) -> Array:
+        """Hypervolume that each of `untried` is expected to add, up to a common factor."""
         trials = [trial for trial in study.get_trials(deepcopy=False) if len(trial.params) == len(self.axes)]
         complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
         measured = [trial for trial in complete if _has_figures(trial)]
         failed = [trial for trial in complete if not _has_figures(trial)]
         others = [trial for trial in trials if trial.state in (TrialState.RUNNING, TrialState.PRUNED)]
         seen = [tuple(trial.params[axis] for axis in self.axes) for trial in measured + failed + others]
-        places = seen + points
+        places = seen + untried
         process = _Process(self._likeness(seen, places))
 
         figures, means, deviations = [], [], []
@@ -136,10 +137,10 @@ class SurrogateSampler(BaseSampler):
             means.append(sign * mean)
             deviations.append(deviation)
         if not means:
-            return self.random.random(len(points))
+            return self.random.random(len(untried))
 
         estimated = bool(np.isfinite(shares).all())
-        chance = self._fits(points, shares) if estimated else np.ones(len(points))
+        chance = self._fits(untried, shares) if estimated else np.ones(len(untried))
         for name in complete[0].constraints if complete else ():
             values = np.array([t.constraints[name] for t in (measured + failed if name in FAILURES else measured)])
             if len(set(values)) > 1 and not (name == "memory" and estimated):
@@ -150,12 +151,12 @@ class SurrogateSampler(BaseSampler):
         gain: Array = chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
         return gain
 
-    def _fits(self, points: list[Coordinates], shares: Array) -> Array:
-        """Probability of each of `points` that it fits in memory, of which it is estimated to need `shares`."""
+    def _fits(self, untried: list[Coordinates], shares: Array) -> Array:
+        """Probability of each of `untried` that it fits in memory, of which it is estimated to need `shares`."""
         needed = self.needed()
         before, after = np.log(np.array(list(needed.values()), float).reshape(-1, 2).T)
         seen = list(needed)
-        process = _Process(self._likeness(seen, seen + points), MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED)
+        process = _Process(self._likeness(seen, seen + untried), MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED)
         mean, deviation = process.expect(after, np.append(before, np.log(shares)))
         chance: Array = ndtr(-mean / deviation)[len(seen) :]
         return chance
@@ -188,7 +189,7 @@ class SurrogateSampler(BaseSampler):
 
 
 def _has_figures(trial: FrozenTrial) -> bool:
-    """Whether the values of a trial that was told are its own, not the worst that others had."""
+    """Whether the values of a complete trial are its own, not the worst that others had."""
     return all(trial.constraints[name] <= 0 for name in FAILURES)
 
 

@@ -60,7 +60,7 @@ def open_study(
 
 
 def predictions(layouts: Iterable[Layout], work: Workload, calibration: Coefficients) -> dict[Layout, dict[str, float]]:
-    """Metrics, by their name, that the cost model predicts of each point."""
+    """Metrics, by their name, that the cost model predicts of each layout."""
     return {layout: metrics(layout, work, calibration) for layout in layouts}
 
 

@@ -20,7 +20,8 @@ TIME_NOISE, ENERGY_NOISE = 3 * 0.0025, 3 * 0.009
 trials of a layout on an H200 (benchmarks/results/README.md)."""
 
 SPREADS = 3
-"""The same in standard errors of the mean of the steps so far, where these vary more: on a CPU."""
+"""The share by which they may still turn out better where steps vary more, as on a CPU: so many standard errors of the
+mean of the steps so far."""
 
 EDGES_S = 0.2
 """Seconds of whose power is not known in which step they fall: an energy counter's refresh at either end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.layout import Layout
-from service.answers import candidates, export, overview, ranking
+from service.answers import candidates, overview, ranking
 from service.answers.candidates import Candidate
 from service.errors import InputError
 from service.metrics import Method
@@ -149,29 +148,6 @@ def test_unknown_metrics_and_empty_choices_are_refused() -> None:
         ranking.best(record, where=["tokens_per_s>100"])
     with pytest.raises(InputError, match="one of maximize, minimize and knee"):
         ranking.best(record, maximize="tokens_per_s", minimize="joules_per_token")
-
-
-def test_export_holds_what_launching_needs() -> None:
-    exported = json.loads(json.dumps(export.export(search(FAST), ranking.best(search(FAST)))))
-    assert Layout.from_dict(exported["config"]) == CONFIG
-    assert (exported["search_id"], exported["trial_id"]) == ("s1", "fast")
-    assert exported["workload"]["model"] == "tiny-llama"
-    assert exported["metrics"]["tokens_per_s"] == 100
-    assert exported["methods"] == {"joules_per_token": "counter"}
-    assert exported["deepspeed"]["zero_optimization"]["stage"] == 2
-    assert exported["deepspeed"]["train_micro_batch_size_per_gpu"] == 4
-    assert set(exported["not_expressible"]) == {"recompute"}
-    assert "megatron_lm" not in exported
-
-
-def test_export_of_a_megatron_layout_has_its_arguments() -> None:
-    layout = Layout("megatron", 8, 16, tensor_parallel_size=2, pipeline_parallel_size=4, compile=True)
-    record = search(replace(FAST, layout=layout))
-    exported = export.export(record, ranking.best(record))
-    arguments = " ".join(exported["megatron_lm"])
-    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in arguments
-    assert set(exported["not_expressible"]) == {"compile"}
-    assert "deepspeed" not in exported
 
 
 figures = st.dictionaries(st.sampled_from([*DEFAULT, "mfu"]), st.integers(0, 3).map(float))

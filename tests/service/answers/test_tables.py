@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import pytest
-
 from search_spaces.layout import Layout
 from service.answers.candidates import Candidate
 from service.answers.tables import breakdown_table, candidates_table
-from service.metrics import number
 from service.result import Purpose
 from tests.service.records import CONFIG, search
 
@@ -38,23 +35,6 @@ def test_a_breakdown_is_shown_as_shares_of_the_step() -> None:
 
 def test_without_a_breakdown_nothing_is_shown() -> None:
     assert breakdown_table([measured(TP, tokens_per_s=1.0)]) is None
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "half_width", "shown"),
-    [
-        ("tokens_per_s", 10452.3, 21.4, "10,452 ± 21"),
-        ("tokens_per_s", 10452.3, 213.0, "10,452 ± 213"),
-        ("tokens_per_s", 10452.34, 2.14, "10,452.3 ± 2.1"),
-        ("joules_per_token", 0.066123, 0.000121, "0.06612 ± 0.00012"),
-        ("throttle_ratio", 0.0123, 0.004, "1.23% ± 0.40%"),
-        ("throttle_ratio", 0.0, 0.0, "0.00%"),
-        ("tokens_per_s", 10452.3, None, "10,452"),
-    ],
-)
-def test_an_interval_has_two_digits(metric: str, value: float, half_width: float | None, shown: str) -> None:
-    assert number(metric, value, None, half_width) == shown
-    assert number(metric, value, "estimated", half_width) == shown + "*"
 
 
 def test_a_table_tells_what_was_measured_again() -> None:
