@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import secrets
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict
@@ -26,9 +24,10 @@ from search_spaces.rules import all_rules, virtual_stages_fit_schedule
 from search_spaces.space import Space
 from search_spaces.workload import Workload
 from service.errors import InputError
+from service.goals import Goals, parse_constraint
+from service.metrics import METRICS, Direction
 from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Measurement, Problem, Sampler
 
-Direction = Literal["maximize", "minimize"]
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -41,41 +40,6 @@ def _no_bool(value: Any) -> Any:
 # Numbers in strings are let in: YAML 1.1 reads 1e-2 as one.
 Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
-
-METRICS = (
-    "tokens_per_s",
-    "tokens_per_s_per_gpu",
-    "mfu",
-    "step_time_s",
-    "joules_per_token",
-    "energy_per_step_j",
-    "idle_energy_j",
-    "mean_power_w",
-    "peak_power_w",
-    "power_spread_w",
-    "mean_hbm_power_w",
-    "energy_ratio",
-    "throttle_ratio",
-    "power_cap_ratio",
-    "throttle_time_s",
-    "mean_sm_clock_mhz",
-    "min_sm_clock_mhz",
-    "sm_clock_spread_mhz",
-    "mean_gpu_temp_c",
-    "peak_gpu_temp_c",
-    "gpu_temp_spread_c",
-    "min_gpu_temp_margin_c",
-    "peak_hbm_temp_c",
-    "tensor_activity",
-    "dram_activity",
-    "pcie_bytes_per_s",
-    "pcie_utilisation",
-    "link_bytes_per_s",
-    "link_utilisation",
-    "peak_memory_gib",
-    "trial_overhead_s",
-)
-CONSTRAINT = re.compile(r"^\s*(\w+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 
 
 def _as_list(value: Any) -> Any:
@@ -228,7 +192,11 @@ class SearchSpec(Strict):
     global_batch_size: Positive
     cluster: ClusterSpec
     objectives: dict[Literal[METRICS], Direction] = Field(  # type: ignore[valid-type]
-        default={"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"},
+        default={
+            "tokens_per_s": Direction.MAXIMIZE,
+            "joules_per_token": Direction.MINIMIZE,
+            "throttle_ratio": Direction.MINIMIZE,
+        },
         min_length=1,
     )
     constraints: list[str] = []
@@ -265,9 +233,7 @@ class SearchSpec(Strict):
             sequence_length=self.sequence_length,
             global_batch_size=self.global_batch_size,
             cluster=Cluster(**dict(self.cluster)),
-            objectives=dict(self.objectives),
-            constraints=tuple(self.constraints),
-            limits=tuple(map(parse_constraint, self.constraints)),
+            goals=Goals(self.objectives, tuple(map(parse_constraint, self.constraints))),
             axes=self.axes,
             measurement=Measurement(**dict(self.measurement)),
             budget=Budget(**dict(self.budget)),
@@ -397,33 +363,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-def parse_constraint(text: str) -> tuple[str, str, float]:
-    """(metric, '<=' or '>=', bound) of a text such as ``peak_memory_gib<=70``. Raises `ValueError`."""
-    match = CONSTRAINT.match(text)
-    if match is None or match[1] not in METRICS:
-        raise ValueError(f"constraints: {text!r} is not METRIC<=NUMBER or METRIC>=NUMBER, METRIC {_choice(METRICS)}")
-    try:
-        bound = float(match[3])
-    except ValueError:
-        bound = math.inf
-    if not math.isfinite(bound):
-        raise ValueError(f"constraints: {match[3]!r} in {text!r} is not a finite number")
-    return match[1], match[2], bound
-
-
-def excess(limit: tuple[str, str, float], metrics: Mapping[str, float | None]) -> float:
-    """By how much `metrics` violate a parsed constraint, as a share of its bound; at most 0 where they keep it.
-
-    A metric that is missing violates nothing.
-    """
-    metric, sense, bound = limit
-    value = metrics.get(metric)
-    if value is None:
-        return 0.0
-    over = (value - bound) / (abs(bound) or 1.0)
-    return over if sense == "<=" else -over
-
-
 class _Loader(yaml.SafeLoader):
     """Refuses a field that is given twice, of which YAML would silently keep the last."""
 
@@ -464,7 +403,12 @@ def dump_spec(problem: Problem) -> str:
     """The problem as a spec's YAML text, defaults filled in; `parse_spec` reads it back."""
     values = asdict(problem)
     preset = PRESETS.get(problem.model) == problem.shape
-    values |= {"model": problem.model if preset else values["shape"], "space": values["axes"]}
+    values |= {
+        "model": problem.model if preset else values["shape"],
+        "objectives": dict(problem.goals.objectives),
+        "constraints": [limit.text for limit in problem.goals.limits],
+        "space": values["axes"],
+    }
     plain = json.loads(json.dumps({name: values[name] for name in SearchSpec.model_fields}))  # lists in place of tuples
     return yaml.safe_dump(plain, sort_keys=False)
 

@@ -19,9 +19,10 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.exceptions import RayError
 
-from service.answers.tables import MARKS, render
+from service.answers.tables import render
 from service.cluster import knock
 from service.errors import InputError
+from service.metrics import MARKS
 from service.remote import call
 from telemetry.actor import NodeState, Telemetry, Work, find_telemetry
 from telemetry.devices import DeviceInfo

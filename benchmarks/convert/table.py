@@ -18,7 +18,8 @@ from typing import Any, TextIO
 from search_spaces.layout import AXES, Layout
 from service.home import tracking_uri
 from service.record.results import Results, SearchRecord, TrialRecord
-from service.result import STATUSES
+from service.result import Purpose
+from trainables.status import Status
 
 METRICS = (
     "tokens_per_s",
@@ -37,7 +38,7 @@ SPENT = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s",
 
 def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
     """The trials that explored and came to an end, by layout."""
-    over = [trial for trial in search.trials if trial.status in STATUSES and trial.purpose == "search"]
+    over = [trial for trial in search.trials if trial.status in list(Status) and trial.purpose == Purpose.SEARCH]
     trials = {trial.layout: trial for trial in over}
     axes = [
         axis

@@ -30,15 +30,18 @@ from search_spaces.cost import data_sheet
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from service.errors import InputError
+from service.goals import Goals
+from service.metrics import DIRECTIONS, Direction
 from service.pareto import REFERENCE, hypervolume, pareto_front, scaled
 from service.problem import Problem
 from service.result import TrialResult
 from service.sampling.study import SearchStudy
 from service.sampling.warmup import first_points, predictions
 from service.spec import load_spec
+from trainables.status import Status
 
-OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
-ALONE = {"tokens_per_s_per_gpu": "maximize", "mfu": "maximize", "step_time_s": "minimize"}
+OBJECTIVES = {name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token", "throttle_ratio")}
+ALONE = {name: DIRECTIONS[name] for name in ("tokens_per_s_per_gpu", "mfu", "step_time_s")}
 """Measures of speed, of which the first is the objective of a table that has none of `OBJECTIVES`."""
 
 SHARES = (0.90, 0.95, 0.99)
@@ -67,8 +70,8 @@ class Table:
             if layout in self.results:
                 raise ValueError(f"{path}: row {number}: the same layout as row {self.results[layout].trial_id}")
             self.results[layout], self.gpu_seconds[layout] = result, seconds
-        self.good = [layout for layout, result in self.results.items() if result.status == "ok"]
-        self.objectives: dict[str, str] = {}
+        self.good = [layout for layout, result in self.results.items() if result.status == Status.OK]
+        self.objectives: dict[str, Direction] = {}
         for name, way in (OBJECTIVES | ALONE).items():
             values = [self.results[layout].metrics.get(name) for layout in self.good]
             if set(values) == {None} or (name in ALONE and self.objectives):
@@ -98,14 +101,14 @@ class Table:
     def study(self, sampler: str, seed: int) -> SearchStudy:
         """A study of the table's layouts."""
         if sampler == "random":
-            return SearchStudy("table", self.good, self.objectives, [], sampler, seed)
+            return SearchStudy("table", self.good, Goals(self.objectives), sampler, seed)
         layouts = list(self.results)
         if self.spec is None:
-            return SearchStudy("table", layouts, self.objectives, [], sampler, seed)
+            return SearchStudy("table", layouts, Goals(self.objectives), sampler, seed)
         memory, predicted = MemoryModel(self.spec.workload), self.predicted()
         first = first_points([], {} if sampler == "auto" else predicted, self.objectives, memory)
         return SearchStudy(
-            "table", layouts, self.objectives, [], sampler, seed, first=first, memory=memory, predicted=predicted
+            "table", layouts, Goals(self.objectives), sampler, seed, first=first, memory=memory, predicted=predicted
         )
 
     def predicted(self) -> dict[Layout, dict[str, float]]:
@@ -114,10 +117,9 @@ class Table:
         return predictions(self.results, self.spec.workload, coefficients) if self.spec and coefficients else {}
 
     def _costs(self, layouts: Sequence[Layout]) -> np.ndarray:
-        signs = {"maximize": -1.0, "minimize": 1.0}
         return np.array(
             [
-                [signs[way] * float(self.results[layout].metrics[name] or 0.0) for name, way in self.objectives.items()]
+                [way.cost(float(self.results[layout].metrics[name] or 0.0)) for name, way in self.objectives.items()]
                 for layout in layouts
             ]
         )
@@ -130,7 +132,7 @@ def _parse(trial_id: str, row: Mapping[str, str], spec: Problem | None) -> tuple
         {"engine": "megatron", "global_batch_size": spec.global_batch_size if spec else 1}
         | {name: values.pop(name) for name in axes & set(values)}
     )
-    status = values.pop("status", "ok")
+    status = Status(values.pop("status", Status.OK))
     seconds = float(values.pop("gpu_seconds", layout.num_gpus))
     return layout, TrialResult(trial_id, layout, status, metrics=values), seconds
 
@@ -154,7 +156,7 @@ def replay(table: Table, sampler: str, seed: int) -> Effort:
             tried.append(layout)
         trials.append(len(tried))
         spent.append(sum(table.gpu_seconds[layout] for layout in tried))
-    return Effort(trials, spent, sum(table.results[layout].status == "oom" for layout in tried))
+    return Effort(trials, spent, sum(table.results[layout].status == Status.OOM for layout in tried))
 
 
 def comparison(table: Table, name: str, samplers: Sequence[str], seeds: int) -> Iterator[str]:

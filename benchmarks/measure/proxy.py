@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.measure.gang import RunTrial, one_gang, require_ok
 from search_spaces.layout import Layout
-from service.answers.tables import heading, render
+from service.answers.tables import render
+from service.metrics import heading
 from service.problem import Problem
 from service.result import TrialResult
 from service.spec import dump_spec, load_spec, parse_spec

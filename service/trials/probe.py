@@ -32,7 +32,7 @@ def depths(layout: Layout, spec: Problem) -> tuple[int, int] | None:
 
 
 def probing(request: TrialRequest) -> TrialRequest:
-    """The same trial as no more than a few steps, of the smallest batch to which it would come."""
+    """The trial cut down to a few steps, of the smallest batch to which it would come."""
     return replace(request, protocol=STEPS, batches=request.batches[-1:])
 
 

@@ -20,10 +20,12 @@ from search_spaces.workload import Workload
 from service.errors import InputError
 from service.fitting import SPREADS, Observation, design, fit, load, observations, save
 from service.home import Home
+from service.metrics import Method
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import TrialResult
 from tests.service.records import problem
+from trainables.status import Status
 
 
 def sheet() -> Coefficients:
@@ -136,11 +138,11 @@ def test_observations_of_a_search(home: Home) -> None:
     tracker = Tracker(home.tracking_uri, home)
     tracker.start_search("alpha", problem(), {})
     for result in (
-        TrialResult("alpha-0", layout, "ok", None, both, {"mean_power_w": "counter"}),
-        TrialResult("alpha-1", layout, "oom", "rank 0: out of memory"),
-        TrialResult("alpha-2", layout, "ok", None, both, {"mean_power_w": "estimated"}),
-        TrialResult("alpha-3", layout, "ok", None, both, {"step_time_s": "extrapolated"}),
-        TrialResult("alpha-4", layout, "ok", None, {"step_time_s": 3.0}),
+        TrialResult("alpha-0", layout, Status.OK, None, both, {"mean_power_w": Method.COUNTER}),
+        TrialResult("alpha-1", layout, Status.OOM, "rank 0: out of memory"),
+        TrialResult("alpha-2", layout, Status.OK, None, both, {"mean_power_w": Method.ESTIMATED}),
+        TrialResult("alpha-3", layout, Status.OK, None, both, {"step_time_s": Method.EXTRAPOLATED}),
+        TrialResult("alpha-4", layout, Status.OK, None, {"step_time_s": 3.0}),
     ):
         tracker.start_trial(result.trial_id, layout)
         tracker.finish_trial(result)

@@ -19,17 +19,10 @@ from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import AXES, SCHEDULES
 from search_spaces.models import PRESETS
 from service.errors import InputError
+from service.goals import Limit, parse_constraint
+from service.metrics import METRICS
 from service.problem import Problem
-from service.spec import (
-    METRICS,
-    SECTIONS,
-    SearchSpec,
-    dump_spec,
-    load_spec,
-    make_problem,
-    parse_constraint,
-    parse_spec,
-)
+from service.spec import SECTIONS, SearchSpec, dump_spec, load_spec, make_problem, parse_spec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -75,7 +68,7 @@ def test_there_are_examples() -> None:
 
 def test_defaults() -> None:
     defaults = spec()
-    assert defaults.objectives == {
+    assert defaults.goals.objectives == {
         "tokens_per_s": "maximize",
         "joules_per_token": "minimize",
         "throttle_ratio": "minimize",
@@ -164,14 +157,14 @@ def test_numbers_that_yaml_takes_for_text() -> None:
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
-        ("peak_memory_gib<=70", ("peak_memory_gib", "<=", 70.0)),
-        (" mfu >= 4.5e-1 ", ("mfu", ">=", 0.45)),
-        ("mean_power_w<=-1", ("mean_power_w", "<=", -1.0)),
+        ("peak_memory_gib<=70", Limit("peak_memory_gib", "<=", 70.0, "")),
+        (" mfu >= 4.5e-1 ", Limit("mfu", ">=", 0.45, "")),
+        ("mean_power_w<=-1", Limit("mean_power_w", "<=", -1.0, "")),
     ],
 )
-def test_constraints(text: str, limit: tuple[str, str, float]) -> None:
+def test_constraints(text: str, limit: Limit) -> None:
     assert parse_constraint(text) == limit
-    assert spec(constraints=[text]).limits == (limit,)
+    assert spec(constraints=[text]).goals.limits == (limit,)
 
 
 METRIC_LIST = "one of tokens_per_s, tokens_per_s_per_gpu, mfu"
@@ -508,7 +501,7 @@ def test_round_trip_through_yaml(values: dict[str, Any]) -> None:
     again = parse_spec(dump_spec(spec))
     assert again == spec
     assert again.legal == spec.legal
-    assert again.limits == spec.limits
+    assert again.goals == spec.goals
 
 
 junk = st.recursive(

@@ -8,6 +8,7 @@ from benchmarks.convert.table import write
 from benchmarks.judge.search import Table
 from search_spaces.layout import Layout
 from service.record.results import TrialRecord
+from service.result import Purpose
 from tests.service.records import STARTED, search, trial
 
 
@@ -24,7 +25,7 @@ def test_a_search_as_a_table_is_read_back(tmp_path: Path) -> None:
         of(thrifty, trial("b", tokens_per_s=10.0, joules_per_token=1.0, window_time_s=3.0)),
         of(full, trial("c", status="oom")),
         of(uneven, trial("d", tokens_per_s=5.0, joules_per_token=3.0)),
-        of(fast, replace(trial("e", tokens_per_s=19.0, joules_per_token=2.0), purpose="finalist")),
+        of(fast, replace(trial("e", tokens_per_s=19.0, joules_per_token=2.0), purpose=Purpose.FINALIST)),
         of(replace(fast, zero_stage=1), trial("f", status="stopped")),
     )
     path = tmp_path / "table.csv"

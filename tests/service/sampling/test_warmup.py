@@ -13,6 +13,7 @@ from search_spaces.coefficients import Coefficients
 from search_spaces.cost import data_sheet, predict
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel, band
+from service.metrics import Direction
 from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
 from service.sampling.warmup import APART, PREDICTED, WINNERS, first_points, open_study, predictions, winners
@@ -70,7 +71,7 @@ def record(layouts: list[Layout]) -> SearchRecord:
         name="earlier",
         status="finished",
         started=datetime(2026, 1, 1, tzinfo=UTC),
-        objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
+        objectives={"tokens_per_s": Direction.MAXIMIZE, "joules_per_token": Direction.MINIMIZE},
         constraints=(),
         params={},
         environment={},
@@ -154,7 +155,7 @@ def test_a_study_begins_with_the_baseline_then_winners_then_predictions(tmp_path
     predicted = predictions(points, chosen.workload, SHEET)
     assert (
         asked[2:]
-        == first_points(safe[9:10] + safe[5:6], predicted, chosen.objectives, MemoryModel(chosen.workload))[2:]
+        == first_points(safe[9:10] + safe[5:6], predicted, chosen.goals.objectives, MemoryModel(chosen.workload))[2:]
     )
 
 

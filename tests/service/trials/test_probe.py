@@ -12,7 +12,7 @@ import ray
 from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
 from service.problem import Problem
-from service.result import Proxy, RankRecord, TrialResult
+from service.result import Proxy, Purpose, RankRecord, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run
@@ -79,7 +79,7 @@ def ran(layers: int, peaks_gib: Sequence[float | None], layout: Layout = CONFIG)
         RankRecord(rank, rank, "a", f"GPU-{rank}", layout.coordinates(rank), gib, None)
         for rank, gib in enumerate(peaks_gib)
     )
-    return Proxy(layers, TrialResult("t", layout, "ok", ranks=ranks))
+    return Proxy(layers, TrialResult("t", layout, Status.OK, ranks=ranks))
 
 
 def test_each_rank_s_memory_is_followed_to_the_full_depth() -> None:
@@ -143,13 +143,13 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("purpose", "layer_gib", "status", "asked"),
     [
-        pytest.param("search", 3.0, "ok", [8, 4, 32], marks=pytest.mark.slow),
-        ("search", 9.0, "oom", [8, 4]),
-        pytest.param("finalist", 9.0, "ok", [32], marks=pytest.mark.slow),  # it has run before
+        pytest.param(Purpose.SEARCH, 3.0, "ok", [8, 4, 32], marks=pytest.mark.slow),
+        (Purpose.SEARCH, 9.0, "oom", [8, 4]),
+        pytest.param(Purpose.FINALIST, 9.0, "ok", [32], marks=pytest.mark.slow),  # it has run before
     ],
 )
 def test_what_does_not_fit_is_not_launched(
-    purpose: str, layer_gib: float, status: str, asked: list[int], ray_session: Any
+    purpose: Purpose, layer_gib: float, status: str, asked: list[int], ray_session: Any
 ) -> None:
     mailbox, work = gang(10.0, layer_gib)
     telemetry: Any = {"a": ray.remote(Quiet).options(num_cpus=0).remote()}
