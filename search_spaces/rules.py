@@ -130,15 +130,29 @@ def replicas_divide(layout: Layout, work: Workload) -> str | None:
     return None
 
 
-def experts_divide(layout: Layout, work: Workload) -> str | None:
+def there_are_experts(layout: Layout, work: Workload) -> str | None:
+    """The part of `experts_divide` that the model alone decides."""
     size, model = layout.expert_parallel_size, work.model
     if size > 1 and not model.num_experts:
         return "a dense model has no experts to spread"
     if model.num_experts % size:
         return f"{model.num_experts} experts cannot be spread over {size} GPUs"
-    copies = layout.data_parallel_replicate_size if layout.zero_stage else 1
+    return None
+
+
+def experts_divide(layout: Layout, work: Workload) -> str | None:
+    if (reason := there_are_experts(layout, work)) is not None:
+        return reason
+    size, copies = layout.expert_parallel_size, layout.data_parallel_replicate_size if layout.zero_stage else 1
     if (layout.shard_ranks // copies) % size:
         return f"expert parallel size {size} does not divide the {layout.shard_ranks // copies} ranks of a shard group"
+    return None
+
+
+def there_are_units_for_fp8(layout: Layout, work: Workload) -> str | None:
+    """The part of `fp8_is_supported` that the accelerator alone decides."""
+    if layout.precision == "fp8" and not work.accelerator.fp8:
+        return "the accelerator has no matrix units for fp8"
     return None
 
 
@@ -146,8 +160,8 @@ def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
     model, size = work.model, layout.tensor_parallel_size
     if layout.precision != "fp8":
         return None
-    if not work.accelerator.fp8:
-        return "the accelerator has no matrix units for fp8"
+    if (reason := there_are_units_for_fp8(layout, work)) is not None:
+        return reason
     if not engine_of(layout).fp8:
         having = [name for name, engine in ENGINES.items() if engine.fp8]
         return f"fp8 is in the {' and '.join(having)} engine alone"

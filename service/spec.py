@@ -18,11 +18,10 @@ from pydantic_core import PydanticKnownError
 from search_spaces.axis import Axis, Range
 from search_spaces.engines import ENGINES
 from search_spaces.hardware import ACCELERATORS, Accelerator
-from search_spaces.layout import AXES, Layout
+from search_spaces.layout import AXES
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
-from search_spaces.rules import all_rules, virtual_stages_fit_schedule
-from search_spaces.space import Space
-from search_spaces.workload import Workload
+from search_spaces.rules import all_rules
+from search_spaces.space import Space, hopeless
 from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import METRICS, Direction
@@ -254,84 +253,23 @@ class SearchSpec(Strict):
             positions = self.shape.max_sequence_length
             raise ValueError(f"sequence_length: {self.sequence_length} exceeds the model's {positions} positions")
         problem = self.problem
-        self._axes_fit()
-        self._lists_fit()
         self._depths_fit()
+        self._values_fit()
         if not problem.legal.layouts:
             field = "global_batch_size" if _batch_is_to_blame(problem.legal) else "space"
             raise ValueError(f"{field}: no legal layout among {problem.legal.distinct}; {_refusals(problem.legal)}")
         _ = problem.baseline_layout
         return self
 
-    def _axes_fit(self) -> None:
+    def _values_fit(self) -> None:
         """Refuse values that no other choice on the other axes could make legal."""
-        shape, axes, most = self.shape, self.axes, self.cluster.size
-        for size in axes["num_gpus"]:
-            if size > most:
-                raise ValueError(f"space.num_gpus: {size} is more than the cluster's {most}")
-        for size in axes["tensor_parallel_size"]:
-            if shape.heads % size or shape.kv_heads % size:
-                widest = min(most, shape.kv_heads)
-                allowed = [n for n in range(1, widest + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]
-                raise ValueError(
-                    f"space.tensor_parallel_size: {size} does not divide the model's {shape.heads} heads and "
-                    f"{shape.kv_heads} key-value heads; allowed: {', '.join(map(str, allowed))}"
-                )
-        for size in axes["context_parallel_size"]:
-            if size > 1 and self.sequence_length % (2 * size):
-                raise ValueError(
-                    f"space.context_parallel_size: a sequence of {self.sequence_length} cannot be cut into "
-                    f"{2 * size} pieces"
-                )
-        for size in axes["expert_parallel_size"]:
-            if size > 1 and not shape.num_experts:
-                raise ValueError("space.expert_parallel_size: the model has no experts to spread; allowed: 1")
-            if shape.num_experts % size:
-                raise ValueError(
-                    f"space.expert_parallel_size: {size} does not divide the model's {shape.num_experts} experts"
-                )
-        if "fp8" in axes["precision"] and not self.cluster.device.fp8:
-            able = [name for name, device in ACCELERATORS.items() if device.fp8]
-            raise ValueError(f"space.precision: {self.cluster.accelerator} has no fp8; these have: {', '.join(able)}")
-        pipelines = [size for size in axes["pipeline_parallel_size"] if size > 1]
-        for schedule in axes["pipeline_schedule"] if pipelines else []:
-            reasons = [_misfit(schedule, virtual) for virtual in axes["virtual_pipeline_stages"]]
-            if all(reasons):
-                raise ValueError(f"space.virtual_pipeline_stages: {reasons[0]}")
-        uneven = [layers for layers in axes["stage_layers"] if layers is not None]
-        for size in pipelines:
-            if shape.layers % size and all(len(layers) % size for layers in uneven):
-                allowed = [n for n in range(1, min(most, shape.layers) + 1) if shape.layers % n == 0]
-                raise ValueError(
-                    f"space.pipeline_parallel_size: {size} does not divide the model's {shape.layers} layers; "
-                    f"allowed: {', '.join(map(str, allowed))}"
-                )
-
-    def _lists_fit(self) -> None:
-        """The same for the axes whose values are lists."""
-        axes, layers = self.axes, self.shape.layers
-        stages = {
-            ranks * virtual
-            for ranks in axes["pipeline_parallel_size"]
-            for virtual in axes["virtual_pipeline_stages"]
-            if ranks > 1
-        }
-        for value in axes["stage_layers"]:
-            if value is None:
-                continue
-            if sum(value) != layers:
-                raise ValueError(
-                    f"space.stage_layers: {list(value)} sums to {sum(value)}, the model has {layers} layers"
-                )
-            if len(value) not in stages:
-                raise ValueError(
-                    f"space.stage_layers: {list(value)} is of {len(value)} stages; pipeline_parallel_size x "
-                    f"virtual_pipeline_stages makes {' or '.join(map(str, sorted(stages))) or 'none'}"
-                )
-        for value in axes["rank_order"]:
-            if value is not None and (sorted(value) != list(range(len(value))) or len(value) not in axes["num_gpus"]):
-                sizes = " or ".join(map(str, axes["num_gpus"]))
-                raise ValueError(f"space.rank_order: {list(value)} does not name each of {sizes} workers, from 0, once")
+        for size in self.axes["num_gpus"]:
+            if size > self.cluster.size:
+                raise ValueError(f"space.num_gpus: {size} is more than the cluster's {self.cluster.size}")
+        for found in hopeless(self.axes, self.problem.workload):
+            value = list(found.value) if isinstance(found.value, tuple) else found.value
+            allowed = f"; allowed: {', '.join(map(str, found.allowed))}" if found.allowed else ""
+            raise ValueError(f"space.{found.axis}: {value}: {found.reason}{allowed}")
 
     def _depths_fit(self) -> None:
         if self.depth_proxy is None:
@@ -440,12 +378,6 @@ def _batch_is_to_blame(space: Space) -> bool:
 
 def _refusals(space: Space) -> str:
     return "; ".join(f"{rule} refused {count} ({space.reasons[rule]})" for rule, count in space.refused.items())
-
-
-def _misfit(schedule: str, virtual: int) -> str | None:
-    """Why no pipeline runs this schedule with so many stages a rank; None if one does."""
-    layout = Layout("megatron", 1, 1, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
-    return virtual_stages_fit_schedule(layout, Workload(PRESETS["tiny-llama"], 1, 1))
 
 
 def _choice(values: Iterable[object]) -> str:

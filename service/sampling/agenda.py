@@ -195,9 +195,8 @@ class SearchAgenda(Agenda):
     def _explore(self) -> Step | None:
         if not self._exploring() or (layout := self.study.ask()) is None:
             return None
-        objectives = [
-            {m: v for m in self.spec.goals.objectives if (v := r.metrics.get(m)) is not None} for r in self.front()
-        ]
+        names = self.spec.goals.objectives
+        objectives = [{m: v for m in names if (v := result.metrics.get(m)) is not None} for result in self.front()]
         return Step(layout, Purpose.SEARCH, tuple(objectives))
 
     def _exploring(self) -> bool:

@@ -164,9 +164,8 @@ def recorded(results: list[TrialResult], spec: Problem) -> SearchRecord:
         )
         for result in results
     ]
-    return search(
-        *trials, objectives=dict(spec.goals.objectives), constraints=tuple(limit.text for limit in spec.goals.limits)
-    )
+    constraints = tuple(limit.text for limit in spec.goals.limits)
+    return search(*trials, objectives=dict(spec.goals.objectives), constraints=constraints)
 
 
 def agenda_of(results: list[TrialResult], spec: Problem) -> SearchAgenda:

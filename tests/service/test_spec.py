@@ -276,33 +276,42 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"space": {"micro_batch_size": {"a": 1}}}, r"space\.micro_batch_size: must be a valid integer$"),
     ({"space": {"compile": 1}}, r"space\.compile: must be a valid boolean \(given: 1\)$"),
     ({"space": {"recompute": "some"}}, r"space\.recompute: must be 'none', 'selective' or 'full' \(given: \"some\"\)"),
-    ({"space": {"tensor_parallel_size": [1, 3]}}, r"space\.tensor_parallel_size: 3 does not divide .* allowed: 1, 2$"),
-    ({"space": {"tensor_parallel_size": 4}}, r"space\.tensor_parallel_size: 4 does not divide .* 2 key-value heads"),
+    (
+        {"space": {"tensor_parallel_size": [1, 3]}},
+        r"space\.tensor_parallel_size: 3: .* heads cannot be split .* allowed: 1, 2$",
+    ),
+    ({"space": {"tensor_parallel_size": 4}}, r"space\.tensor_parallel_size: 4: .* 2 key-value heads cannot be split"),
     (
         {"space": {"pipeline_parallel_size": 3}},
-        r"space\.pipeline_parallel_size: 3 does not .* 4 layers; allowed: 1, 2, 4$",
+        r"space\.pipeline_parallel_size: 3: 4 layers cannot be .* 3 stages; allowed: 1, 2, 4$",
     ),
-    ({"space": {"context_parallel_size": 3}}, r"space\.context_parallel_size: a sequence of 128 .* 6 pieces$"),
+    (
+        {"space": {"context_parallel_size": 3}},
+        r"space\.context_parallel_size: 3: sequence of 128 .* 6 pieces; allowed: 1, 2, 4$",
+    ),
     (
         {"space": {"expert_parallel_size": 2}},
-        r"space\.expert_parallel_size: the model has no experts to spread; allowed: 1$",
+        r"space\.expert_parallel_size: 2: a dense model has no experts to spread; allowed: 1$",
     ),
     (
         {"model": "tiny-moe", "space": {"expert_parallel_size": 3}},
-        r"space\.expert_parallel_size: 3 does not divide the model's 4 experts$",
+        r"space\.expert_parallel_size: 3: 4 experts cannot be spread over 3 GPUs; allowed: 1, 2, 4$",
     ),
-    ({"space": {"precision": ["bf16", "fp8"]}}, r"space\.precision: cpu has no fp8; these have: h100, h200$"),
+    (
+        {"space": {"precision": ["bf16", "fp8"]}},
+        r"space\.precision: fp8: the accelerator has no matrix units for fp8; allowed: bf16, fp32$",
+    ),
     (
         {"space": {"pipeline_parallel_size": 2, "pipeline_schedule": ["1f1b", "zbv_zero_bubble"]}},
-        r"space\.virtual_pipeline_stages: zbv_zero_bubble has two stages a rank, not 1$",
+        r"space\.pipeline_schedule: zbv_zero_bubble: .* has two stages a rank, not 1; allowed: gpipe, 1f1b$",
     ),
     (
         {"space": {"pipeline_parallel_size": 2, "virtual_pipeline_stages": 2}},
-        r"space\.virtual_pipeline_stages: 1f1b has one stage a rank, not 2$",
+        r"space\.pipeline_schedule: 1f1b: 1f1b has one stage a rank, not 2; allowed: interleaved_1f1b, .*$",
     ),
     (
         {"space": {"pipeline_parallel_size": [3, 2], "stage_layers": [1, 3]}},
-        r"space\.pipeline_parallel_size: 3 does not .* 4 layers; allowed: 1, 2, 4$",
+        r"space\.pipeline_parallel_size: 3: 4 layers cannot be .* 3 stages; allowed: 1, 2, 4$",
     ),
     # Lists of lists
     (
@@ -324,19 +333,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"space": {"stage_layers": [[]]}}, r"space\.stage_layers: must not be empty$"),
     (
         {"space": {"pipeline_parallel_size": 2, "stage_layers": [[1, 2], [2, 2]]}},
-        r"space\.stage_layers: \[1, 2\] sums to 3, the model has 4 layers$",
+        r"space\.stage_layers: \[1, 2\]: stage_layers must be 2 numbers above 0 that sum to 4$",
     ),
     (
         {"space": {"pipeline_parallel_size": [1, 2, 4], "stage_layers": [1, 1, 2]}},
-        r"space\.stage_layers: \[1, 1, 2\] is of 3 stages; pipeline_parallel_size x .* makes 2 or 4$",
+        r"space\.stage_layers: \[1, 1, 2\]: stage_layers must be 2 numbers .*; or .* 4 numbers above 0 that sum to 4$",
     ),
-    ({"space": {"stage_layers": [1, 3]}}, r"space\.stage_layers: \[1, 3\] is of 2 stages; .* makes none$"),
+    ({"space": {"stage_layers": [1, 3]}}, r"space\.stage_layers: \[1, 3\]: stage_layers must be 1 numbers"),
     ({"space": {"rank_order": [0, -1]}}, r"space\.rank_order: must be greater than or equal to 0 \(given: -1\)$"),
-    ({"space": {"rank_order": [0, 1, 2, 2]}}, r"space\.rank_order: \[0, 1, 2, 2\] does not name each of 4 workers"),
-    ({"space": {"rank_order": [1, 2, 3, 4]}}, r"space\.rank_order: \[1, 2, 3, 4\] does not name each of 4 workers"),
+    (
+        {"space": {"rank_order": [0, 1, 2, 2]}},
+        r"space\.rank_order: \[0, 1, 2, 2\]: .* must name each of the 4 workers once$",
+    ),
+    (
+        {"space": {"rank_order": [1, 2, 3, 4]}},
+        r"space\.rank_order: \[1, 2, 3, 4\]: .* must name each of the 4 workers once$",
+    ),
     (
         {"space": {"rank_order": [None, [1, 0]], "num_gpus": [1, 4]}},
-        r"space\.rank_order: \[1, 0\] does not name each of 1 or 4 workers, from 0, once$",
+        r"space\.rank_order: \[1, 0\]: .* each of the 1 workers once; or .* each of the 4 workers once$",
     ),
     # Depth proxies
     ({"depth_proxy": 2}, r"depth_proxy: must be a valid list \(given: 2\)$"),
