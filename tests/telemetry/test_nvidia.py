@@ -152,12 +152,18 @@ def test_nothing_is_said_of_a_counter_with_another_period(fake_driver: Interpret
 
 
 def test_refreshes_that_drift_from_the_host_s_clock_are_followed(fake_driver: Interpreter) -> None:
-    """By 2 ms each time between two looks. A busy machine misses some, and in the end says nothing."""
-    rows, _ = fake_driver.run(sample_drift, 12, refresh=20, gpus=2)
-    for uuid in ("GPU-0", "GPU-1"):
-        away = [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid and "energy_ns" in row]
-        assert len(away) > 6
-        assert sorted(map(abs, away))[len(away) * 3 // 4] < 10, away
+    """By 2 ms each time between two looks. A busy machine misses some, and in the end says nothing: then once more."""
+    for _ in range(5):
+        rows, _ = fake_driver.run(sample_drift, 12, refresh=20, gpus=2)
+        away = {
+            uuid: [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid and "energy_ns" in row]
+            for uuid in ("GPU-0", "GPU-1")
+        }
+        if all(len(each) > 6 for each in away.values()):
+            break
+    for each in away.values():
+        assert len(each) > 6
+        assert sorted(map(abs, each))[len(each) * 3 // 4] < 10, each
 
 
 def test_what_is_not_supported_is_left_out_and_not_asked_again(fake_driver: Interpreter, tmp_path: Path) -> None:
