@@ -392,7 +392,7 @@ def test_a_window_of_a_sound_gpu(fake_driver: Interpreter) -> None:
     assert summary.energy_j == pytest.approx(2101.4, rel=1e-3)
     assert summary.power_cap_ratio == pytest.approx(0.25, rel=1e-3)
     assert summary.throttle_ratio == 0
-    assert summary.devices[0].bytes_per_s["pcie_tx_bytes"] == pytest.approx(10_000, rel=0.1)
+    assert summary.devices[0].bytes_per_s["pcie_tx_bytes"] == pytest.approx(10_000, rel=0.5)
 
 
 PCIE = {"pcie_rx_bytes", "pcie_tx_bytes"}
