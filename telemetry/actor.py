@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -292,8 +292,8 @@ class Fleet(dict[str, TelemetryHandle]):
     def cover(self, spool_root: Path | None) -> None:
         """Start what is missing on the nodes that are alive."""
         actor: Any = ray.remote(Telemetry)
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        for node_id in [node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] not in self]:
+        nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+        for node_id in [node["NodeID"] for node in nodes() if node["Alive"] and node["NodeID"] not in self]:
             self[node_id] = actor.options(
                 name=f"{self.name}:{node_id}",
                 namespace=NAMESPACE,

@@ -129,14 +129,12 @@ def test_residency_counters_become_time(fake_rocm: Interpreter) -> None:
     seen, _ = watch(fake_rocm, reads=40, period_s=0.01, model="mi300", busy=50)
     first, last = seen["reads"][0][0], seen["reads"][-1][0]
     elapsed_ns = seen["times"][-1] - seen["times"][0]
-    assert last["throttle_power_cap_ns"] - first["throttle_power_cap_ns"] == pytest.approx(0.5 * elapsed_ns, rel=0.02)
-    assert last["throttle_sw_thermal_ns"] - first["throttle_sw_thermal_ns"] == pytest.approx(
-        0.25 * elapsed_ns, rel=0.02
-    )
+    assert last["throttle_power_cap_ns"] - first["throttle_power_cap_ns"] == pytest.approx(0.5 * elapsed_ns, rel=0.1)
+    assert last["throttle_sw_thermal_ns"] - first["throttle_sw_thermal_ns"] == pytest.approx(0.25 * elapsed_ns, rel=0.1)
     assert last["throttle_hw_thermal_ns"] == 0
     window = summarise(rows(seen, 0), seen["times"][2], seen["times"][-4], [seen["infos"][0]["uuid"]])
-    assert window.throttle_ratio == pytest.approx(0.25, rel=0.1)
-    assert window.power_cap_ratio == pytest.approx(0.5, rel=0.1)
+    assert window.throttle_ratio == pytest.approx(0.25, rel=0.2)
+    assert window.power_cap_ratio == pytest.approx(0.5, rel=0.2)
 
 
 def residencies(ticks: int, **counts: int) -> SimpleNamespace:

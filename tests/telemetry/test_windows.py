@@ -439,7 +439,7 @@ drivers = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     driver=drivers,
     period_s=st.floats(0.03, 0.3),
@@ -515,7 +515,7 @@ sparsely_read = given(
 
 
 @pytest.mark.parametrize("refreshed", [False, True])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @sparsely_read
 def test_a_counter_read_now_and_then_is_as_right_or_refused(
     refreshed: bool, driver: Driver, window: tuple[float, float], delay_s: float, phase_s: float, dark: bool
@@ -534,7 +534,7 @@ def test_a_counter_read_now_and_then_is_as_right_or_refused(
     assert summary.energy_j == pytest.approx(true_j, abs=2 * (0.1 if refreshed else 0.2) * driver.watts + 0.01)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @sparsely_read
 def test_throttled_time_read_now_and_then_is_right_within_its_distance_from_the_edges(
     driver: Driver, window: tuple[float, float], delay_s: float, phase_s: float, dark: bool
