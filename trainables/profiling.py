@@ -12,6 +12,7 @@ import numpy as np
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from trainables.breakdown import (
     COMPILED,
@@ -73,7 +74,7 @@ def _exchange(layout: Layout) -> str | None:
     None where it may be either, between stages and between experts or pieces of sequences: only the host's record of
     the collectives then knows, which costs host time.
     """
-    ulysses = layout.engine == "deepspeed" and layout.context_parallel_size > 1
+    ulysses = layout.context_parallel_size > 1 and engine_of(layout).exchanges_heads
     if layout.pipeline_parallel_size == 1:
         return "all_to_all"
     return None if layout.expert_parallel_size > 1 or ulysses else "send_recv"

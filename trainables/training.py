@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from search_spaces.layout import ENGINES
+from search_spaces.engines import ENGINES
 from search_spaces.models import ModelShape
 from trainables.engines.build import engine_module
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest

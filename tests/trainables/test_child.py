@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from trainables.child import ABORTED, Nursery, Outcome, describe, is_out_of_memo
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
 from trainables.platforms.cpu import PLATFORM as CPU
-from trainables.program import Place, TrialRequest
+from trainables.program import InvalidTrial, Place, Progress, RankProgram, RankReport, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
@@ -77,6 +77,29 @@ def test_a_child_reports(run: Callable[..., Outcome]) -> None:
     assert (outcome.status, outcome.cause) == ("ok", None)
     assert outcome.report is not None
     assert len(outcome.report.losses) == 20
+
+
+@dataclass(frozen=True)
+class Sums(RankProgram):
+    """A program that is no training: it sums what it is given, and is invalid where that comes to nothing."""
+
+    numbers: tuple[float, ...]
+
+    @staticmethod
+    def preload() -> list[str]:
+        return []
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        on_progress(Progress("sum"))
+        if not sum(self.numbers):
+            raise InvalidTrial("nothing to report")
+        return RankReport(place.rank, {}, None, {}, self.numbers, (sum(self.numbers),), None, {})
+
+
+def test_a_child_runs_any_program(run: Callable[..., Outcome]) -> None:
+    outcome = run(replace(REQUEST, program=Sums((1.0, 2.0))))
+    assert outcome == Outcome(Status.OK, None, "sum", RankReport(0, {}, None, {}, (1.0, 2.0), (3.0,), None, {}))
+    assert run(replace(REQUEST, program=Sums((1.0, -1.0)))) == Outcome(Status.INVALID, "nothing to report", "sum")
 
 
 def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store: TCPStore) -> None:
