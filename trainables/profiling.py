@@ -20,7 +20,7 @@ from trainables.breakdown import (
     Breakdown,
     Profile,
     break_down,
-    collective,
+    collective_category,
     kernel_category,
     own_times,
 )
@@ -114,7 +114,7 @@ def _recorded_collectives(events: list[Any]) -> dict[int, str]:
         of_thread = calls[e.start_thread_id()]
         before = bisect_right(of_thread, (e.start_ns() + 1,)) - 1
         if before >= 0 and e.end_ns() <= of_thread[before][1]:
-            by_correlation[e.correlation_id()] = collective(of_thread[before][2])
+            by_correlation[e.correlation_id()] = collective_category(of_thread[before][2])
     return by_correlation
 
 
@@ -128,7 +128,7 @@ def _of_operators(events: list[Any], span_s: float) -> Breakdown:
     )
     if not categories:
         raise RuntimeError("it saw no operator")
-    categories += [collective(e.name()) for e in background]
+    categories += [collective_category(e.name()) for e in background]
     starts = np.append(starts, np.array([e.start_ns() for e in background], dtype=np.int64))
     ends = np.append(ends, np.array([e.end_ns() for e in background], dtype=np.int64))
     return break_down(categories, starts, ends, span_s)

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from trainables.child import ABORTED, Nursery, Outcome, describe, is_out_of_memory
+from trainables.child import ABORTED, Nursery, Outcome, error_line, is_out_of_memory
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
 from trainables.platforms.cpu import PLATFORM as CPU
@@ -26,13 +26,13 @@ from trainables.status import Status
 from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
+LAYOUT = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("short", CONFIG, TRAINING, SHORT, deadline_s=120)
+REQUEST = TrialRequest("short", LAYOUT, TRAINING, SHORT, deadline_s=120)
 TRAINING_FOREVER = replace(REQUEST, trial_id="endless", protocol=ENDLESS)
-WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(CONFIG, num_gpus=2))  # the other rank never comes
+WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(LAYOUT, num_gpus=2))  # the other rank never comes
 
 
 def trial_processes(worker: psutil.Process) -> list[psutil.Process]:
@@ -240,6 +240,6 @@ def test_running_out_of_host_memory_is_known_by_torch_s_own_error() -> None:
 
 def test_a_description_is_one_line_from_the_root() -> None:
     error = chained(RuntimeError("backward failed"), ValueError("the reason\nand much more"))
-    assert describe(error, "warmup") == "warmup: ValueError: the reason"
-    assert describe(KeyError(), "build") == "build: KeyError: no message"
-    assert len(describe(ValueError("x" * 9999), "build")) < 400
+    assert error_line(error, "warmup") == "warmup: ValueError: the reason"
+    assert error_line(KeyError(), "build") == "build: KeyError: no message"
+    assert len(error_line(ValueError("x" * 9999), "build")) < 400

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +34,13 @@ def test_an_engine_is_its_facts_and_a_folder(tmp_path: Path, monkeypatch: pytest
     job = replace(JOB, layout=replace(JOB.layout, engine="abacus"))
     assert build_engine(job) == ("made for", job)
     assert engine_module("abacus") in Training.preload()
+
+
+def test_a_trial_is_asked_for_without_torch() -> None:
+    modules = "mailbox", "training", "engines.deepspeed.configuration", "platforms.base"
+    imports = ", ".join(f"trainables.{name}" for name in modules)
+    program = f"import sys, {imports}; sys.exit(bool({{'torch', 'deepspeed'}} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(engines.__path__[0]).parents[1], check=True)
 
 
 def test_engines_are_compared_nowhere_but_in_their_own_folders() -> None:
