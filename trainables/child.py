@@ -163,7 +163,7 @@ def _child(request: TrialRequest, place: Place, connection: Connection, stack: s
         outcome = Outcome(Status.INVALID, str(error), latest.phase)
     except BaseException as error:
         status = Status.OOM if is_out_of_memory(error) else Status.CRASH
-        outcome = Outcome(status, describe(error, latest.phase), latest.phase, traceback=traceback.format_exc())
+        outcome = Outcome(status, error_line(error, latest.phase), latest.phase, traceback=traceback.format_exc())
     connection.send(outcome)
     signal.pause()  # until killed: communicators and CUDA contexts go with the process, an orderly end only costs time
 
@@ -188,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def describe(error: BaseException, phase: str) -> str:
+def error_line(error: BaseException, phase: str) -> str:
     """One line: the phase, the kind of error and the first line of what it says, from the root of the chain."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -68,6 +68,7 @@ class Mailbox:
         self.changed = asyncio.Condition()
 
     async def join(self, incarnation: str, member: Member) -> None:
+        """Take a worker in. The first of another incarnation ends the trial under way as crashed."""
         async with self.changed:
             if incarnation != self.incarnation:
                 self.incarnation, self.members = incarnation, {}
@@ -101,6 +102,7 @@ class Mailbox:
                 await self.changed.wait()
 
     async def hand_in(self, worker: int, number: int, outcome: Outcome) -> None:
+        """Take what came of trial `number` on a worker; the first that failed ends the trial for all."""
         async with self.changed:
             if self.round is None or self.round.order.number != number:
                 return  # of a trial that was given up
@@ -112,7 +114,7 @@ class Mailbox:
             self.changed.notify_all()
 
     async def note(self, worker: int, number: int, progress: Progress) -> None:
-        """A rank's window begins."""
+        """Take the progress with which a rank of trial `number` begins a window."""
         async with self.changed:
             if self.round is not None and self.round.order.number == number:
                 self.round.steady[worker] = progress

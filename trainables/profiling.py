@@ -12,6 +12,7 @@ import numpy as np
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from trainables.breakdown import (
     COMPILED,
@@ -19,7 +20,7 @@ from trainables.breakdown import (
     Breakdown,
     Profile,
     break_down,
-    collective,
+    collective_category,
     kernel_category,
     own_times,
 )
@@ -73,7 +74,7 @@ def _exchange(layout: Layout) -> str | None:
     None where it may be either, between stages and between experts or pieces of sequences: only the host's record of
     the collectives then knows, which costs host time.
     """
-    ulysses = layout.engine == "deepspeed" and layout.context_parallel_size > 1
+    ulysses = layout.context_parallel_size > 1 and engine_of(layout).exchanges_heads
     if layout.pipeline_parallel_size == 1:
         return "all_to_all"
     return None if layout.expert_parallel_size > 1 or ulysses else "send_recv"
@@ -113,7 +114,7 @@ def _recorded_collectives(events: list[Any]) -> dict[int, str]:
         of_thread = calls[e.start_thread_id()]
         before = bisect_right(of_thread, (e.start_ns() + 1,)) - 1
         if before >= 0 and e.end_ns() <= of_thread[before][1]:
-            by_correlation[e.correlation_id()] = collective(of_thread[before][2])
+            by_correlation[e.correlation_id()] = collective_category(of_thread[before][2])
     return by_correlation
 
 
@@ -127,7 +128,7 @@ def _of_operators(events: list[Any], span_s: float) -> Breakdown:
     )
     if not categories:
         raise RuntimeError("it saw no operator")
-    categories += [collective(e.name()) for e in background]
+    categories += [collective_category(e.name()) for e in background]
     starts = np.append(starts, np.array([e.start_ns() for e in background], dtype=np.int64))
     ends = np.append(ends, np.array([e.end_ns() for e in background], dtype=np.int64))
     return break_down(categories, starts, ends, span_s)

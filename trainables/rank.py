@@ -148,8 +148,7 @@ def _settle() -> None:
 
 
 def _quieten() -> None:
-    """Keep the libraries' advice to their developers out of the logs; errors reach the report."""
+    """Keep torch's advice to its developers out of the logs; errors reach the report."""
     os.environ["KINETO_LOG_LEVEL"] = "99"
-    warnings.filterwarnings("ignore", module="torch|deepspeed")
-    for name in ("torch.distributed", "DeepSpeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="torch")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

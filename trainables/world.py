@@ -18,7 +18,7 @@ class World:
     def __init__(self, request: TrialRequest, place: Place) -> None:
         """Take the device and join the other ranks. Collective."""
         self.rank, self.size = place.rank, request.layout.num_gpus
-        # DeepSpeed reads its place from the environment.
+        # As torchrun sets them: engines may read their place from the environment.
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(self.size))
         self.device = place.platform.take(place.local_rank)
         timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash

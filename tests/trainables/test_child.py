@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -17,22 +17,22 @@ from torch.distributed import TCPStore
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from trainables.child import ABORTED, Nursery, Outcome, describe, is_out_of_memory
+from trainables.child import ABORTED, Nursery, Outcome, error_line, is_out_of_memory
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
 from trainables.platforms.cpu import PLATFORM as CPU
-from trainables.program import Place, TrialRequest
+from trainables.program import InvalidTrial, Place, Progress, RankProgram, RankReport, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
+LAYOUT = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("short", CONFIG, TRAINING, SHORT, deadline_s=120)
+REQUEST = TrialRequest("short", LAYOUT, TRAINING, SHORT, deadline_s=120)
 TRAINING_FOREVER = replace(REQUEST, trial_id="endless", protocol=ENDLESS)
-WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(CONFIG, num_gpus=2))  # the other rank never comes
+WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(LAYOUT, num_gpus=2))  # the other rank never comes
 
 
 def trial_processes(worker: psutil.Process) -> list[psutil.Process]:
@@ -77,6 +77,29 @@ def test_a_child_reports(run: Callable[..., Outcome]) -> None:
     assert (outcome.status, outcome.cause) == ("ok", None)
     assert outcome.report is not None
     assert len(outcome.report.losses) == 20
+
+
+@dataclass(frozen=True)
+class Sums(RankProgram):
+    """A program that is no training: it sums what it is given, and is invalid where that comes to nothing."""
+
+    numbers: tuple[float, ...]
+
+    @staticmethod
+    def preload() -> list[str]:
+        return []
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        on_progress(Progress("sum"))
+        if not sum(self.numbers):
+            raise InvalidTrial("nothing to report")
+        return RankReport(place.rank, {}, None, {}, self.numbers, (sum(self.numbers),), None, {})
+
+
+def test_a_child_runs_any_program(run: Callable[..., Outcome]) -> None:
+    outcome = run(replace(REQUEST, program=Sums((1.0, 2.0))))
+    assert outcome == Outcome(Status.OK, None, "sum", RankReport(0, {}, None, {}, (1.0, 2.0), (3.0,), None, {}))
+    assert run(replace(REQUEST, program=Sums((1.0, -1.0)))) == Outcome(Status.INVALID, "nothing to report", "sum")
 
 
 def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store: TCPStore) -> None:
@@ -217,6 +240,6 @@ def test_running_out_of_host_memory_is_known_by_torch_s_own_error() -> None:
 
 def test_a_description_is_one_line_from_the_root() -> None:
     error = chained(RuntimeError("backward failed"), ValueError("the reason\nand much more"))
-    assert describe(error, "warmup") == "warmup: ValueError: the reason"
-    assert describe(KeyError(), "build") == "build: KeyError: no message"
-    assert len(describe(ValueError("x" * 9999), "build")) < 400
+    assert error_line(error, "warmup") == "warmup: ValueError: the reason"
+    assert error_line(KeyError(), "build") == "build: KeyError: no message"
+    assert len(error_line(ValueError("x" * 9999), "build")) < 400

@@ -20,9 +20,9 @@ T = TypeVar("T")
 Evaluated = tuple[list[Outcome], list[Member], float]
 
 OK = Outcome(Status.OK, phase="report")
-CONFIG = Layout("megatron", 2, 4, precision="fp32")
+LAYOUT = Layout("megatron", 2, 4, precision="fp32")
 TRAINING = Training(PRESETS["tiny-llama"], "synthetic", 32, seed=0)
-REQUEST = TrialRequest("t0", CONFIG, TRAINING, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60)
+REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60)
 
 
 def member(rank: int, store_port: int = 4000) -> Member:
@@ -105,7 +105,7 @@ async def test_ranks_beyond_the_trial_s_are_left_out() -> None:
     assert outcomes == [OK, OK]
     assert len(members) == 3
     assert await waits(idle)
-    asyncio.create_task(mailbox.evaluate(replace(REQUEST, layout=replace(CONFIG, num_gpus=3))))  # noqa: RUF006
+    asyncio.create_task(mailbox.evaluate(replace(REQUEST, layout=replace(LAYOUT, num_gpus=3))))  # noqa: RUF006
     order = await soon(idle)
     assert order is not None
     assert order.number == 2
@@ -129,7 +129,7 @@ async def test_a_rank_that_failed_stops_the_others_and_is_named() -> None:
 @in_a_loop
 async def test_a_worker_that_took_another_rank_is_named_by_both() -> None:
     mailbox = await gang()
-    permuted = replace(REQUEST, layout=replace(CONFIG, rank_order=(1, 0)))
+    permuted = replace(REQUEST, layout=replace(LAYOUT, rank_order=(1, 0)))
     trial = asyncio.create_task(mailbox.evaluate(permuted))
     number = (await take(mailbox, 0, 0)).number
     await mailbox.hand_in(1, number, Outcome(Status.OOM, "memory", "warmup"))

@@ -21,7 +21,7 @@ def test_each_accelerator_leads_to_a_platform_that_travels() -> None:
 
 
 def test_an_unknown_platform_is_named() -> None:
-    with pytest.raises(ValueError, match=r"there is no platform 'abacus': trainables.platforms.abacus is missing"):
+    with pytest.raises(ValueError, match="there is no platform 'abacus'"):
         platform_of(Accelerator(platform="abacus"))
 
 

