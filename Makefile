@@ -6,16 +6,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOWEST := .venv-lowest
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 DEMO_DATA := .wattune/data/demo
 GPU_DEMO := $(if $(shell nvidia-smi -L 2>/dev/null),$(wildcard examples/tiny_gpu.yaml))
 DEMO_SPEC := $(or $(GPU_DEMO),examples/tiny_cpu.yaml)
 
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md benchmarks/*/README.md) telemetry/grafana.json
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-lowest lint docs bench clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
 
 setup: $(STAMP) $(DEMO_DATA).idx ## Install everything, pinned, into .venv, and prepare tokens for the examples
 
@@ -36,14 +40,29 @@ $(DEMO_DATA).idx: | $(STAMP)
 test: setup ## Run the tests
 	$(BIN)/python -m pytest
 
+# A second environment. torch is the pinned one, of which there is surely a build: TORCH=2.11.0 takes the lowest too.
+test-lowest: $(STAMP) ## Run the tests with the lowest versions that pyproject.toml allows
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	mkdir -p build
+	$(BIN)/python tests/lowest.py torch==$(TORCH) > build/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet -c build/lowest.txt torch setuptools
+	DS_BUILD_OPS=0 $(LOWEST)/bin/python -m pip install --quiet -c build/lowest.txt -e '.[dev]'
+	$(LOWEST)/bin/python -m pytest
+
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: $(STAMP) ## Build the documentation into build/site, and check its links
+	rm -rf build/pages
+	mkdir -p build/pages
+	cp --parents $(PAGES) build/pages
+	$(BIN)/mkdocs build --quiet --strict
+
 bench: setup ## Measure the figures under benchmarks/results
 	$(BIN)/python -m benchmarks
 
 clean: ## Remove .venv, caches and build output; searches under .wattune stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,1 +1,21 @@
-"""What the published figures come from. Each module is a command: `python -m benchmarks.NAME --help`."""
+"""What the published figures come from, in three kinds of commands.
+
+`measure` has what runs on machines, `judge` what holds models and samplers against what was measured, `convert` what
+makes data of searches and of other people's sheets. `python -m benchmarks.KIND.NAME --help` says more of each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+"""The folder that the paths in specs' names, in records and on command lines start from."""
+
+DATA = ROOT / "benchmarks" / "data"
+"""What programs read: tables of layouts with their specs, and recorded runs."""
+
+RESULTS = ROOT / "benchmarks" / "results"
+"""What was printed."""
+
+SPECS = ROOT / "benchmarks" / "specs"
+"""What was run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.overhead import main
+from benchmarks.measure.overhead import main
 
 if __name__ == "__main__":
     main(["examples/tiny_cpu.yaml", "--trials", "3"])

@@ -11,23 +11,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from search_spaces.coefficients import Coefficients, data_sheet
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
-from search_spaces.models import ModelShape
-from search_spaces.roofline import Cut, Load, Places, collective, is_autocast, members, passes
+from search_spaces.parameters import held
+from search_spaces.roofline import Cut, Load, Places, collective, members, passes
 from search_spaces.workload import Workload
 
 __all__ = ["Coefficients", "Prediction", "data_sheet", "metrics", "predict"]
-
-UPDATE_BYTES = {"megatron": 46, "deepspeed": 70}
-"""Memory traffic of the update of one parameter: fp32 gradient, weight and two moments, clipping by their norm, and
-copies in the width of matrix products. DeepSpeed scales and copies gradients in between."""
 
 LAUNCHED_AGAIN = 1.8
 """Time of the CPU for a block of which some is computed again, in that for one of which nothing is. Most of it goes to
 the forward pass, which is Python."""
 
 AUTOCAST_BYTES = 14
-"""The same of one parameter and microbatch under autocast, which casts weights and their gradients."""
+"""Memory traffic of one parameter and microbatch under autocast, which casts weights and their gradients."""
 
 BUBBLES = {"interleaved_zero_bubble": 1 / 3, "zbv_zero_bubble": 0.0}
 """The bubble in that of 1F1B, for forward, backward and weight-gradient passes F, B and W of one length: F + B - W in
@@ -49,20 +46,20 @@ class Prediction:
 def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Prediction:
     """For a legal layout of the whole model of `work`."""
     c, rounds = calibration, layout.gradient_accumulation_steps
-    loads = _loads(layout, work, c)
-    layers = _layers_by_rank(layout, work.model)
+    layers = [layout.layers_of(rank, work.model.layers) for rank in range(layout.pipeline_parallel_size)]
+    loads = _loads(layout, work, layers, c)
     launch = _launch_s(layout, c)
     times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
-    states = _states(layout, work, slow, times[slow], c)
-    updating = states.moved / c.states_bytes_per_s
+    upkeep = _upkeep(layout, work, slow, times[slow], c)
+    updating = upkeep.moved / c.states_bytes_per_s
 
     clocked = rounds * (load.matmul + load.attention)
-    steady = rounds * times[slow] - clocked + updating + states.exposed
+    steady = rounds * times[slow] - clocked + updating + upkeep.exposed
     core = rounds * load.flops * c.joules_per_flop
-    rest = (rounds * load.moved + states.moved) * c.joules_per_byte
-    rest += (rounds * load.sent + states.sent) * c.joules_per_link_byte
+    rest = (rounds * load.moved + upkeep.moved) * c.joules_per_byte
+    rest += (rounds * load.sent + upkeep.sent) * c.joules_per_link_byte
     budget = c.power_limit_w - c.idle_w
     clock = _clock(clocked, steady, core, rest, budget)
     stretched = rounds * times[slow] + clocked / clock - clocked
@@ -70,8 +67,8 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     waiting = (sum(times) / times[slow] - 1) * stretched / rounds / layout.virtual_pipeline_stages
     bubble = BUBBLES.get(layout.pipeline_schedule, 1.0) * waiting
     between = _between_stages(layout, work, c)
-    offloading = states.offloaded / c.offloaded_per_s
-    step = stretched + updating + states.exposed + bubble + between + offloading + c.step_s
+    offloading = upkeep.offloaded / c.offloaded_per_s
+    step = stretched + updating + upkeep.exposed + bubble + between + offloading + c.step_s
 
     # What ranks have less to do than the slowest they wait for it.
     busy = sum(each.seconds for each in loads) / len(loads) / load.seconds
@@ -87,7 +84,7 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
         "tensor_parallel": rounds * load.tensor,
         "context_parallel": rounds * load.context,
         "expert_parallel": rounds * load.experts,
-        "data_parallel": states.exposed,
+        "data_parallel": upkeep.exposed,
         "between_stages": between,
         "bubble": bubble,
         "step": c.step_s,
@@ -96,20 +93,16 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
 
 
 def metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:
-    """What is predicted of a layout, by the names that trials have their figures under."""
-    found, tokens = predict(layout, work, calibration), layout.global_batch_size * work.sequence_length
-    speed = found.tokens_per_s / layout.num_gpus
-    named = {
-        "tokens_per_s": found.tokens_per_s,
-        "tokens_per_s_per_gpu": speed,
-        "step_time_s": found.step_time_s,
-        "joules_per_token": found.joules_per_token,
-        "energy_per_step_j": found.joules_per_token * tokens,
-        "mean_power_w": found.power_w * layout.num_gpus,
+    """What is predicted of a layout, by the names that trials have their figures under. MFU is missing where the
+    accelerator's peak is not known."""
+    prediction, tokens = predict(layout, work, calibration), layout.global_batch_size * work.sequence_length
+    speed = work.speed(prediction.tokens_per_s, layout.num_gpus)
+    return {name: value for name, value in speed.items() if value is not None} | {
+        "step_time_s": prediction.step_time_s,
+        "joules_per_token": prediction.joules_per_token,
+        "energy_per_step_j": prediction.joules_per_token * tokens,
+        "mean_power_w": prediction.power_w * layout.num_gpus,
     }
-    if work.accelerator.peak_flops is not None:
-        named["mfu"] = work.model.flops_per_token(work.sequence_length) * speed / work.accelerator.peak_flops
-    return named
 
 
 def _clock(clocked: float, steady: float, core: float, rest: float, budget: float) -> float:
@@ -127,43 +120,25 @@ def _clock(clocked: float, steady: float, core: float, rest: float, budget: floa
     return clock
 
 
-def _loads(layout: Layout, work: Workload, c: Coefficients) -> list[Load]:
-    """Of each pipeline rank, for one microbatch forward and backward."""
+def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -> list[Load]:
+    """Of each pipeline rank, which has so many `layers`, for one microbatch forward and backward."""
     through = passes(Cut.of(layout, work), work.model, work.sequence_length, c)
-    layers = _layers_by_rank(layout, work.model)
     blocks = {count: through.block.times(count) for count in set(layers)}
     loads = [blocks[count] for count in layers]
-    first, last = _ends(layout)
+    first, last = layout.end_ranks
     loads[first] = loads[first].plus(through.embedding)
     loads[last] = loads[last].plus(through.head)
     return loads
 
 
-def _layers_by_rank(layout: Layout, model: ModelShape) -> list[int]:
-    """Blocks of each pipeline rank."""
-    ranks = layout.pipeline_parallel_size
-    if layout.stage_layers is None:
-        return [model.layers // ranks] * ranks
-    stages = layout.stage_layers
-    return [sum(stages[stage] for stage in layout.stages_of(rank)) for rank in range(ranks)]
-
-
-def _ends(layout: Layout) -> tuple[int, int]:
-    """The pipeline ranks of the embedding and of the head."""
-    return 0, 0 if layout.pipeline_schedule == "zbv_zero_bubble" else layout.pipeline_parallel_size - 1
-
-
 def _launch_s(layout: Layout, c: Coefficients) -> float:
     """Time of the CPU for a block and a microbatch."""
     seconds = c.compiled_launch_s if layout.compile else c.eager_launch_s
-    if layout.tensor_parallel_size > 1 and layout.engine == "megatron" and not layout.compile:
-        seconds += c.tensor_launch_s
-    if layout.engine == "deepspeed":
-        seconds += c.deepspeed_launch_s
+    seconds += engine_of(layout).launch_s(layout, c)
     return seconds * (1.0 if layout.recompute == "none" else LAUNCHED_AGAIN)
 
 
-class _States(NamedTuple):
+class _Upkeep(NamedTuple):
     """What is done with gradients, parameters and optimizer states in a step: bytes that a GPU moves and sends, seconds
     of communication that nothing hides, and parameters that the CPU updates."""
 
@@ -173,84 +148,52 @@ class _States(NamedTuple):
     offloaded: float
 
 
-def _states(layout: Layout, work: Workload, rank: int, round_s: float, c: Coefficients) -> _States:
+def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coefficients) -> _Upkeep:
     """Of a GPU of a pipeline rank that takes `round_s` for a microbatch, waiting for the CPU included."""
-    zero, rounds, tensor = layout.zero_stage, layout.gradient_accumulation_steps, layout.tensor_parallel_size
-    copies = layout.data_parallel_replicate_size if zero else layout.shard_ranks
-    ranks = layout.shard_ranks // copies
-    dense, experts = _held(layout, work.model, rank)
-    held, shard = dense + experts, dense / ranks + experts / max(1, ranks // layout.expert_parallel_size)
-    width, summed = _widths(layout)
+    engine, zero, rounds = engine_of(layout), layout.zero_stage, layout.gradient_accumulation_steps
+    tensor, ranks, layers = (
+        layout.tensor_parallel_size,
+        layout.shard_group_size,
+        layout.layers_of(rank, work.model.layers),
+    )
+    copies = layout.shard_ranks // ranks
+    holds = held(layout, work.model, rank, engine.splits_tables)
+    whole, shard = holds.whole, holds.sharded(layout)
+    width, summed = layout.width, engine.sum_width(layout)
     forward, backward = round_s / 3, round_s * 2 / 3
-    hides_gathers, hides_sums = _overlaps(layout)
+    # Pipelines sum after their last backward pass.
+    hides_gathers = layout.overlap_param_gather and engine.has_use("overlap_param_gather", layout)
+    hides_sums = layout.overlap_grad_reduce and engine.has_use("overlap_grad_reduce", layout)
+    hides_sums = hides_sums and layout.pipeline_parallel_size == 1
 
     places = Places.of(layout, work)
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
-    count = _messages(layout, work.model, held)
-    gather, gathered = collective(width * held, count, ranks, tensor, places, c)
+    count = engine.messages(layout, layers, whole)
+    gather, gathered = collective(width * whole, count, ranks, tensor, places, c)
     exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
 
     sums = rounds if zero >= 2 else 1
     # Where every rank keeps the sum it is scattered and gathered.
-    whole = zero == 0 or (layout.engine == "deepspeed" and zero < 3)
+    times = 2 if engine.sums_whole(layout) else 1
     over = ranks if zero else copies
-    scatter, scattered = collective((2 if whole else 1) * summed * held, count, over, tensor, places, c)
+    scatter, scattered = collective(times * summed * whole, count, over, tensor, places, c)
     exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
     if zero and copies > 1:
         between, more = collective(2 * summed * shard, count, copies, tensor * ranks, places, c)
         exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more
 
     # Gradients are copied to be sent, or where they are summed, and added to what is there.
-    copied = width + summed + (AUTOCAST_BYTES if is_autocast(layout) else 0)
+    copied = width + summed + (AUTOCAST_BYTES if engine.autocasts(layout) else 0)
     added = (rounds - 1) * summed if zero < 2 else 0
-    moved = (gathers * 2.0 * width + rounds * copied + added) * held
+    moved = (gathers * 2.0 * width + rounds * copied + added) * whole
     if layout.offload_optimizer:
-        return _States(moved, sent, exposed, shard)
-    return _States(moved + UPDATE_BYTES[layout.engine] * shard, sent, exposed, 0.0)
-
-
-def _widths(layout: Layout) -> tuple[int, int]:
-    """Bytes of a parameter as it is gathered, and of a gradient as it is summed."""
-    if layout.precision == "fp32":
-        return 4, 4
-    return 2, 4 if is_autocast(layout) or layout.reduce_precision == "fp32" else 2
-
-
-def _overlaps(layout: Layout) -> tuple[bool, bool]:
-    """Whether parameters are gathered, and gradients summed, beside computation.
-
-    Pipelines sum after their last backward pass. DeepSpeed gathers ahead at stage 3 alone, and sums after the last
-    backward pass without ZeRO, and where ZeRO-1 sums bf16 in fp32.
-    """
-    gathers, sums = layout.overlap_param_gather, layout.overlap_grad_reduce and layout.pipeline_parallel_size == 1
-    if layout.engine == "megatron":
-        return gathers, sums
-    apart = layout.precision == "bf16" and layout.reduce_precision == "fp32" and not layout.offload_optimizer
-    late = layout.zero_stage == 0 or (layout.zero_stage == 1 and apart)
-    return gathers and layout.zero_stage == 3, sums and not late
-
-
-def _messages(layout: Layout, model: ModelShape, held: float) -> int:
-    """In how many pieces parameters or gradients are sent: part by part, or bucket by bucket."""
-    if layout.engine == "deepspeed" and layout.zero_stage:
-        return round(held / layout.bucket_size) + 1
-    return model.layers // layout.pipeline_parallel_size + 2
+        return _Upkeep(moved, sent, exposed, shard)
+    return _Upkeep(moved + engine.update_bytes * shard, sent, exposed, 0.0)
 
 
 def _exposed(seconds: float, beside: float, hidden: bool, c: Coefficients) -> float:
     """What communication adds to a step that computes for `beside` seconds in the meantime."""
     return max(0.0, seconds - beside) + c.contention * min(seconds, beside) if hidden else seconds
-
-
-def _held(layout: Layout, model: ModelShape, rank: int) -> tuple[float, float]:
-    """Parameters of a pipeline rank's GPU before ZeRO shards them: experts apart from all others."""
-    tensor, layers = layout.tensor_parallel_size, _layers_by_rank(layout, model)[rank]
-    experts = model.num_experts * model.expert_parameters
-    ends = _ends(layout).count(rank)
-    copies = 1 if model.tie_embeddings and ends == 2 else ends
-    tables = copies * model.vocab * model.hidden / (1 if layout.engine == "deepspeed" else tensor)
-    dense = layers * (model.block_parameters - experts) / tensor + tables
-    return dense, layers * experts / tensor / layout.expert_parallel_size
 
 
 def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:
@@ -259,8 +202,8 @@ def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:
     if ranks == 1:
         return 0.0
     tokens = layout.micro_batch_size * work.sequence_length / layout.context_parallel_size
-    size = tokens * work.model.hidden * _widths(layout)[0]
-    if layout.sequence_parallel:
+    size = tokens * work.model.hidden * layout.width
+    if layout.splits_sequence:
         size /= layout.tensor_parallel_size
     if members(ranks, layout.num_gpus // ranks, Places.of(layout, work)) == ranks:
         one = size / c.link_bytes_per_s + c.link_latency_s

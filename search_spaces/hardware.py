@@ -13,6 +13,7 @@ class Accelerator:
     symmetric memory, which asynchronous tensor parallelism is made of. `fp32_flops`: peak of fp32 matrix products as
     torch runs them by default. `memory_bytes_per_s`: of the device's memory; `link_bytes_per_s`: to all neighbours in
     the node together, one way; `network_bytes_per_s`: the device's share of a node's usual network, one way.
+    `platform`: the module of `trainables.platforms` that runs ranks on it; None for that which torch was built for.
     """
 
     memory_gib: float | None = None
@@ -24,6 +25,7 @@ class Accelerator:
     link_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
     power_limit_w: float | None = None
+    platform: str | None = "cuda"
 
 
 ACCELERATORS: dict[str, Accelerator] = {
@@ -36,8 +38,8 @@ ACCELERATORS: dict[str, Accelerator] = {
     "a100": Accelerator(80.0, 312e12, False, True, 19.5e12, 2.039e12, 300e9, 25e9, 400.0),
     # AMD Instinct MI250 data sheet: 128 GB, 362.1 TFLOP/s, 3.2 TB/s and 500 W a card, two devices (GCDs) a card. Links:
     # Infinity Fabric, 400 GB/s between the two of a card, about 100 GB/s to the others; a 200 Gbit/s adapter a card.
-    "mi250": Accelerator(64.0, 181.05e12, False, False, 45.3e12, 1.64e12, 100e9, 12.5e9, 250.0),
+    "mi250": Accelerator(64.0, 181.05e12, False, False, 45.3e12, 1.64e12, 100e9, 12.5e9, 250.0, "rocm"),
     # Any other GPU: nothing is known ahead, so memory is not checked and there is no MFU.
-    "gpu": Accelerator(),
-    "cpu": Accelerator(),
+    "gpu": Accelerator(platform=None),
+    "cpu": Accelerator(platform="cpu"),
 }

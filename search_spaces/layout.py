@@ -1,20 +1,50 @@
-"""One point of a search: everything that says how a training step is split over the GPUs."""
+"""One layout: everything that says how a training step is split over the GPUs, axis by axis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, get_type_hints
 
-ENGINES = ("megatron", "deepspeed")
-RECOMPUTE = ("none", "selective", "full")
-PRECISIONS = ("bf16", "fp32", "fp8")
-REDUCE_PRECISIONS = ("fp32", "bf16")
+from search_spaces.axis import Axis, Range, Scale, axis, row_of
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 
 BUCKET_SIZE = 500_000_000
 """DeepSpeed's own default, in elements."""
+
+SIZES = Range(1)
+LABEL = (
+    "engine",
+    "num_gpus",
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "zero_stage",
+    "micro_batch_size",
+)
+"""What a label begins with, in this order; all other axes follow in that of the fields."""
+
+ALWAYS_LABELLED = ("engine", "num_gpus", "data_parallel_size", "zero_stage", "micro_batch_size")
+
+
+def _pipelined(layout: Layout) -> bool:
+    return layout.pipeline_parallel_size > 1
+
+
+def _sharded(layout: Layout) -> bool:
+    return layout.zero_stage > 0
+
+
+def _several_hold_the_same(layout: Layout) -> bool:
+    return layout.shard_ranks > 1
+
+
+def _joined(word: str) -> Any:
+    return lambda numbers: word + "-".join(map(str, numbers))
 
 
 @dataclass(frozen=True)
@@ -45,30 +75,231 @@ class Layout:
     - `rank_order[i]` is the worker of the gang, and so the GPU, that takes rank i; None for i itself.
     """
 
-    engine: str
-    num_gpus: int
+    engine: str = field(
+        metadata=axis(
+            "`megatron`: Megatron-style layouts on torch's own primitives. `deepspeed`: the DeepSpeed engine.",
+            settled=0,
+            label="{}".format,
+            default="megatron",
+        )
+    )
+    num_gpus: int = field(
+        metadata=axis(
+            "GPUs of a trial, at most the cluster's; the whole cluster if left out.",
+            settled=1,
+            label="{}gpu".format,
+            default=None,
+            allowed=SIZES,
+        )
+    )
     global_batch_size: int
-    micro_batch_size: int = 1
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    context_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    pipeline_schedule: str = "1f1b"
-    virtual_pipeline_stages: int = 1
-    stage_layers: tuple[int, ...] | None = None
-    zero_stage: int = 0
-    data_parallel_replicate_size: int = 1
-    sequence_parallel: bool = False
-    async_tensor_parallel: bool = False
-    recompute: str = "none"
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
-    bucket_size: int = BUCKET_SIZE
-    offload_optimizer: bool = False
-    compile: bool = False
-    precision: str = "bf16"
-    reduce_precision: str = "fp32"
-    rank_order: tuple[int, ...] | None = None
+    micro_batch_size: int = field(
+        default=1,
+        metadata=axis(
+            "Sequences a replica takes at once; the global batch must be a multiple of it times the replicas.",
+            settled=5,
+            label="mbs{}".format,
+            allowed=SIZES,
+        ),
+    )
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=axis(
+            "GPUs that share each layer; divisors of heads and key-value heads.",
+            settled=2,
+            label="tp{}".format,
+            allowed=SIZES,
+        ),
+    )
+    pipeline_parallel_size: int = field(
+        default=1,
+        metadata=axis(
+            "GPUs that share the layers; divisors of the layers, unless `stage_layers` says otherwise. With more than "
+            "one: ZeRO-0 or 1, and at least as many microbatches.",
+            settled=4,
+            label="pp{}".format,
+            allowed=SIZES,
+        ),
+    )
+    context_parallel_size: int = field(
+        default=1,
+        metadata=axis(
+            "GPUs that share each sequence: `megatron` gathers keys and values, `deepspeed` exchanges heads for tokens "
+            "(Ulysses).",
+            settled=3,
+            label="cp{}".format,
+            allowed=SIZES,
+        ),
+    )
+    expert_parallel_size: int = field(
+        default=1,
+        metadata=axis(
+            "GPUs, of those that hold the same dense parameters, over which experts are spread; divisors of "
+            "`num_experts`.",
+            settled=11,
+            label="ep{}".format,
+            allowed=SIZES,
+        ),
+    )
+    pipeline_schedule: str = field(
+        default="1f1b",
+        metadata=axis(
+            "`gpipe`, `1f1b`, `interleaved_1f1b`, `interleaved_zero_bubble` or `zbv_zero_bubble`.",
+            settled=6,
+            label="{}".format,
+            allowed=SCHEDULES,
+            matters=_pipelined,
+        ),
+    )
+    virtual_pipeline_stages: int = field(
+        default=1,
+        metadata=axis(
+            "Stages that each pipeline rank holds: one of `gpipe` and `1f1b`, two of `zbv_zero_bubble`, two or more of "
+            "the interleaved ones.",
+            settled=7,
+            label="vpp{}".format,
+            allowed=SIZES,
+            matters=_pipelined,
+        ),
+    )
+    stage_layers: tuple[int, ...] | None = field(
+        default=None,
+        metadata=axis(
+            "Layers of each stage in the model's order, such as `[[7, 9], [9, 7]]`; `null` for equal ones.",
+            settled=8,
+            label=_joined("layers"),
+            allowed=SIZES,
+            matters=_pipelined,
+        ),
+    )
+    zero_stage: int = field(
+        default=0,
+        metadata=axis(
+            "What GPUs that hold the same parameters shard: `0` nothing, `1` optimizer states, `2` gradients too, `3` "
+            "parameters too.",
+            settled=9,
+            label="zero{}".format,
+            allowed=Range(0, 3),
+            scale=Scale.LINEAR,
+            matters=_several_hold_the_same,
+        ),
+    )
+    data_parallel_replicate_size: int = field(
+        default=1,
+        metadata=axis(
+            "Times that the ZeRO shards are kept, each copy over neighbouring GPUs: hybrid sharding.",
+            settled=10,
+            label="x{}".format,
+            allowed=SIZES,
+            matters=_sharded,
+        ),
+    )
+    sequence_parallel: bool = field(
+        default=True,
+        metadata=axis(
+            "Shard activations along the sequence between tensor-parallel regions; `megatron` with tensor parallelism "
+            "only.",
+            settled=16,
+            label="sp".format,
+            idle=False,
+            matters=lambda layout: layout.tensor_parallel_size > 1,
+        ),
+    )
+    async_tensor_parallel: bool = field(
+        default=False,
+        metadata=axis(
+            "Overlap the communication of these regions with their matrix products; only with `sequence_parallel` and "
+            "`compile`, on NVIDIA's A100, H100 and H200.",
+            settled=19,
+            label="async-tp".format,
+            # The compiler makes it of the synchronous one.
+            matters=lambda layout: layout.splits_sequence and layout.compile,
+        ),
+    )
+    recompute: str = field(
+        default="none",
+        metadata=axis(
+            "What of each block's activations is computed again in the backward pass: `none`, all but matrix products "
+            "and attention (`selective`), or all (`full`).",
+            settled=17,
+            label={"selective": "selective", "full": "recompute"}.__getitem__,
+            allowed=("none", "selective", "full"),
+        ),
+    )
+    overlap_grad_reduce: bool = field(
+        default=True,
+        metadata=axis(
+            "Reduce gradients while the backward pass goes on.",
+            settled=21,
+            label="no-grad-overlap".format,
+            matters=_several_hold_the_same,
+        ),
+    )
+    overlap_param_gather: bool = field(
+        default=True,
+        metadata=axis(
+            "Gather parameters ahead of the blocks that need them.",
+            settled=22,
+            label="no-param-overlap".format,
+            matters=_sharded,
+        ),
+    )
+    bucket_size: int = field(
+        default=BUCKET_SIZE,
+        metadata=axis(
+            "Elements that DeepSpeed's ZeRO sends at once.",
+            settled=18,
+            label=lambda size: f"bucket{size:.0e}".replace("e+0", "e"),
+            allowed=SIZES,
+            matters=_sharded,
+        ),
+    )
+    offload_optimizer: bool = field(
+        default=False,
+        metadata=axis(
+            "Keep DeepSpeed's optimizer states, and the update, on the CPU.",
+            settled=12,
+            label="offload".format,
+        ),
+    )
+    compile: bool = field(
+        default=False,
+        metadata=axis(
+            "Compile each block with `torch.compile`.",
+            settled=15,
+            label="compile".format,
+        ),
+    )
+    precision: str = field(
+        default="bf16",
+        metadata=axis(
+            "Of matrix products: `bf16` (mixed precision), `fp32` or `fp8` (of `megatron` without tensor parallelism, "
+            "on H100 and H200).",
+            settled=13,
+            label="{}".format,
+            allowed=("bf16", "fp32", "fp8"),
+        ),
+    )
+    reduce_precision: str = field(
+        default="fp32",
+        metadata=axis(
+            "In which gradients are summed over GPUs, and over the microbatches before that: `fp32` or `bf16`.",
+            settled=14,
+            label="reduce-{}".format,
+            allowed=("fp32", "bf16"),
+            matters=lambda layout: layout.precision != "fp32",
+        ),
+    )
+    rank_order: tuple[int, ...] | None = field(
+        default=None,
+        metadata=axis(
+            "Which worker, and so GPU, takes each rank, such as `[[0, 2, 1, 3]]`; `null` for their own order. "
+            "Tensor-parallel ranks are neighbours, then context, data and pipeline ranks.",
+            settled=20,
+            label=_joined("order"),
+            allowed=Range(0),
+        ),
+    )
 
     @property
     def model_parallel_size(self) -> int:
@@ -86,6 +317,11 @@ class Layout:
         return self.data_parallel_size * self.context_parallel_size
 
     @property
+    def shard_group_size(self) -> int:
+        """Ranks over which ZeRO shards one copy of the model's states, 1 where it shards nothing."""
+        return self.shard_ranks // self.data_parallel_replicate_size if self.zero_stage else 1
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Microbatches that each replica runs in one optimizer step."""
         return self.global_batch_size // (self.data_parallel_size * self.micro_batch_size)
@@ -100,6 +336,21 @@ class Layout:
         """Whether the schedule makes the gradients of inputs and of weights apart: zero bubble."""
         return self.pipeline_schedule.endswith("zero_bubble")
 
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether activations between tensor-parallel regions are split along the sequence."""
+        return self.sequence_parallel and self.tensor_parallel_size > 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight or an activation in matrix products. Those in fp8 are kept in bf16."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def end_ranks(self) -> tuple[int, int]:
+        """The pipeline ranks that hold the embedding and the head."""
+        return 0, 0 if self.pipeline_schedule == "zbv_zero_bubble" else self.pipeline_parallel_size - 1
+
     def layers_by_stage(self, layers: int) -> tuple[range, ...]:
         """The blocks of each stage, in the model's order; `layers` is the model's number of blocks."""
         counts = self.stage_layers or (layers // self.pipeline_stages,) * self.pipeline_stages
@@ -112,6 +363,12 @@ class Layout:
         if self.pipeline_schedule == "zbv_zero_bubble":
             return [pipeline_rank, 2 * ranks - 1 - pipeline_rank]
         return list(range(pipeline_rank, self.pipeline_stages, ranks))
+
+    def layers_of(self, pipeline_rank: int, layers: int) -> int:
+        """How many of a model's `layers` blocks a pipeline rank holds."""
+        if self.stage_layers is None:
+            return layers // self.pipeline_parallel_size
+        return sum(self.stage_layers[stage] for stage in self.stages_of(pipeline_rank))
 
     def worker_rank(self, worker: int) -> int:
         """The rank that worker `worker` of the gang takes in the trial."""
@@ -139,41 +396,34 @@ class Layout:
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
         """Inverse of `to_dict`, also after a round trip through JSON.
 
-        Derived and foreign keys are ignored; what an older record lacks has its default.
+        Derived and foreign keys are ignored; an axis that an older record lacks is idle. Raises TypeError for a record
+        without engine, number of GPUs or batch.
         """
-        known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        known: dict[str, Any] = {
+            declared.name: AXES[declared.name].idle for declared in fields(cls) if declared.default is not MISSING
+        }
+        known |= {field.name: values[field.name] for field in fields(cls) if field.name in values}
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         return cls(**known)
 
     @property
     def label(self) -> str:
         """A short name of what differs from the simplest layout: ``megatron 4gpu dp2 tp2 zero1 mbs2 sp``."""
-        sizes = {
-            "dp": self.data_parallel_size,
-            "tp": self.tensor_parallel_size,
-            "pp": self.pipeline_parallel_size,
-            "cp": self.context_parallel_size,
-            "ep": self.expert_parallel_size,
-        }
-        flags = {
-            self.pipeline_schedule: self.pipeline_parallel_size > 1 and self.pipeline_schedule != "1f1b",
-            f"vpp{self.virtual_pipeline_stages}": self.virtual_pipeline_stages > 1,
-            "layers" + "-".join(map(str, self.stage_layers or ())): self.stage_layers is not None,
-            f"x{self.data_parallel_replicate_size}": self.data_parallel_replicate_size > 1,
-            "sp": self.sequence_parallel,
-            "async-tp": self.async_tensor_parallel,
-            "recompute": self.recompute == "full",
-            "selective": self.recompute == "selective",
-            "no-grad-overlap": not self.overlap_grad_reduce,
-            "no-param-overlap": not self.overlap_param_gather,
-            f"bucket{self.bucket_size:.0e}".replace("e+0", "e"): self.bucket_size != BUCKET_SIZE,
-            "offload": self.offload_optimizer,
-            "compile": self.compile,
-            self.precision: self.precision != "bf16",
-            "reduce-bf16": self.reduce_precision == "bf16",
-            "order" + "-".join(map(str, self.rank_order or ())): self.rank_order is not None,
-        }
-        parts = [self.engine, f"{self.num_gpus}gpu"]
-        parts += [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "dp"]
-        parts += [f"zero{self.zero_stage}", f"mbs{self.micro_batch_size}"]
-        return " ".join(parts + [name for name, on in flags.items() if on])
+        parts = {"data_parallel_size": f"dp{self.data_parallel_size}"}
+        for declared in fields(self):
+            if (row := AXES.get(declared.name)) is not None:
+                value = getattr(self, row.name)
+                if row.name in ALWAYS_LABELLED or (value != row.idle and row.matters(self)):
+                    parts[row.name] = row.label(value)
+        first = [parts.pop(name) for name in LABEL if name in parts]
+        return " ".join([*first, *parts.values()])
+
+
+def _axes() -> dict[str, Axis]:
+    types = get_type_hints(Layout)
+    rows = [row_of(declared, types[declared.name]) for declared in fields(Layout) if "axis" in declared.metadata]
+    return {row.name: row for row in sorted(rows, key=lambda row: row.settled)}
+
+
+AXES: dict[str, Axis] = _axes()
+"""The axes by name, in the order in which a layout is settled: all of a layout but its global batch."""

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.parameters import held
 from search_spaces.workload import Workload
 
 Band = Literal["fits", "borderline", "too big"]
@@ -39,18 +41,8 @@ OUTSIDE_BYTES = 1.8 * 2**30
 On H200 torch finds 0.6 GiB less than NVML, and out-of-memory errors name 1.2 GiB that are not torch's.
 """
 
-EAGER_LOSS_BYTES = {"megatron": 20, "deepspeed": 19}
-"""A logit, where the loss is not compiled, which has log-probabilities and two gradients in fp32 besides, and what the
-allocator loses to tensors of such a size. Fitted."""
-
 SHARED_LOSS_BYTES = 24
 """A logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""
-
-DEEPSPEED_PIPELINE_LOSS_BYTES = 4
-"""A logit, where the loss is not compiled: what DeepSpeed's pipeline has left of the microbatch before. Fitted."""
-
-DEEPSPEED_ZERO3_BYTES = 18
-"""A parameter of the largest part, which DeepSpeed's ZeRO-3 holds besides what it gathers. Fitted."""
 
 SPARE_LOSS_BYTES = 10
 """A logit, of a loss that is not compiled, that the backward passes of the blocks use again. Fitted."""
@@ -120,30 +112,6 @@ class MemoryEstimate:
         memory = self.ranks[rank]
         limit = float("inf") if self.usable_bytes is None else self.usable_bytes
         return max(memory.needed, min(memory.needed + memory.slack, limit))
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Parameters of the parts that a GPU holds, before ZeRO shards them; `largest` and `block` are of one such part."""
-
-    dense: float
-    experts: float
-    largest: float
-    block: float
-
-    @property
-    def whole(self) -> float:
-        return self.dense + self.experts
-
-
-@dataclass(frozen=True)
-class _States:
-    """Bytes. `late`: gradients that the last backward pass makes, one part after the other."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    late: float
 
 
 def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None) -> MemoryEstimate:
@@ -226,13 +194,13 @@ class MemoryModel:
 def _is_measured(layout: Layout, model: ModelShape) -> bool:
     """Whether the formula was set by layouts of this kind; see docs/memory.md."""
     plain = (layout.precision, layout.pipeline_schedule, layout.offload_optimizer) == ("bf16", "1f1b", False)
-    sharded_experts = model.num_experts > 0 and (layout.engine == "deepspeed" or layout.expert_parallel_size > 1)
     return (
         plain
         and layout.recompute != "selective"
         and layout.context_parallel_size == layout.data_parallel_replicate_size == 1
         and model.family == "llama"
-        and not sharded_experts
+        and not (model.num_experts and layout.expert_parallel_size > 1)
+        and engine_of(layout).memory_is_measured(layout, model)
     )
 
 
@@ -246,118 +214,41 @@ def _fullest(layout: Layout) -> Iterable[int]:
 
 
 def _rank(layout: Layout, model: ModelShape, tokens: int, block: tuple[float, float], rank: int) -> RankMemory:
-    mine = layout.stages_of(rank)
-    first, last = mine[0] == 0, mine[-1] == layout.pipeline_stages - 1
-    if layout.stage_layers is None:
-        layers = model.layers // layout.pipeline_parallel_size
-    else:
-        layers = sum(layout.stage_layers[stage] for stage in mine)
-    held = _held(layout, model, layers, first, last)
-    states = _deepspeed_states(layout, held) if layout.engine == "deepspeed" else _megatron_states(layout, held)
+    engine, virtual = engine_of(layout), layout.virtual_pipeline_stages
+    first, last = (rank == end for end in layout.end_ranks)
+    layers = layout.layers_of(rank, model.layers)
+    holds = held(layout, model, rank, engine.splits_tables)
+    states = engine.states(layout, holds)
     in_flight = passes_in_flight(layout, rank)
     kept, whole = block
     logits, waiting, spare = _logits(layout, model, tokens) if last else (0.0, 0.0, 0.0)
-    communication = _communication(layout, model, held, tokens, first, last, in_flight)
-    again = (whole - kept) * _computed_again(layout, rank, layers // len(mine))
+    communication = engine.parts_on_their_way(layout, holds)
+    if layout.pipeline_parallel_size > 1:
+        hidden_state = tokens * hidden_between(layout, model) * layout.width
+        communication += engine.hidden_states_on_their_way(layout, first, last, in_flight) * hidden_state
+    again = (whole - kept) * _computed_again(layout, rank, layers // virtual)
     # What blocks send and compute again comes after the loss, in what that has given back.
     spare, communication = max(0.0, spare - communication), max(0.0, communication - spare)
     spare, again = max(0.0, spare - again), max(0.0, again - spare)
     room = 0.0
-    if (
-        tokens * model.ffn_hidden * _width(layout) / layout.tensor_parallel_size
-        >= states.late * held.block / held.whole
-    ):
+    widest = tokens * model.ffn_hidden * layout.width / layout.tensor_parallel_size
+    if widest >= states.late * holds.block / holds.whole:
         # Gradients of a block fit where other microbatches kept the widest of their tensors.
-        room = kept * layers * (in_flight / len(mine) - 1)
-    alone = _copy_finds_no_room(layout)
+        room = kept * layers * (in_flight / virtual - 1)
     gradients = states.gradients
-    if layout.engine == "megatron" and _forward_first(layout, in_flight):
+    if engine.releases_gradients and _forward_first(layout, in_flight):
         # The first backward pass finds no gradients of this step yet, the second one microbatch less.
-        gradients -= min(gradients, kept * layers / len(mine) + waiting)
+        gradients -= min(gradients, kept * layers / virtual + waiting)
     return RankMemory(
         parameters=states.parameters,
         gradients=gradients,
         optimizer=states.optimizer,
-        activations=kept * layers * in_flight / len(mine) + again,
+        activations=kept * layers * in_flight / virtual + again,
         logits=logits,
         communication=communication,
         constant=CONSTANT_BYTES,
-        slack=4 * _shards(layout, held) if alone else max(0.0, states.late - max(0.0, room) - spare),
+        slack=states.copied or max(0.0, states.late - max(0.0, room) - spare),
     )
-
-
-def _width(layout: Layout) -> int:
-    """Bytes of what is computed with: weights and activations."""
-    return 4 if layout.precision == "fp32" else 2
-
-
-def _reduced_width(layout: Layout) -> int:
-    """Bytes of gradients on their way between ranks."""
-    return 4 if "fp32" in (layout.precision, layout.reduce_precision) else 2
-
-
-def _held(layout: Layout, model: ModelShape, layers: int, first: bool, last: bool) -> _Held:
-    tensor = layout.tensor_parallel_size
-    cut = 1 if layout.engine == "deepspeed" else tensor  # DeepSpeed's tensor parallelism leaves tables whole
-    gpt = model.family == "gpt"
-    norm = model.hidden * (2 if gpt else 1)
-    table = model.vocab * model.hidden / cut
-    embedding = table + (model.max_sequence_length * model.hidden / cut if gpt else 0) if first else 0.0
-    head = norm + (0.0 if model.tie_embeddings and first else table) if last else 0.0
-    experts = model.num_experts * model.expert_parameters
-    # Norms, routers, and the biases that follow sums over ranks are not split.
-    unsplit = 2 * norm + model.num_experts * model.hidden + (2 * model.hidden if gpt and not experts else 0)
-    dense = (model.block_parameters - experts - unsplit) / tensor + unsplit
-    experts_here = experts / tensor / layout.expert_parallel_size
-    return _Held(
-        dense=layers * dense + embedding + head,
-        experts=layers * experts_here,
-        largest=max(dense, experts_here, embedding, head),
-        block=dense + experts_here,
-    )
-
-
-def _shards(layout: Layout, held: _Held) -> float:
-    """Parameters of which a GPU has the optimizer states (ZeRO, figure 1)."""
-    if layout.zero_stage == 0:
-        return held.whole
-    ranks = layout.shard_ranks // layout.data_parallel_replicate_size
-    return held.dense / ranks + held.experts / (ranks // layout.expert_parallel_size)
-
-
-def _megatron_states(layout: Layout, held: _Held) -> _States:
-    """FSDP2 has parameters and sharded gradients in fp32, gathers parameters in the width of matrix products, and sums
-    whole gradients of microbatches in that in which they are reduced."""
-    zero, shards = layout.zero_stage, _shards(layout, held)
-    parameters = 4 * shards + _width(layout) * (min(held.whole, held.largest + held.block) if zero == 3 else held.whole)
-    several = layout.gradient_accumulation_steps > 1
-    if several and zero < 2:
-        return _States(parameters, _reduced_width(layout) * held.whole, 8 * shards, 4 * shards)
-    if several:
-        return _States(parameters, 4 * shards, 8 * shards, 0.0)
-    return _States(parameters, 0.0, 8 * shards, 4 * shards)
-
-
-def _deepspeed_states(layout: Layout, held: _Held) -> _States:
-    """DeepSpeed computes with weights of their own beside fp32 master copies; see
-    `trainables.engines.deepspeed.configuration`."""
-    zero, whole, shards = layout.zero_stage, held.whole, _shards(layout, held)
-    width, summed = _width(layout), _reduced_width(layout)
-    if zero == 0 and (layout.precision == "fp32" or layout.shard_ranks > 1):
-        # No master copies; autocast keeps weights in bf16 for the backward pass.
-        late = 0.0 if layout.gradient_accumulation_steps > 1 else 4 * whole
-        return _States((4 if width == 4 else 6) * whole, 4 * whole - late, 8 * whole, late)
-    weights = width * whole
-    if zero == 3:
-        weights = width * min(whole, shards + held.largest + held.block) + DEEPSPEED_ZERO3_BYTES * held.largest
-    if layout.offload_optimizer:
-        # ZeRO-1 keeps gradients whole until the update, the others hand them over as they come.
-        return _States(weights, width * whole if zero == 1 else 0.0, 0.0, 0.0)
-    if zero >= 2:
-        return _States(weights + 4 * shards, summed * shards, 8 * shards, 4 * shards)
-    # Gradients that are not summed apart from those of a microbatch are copied for the update.
-    apart = summed > width or layout.pipeline_parallel_size > 1
-    return _States(weights + 4 * shards, summed * whole, 8 * shards, 0.0 if apart else 4 * shards)
 
 
 def passes_in_flight(layout: Layout, rank: int) -> int:
@@ -382,13 +273,6 @@ def passes_in_flight(layout: Layout, rank: int) -> int:
     return min(rounds * virtual, (virtual - 1) * together + ahead + 1)
 
 
-def _copy_finds_no_room(layout: Layout) -> bool:
-    """Whether the flat copy of summed gradients that DeepSpeed's ZeRO-1 and 2 make for the update comes on top of all
-    else: so it was with full recomputation in steps of several microbatches, and not otherwise."""
-    several = layout.gradient_accumulation_steps > 1
-    return layout.engine == "deepspeed" and layout.zero_stage in (1, 2) and layout.recompute == "full" and several
-
-
 def _forward_first(layout: Layout, in_flight: int) -> bool:
     """Whether a rank has been through all microbatches of a step before its first backward pass."""
     if layout.pipeline_parallel_size == 1 or layout.splits_backward:  # then passes in flight may wait for their weights
@@ -408,7 +292,7 @@ def _computed_again(layout: Layout, rank: int, layers: int) -> int:
 def hidden_between(layout: Layout, model: ModelShape) -> float:
     """Hidden values of a token that each rank has between blocks and stages: sequence parallelism splits tokens, which
     comes to the same."""
-    return model.hidden / (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+    return model.hidden / (layout.tensor_parallel_size if layout.splits_sequence else 1)
 
 
 def _block_activations(layout: Layout, model: ModelShape, tokens: int) -> tuple[float, float]:
@@ -418,80 +302,48 @@ def _block_activations(layout: Layout, model: ModelShape, tokens: int) -> tuple[
     feed-forward networks. Unlike there, inputs of split matrix products are kept whole, not gathered again. A compiled
     block computes the activation function again, not what goes into a matrix product.
     """
-    tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
+    engine, tensor, context = engine_of(layout), layout.tensor_parallel_size, layout.context_parallel_size
     hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
     outside = hidden_between(layout, model)
     heads = hidden / tensor
     attention = 2 * heads + keys
-    if context > 1 and layout.engine == "megatron":  # keys and values of whole sequences, once a head
-        attention += heads + 2 * heads * context
-    elif context > 1:  # before and after heads are exchanged for tokens
+    if context > 1 and engine.exchanges_heads:  # before and after the exchange
         attention *= 2
+    elif context > 1:  # keys and values of whole sequences, once a head
+        attention += heads + 2 * heads * context
     masks = 0.0
     if model.num_experts:
         rows = model.experts_per_token * (IMBALANCE if layout.expert_parallel_size > 1 else 1.0)
         results = model.experts_per_token * hidden
         network, products = rows * (hidden + 4 * inner) + results, rows * (2 * inner + hidden) + results
-        if layout.engine == "deepspeed":  # weights in fp32 and masks in bf16 of each token, expert, and place there
+        if engine.masks_experts:  # weights in fp32 and masks in bf16 of each token, expert, and place there
             masks = 6.0 * IMBALANCE * model.experts_per_token * tokens
     elif model.family == "llama":
         network, products = (3 if layout.compile else 4) * inner, 2 * inner
     else:
         network, products = 2 * inner, inner
-    whole = tokens * (_width(layout) * (2 * outside + 2 * hidden + attention + network) + masks)
+    whole = tokens * (layout.width * (2 * outside + 2 * hidden + attention + network) + masks)
     if layout.recompute == "none":
         return whole, whole
     if layout.recompute == "full":
-        return tokens * _width(layout) * outside, whole
-    return min(whole, tokens * (_width(layout) * (3 * outside + attention + products) + masks)), whole
+        return tokens * layout.width * outside, whole
+    return min(whole, tokens * (layout.width * (3 * outside + attention + products) + masks)), whole
 
 
 def _logits(layout: Layout, model: ModelShape, tokens: int) -> tuple[float, float, float]:
     """Bytes of logits and their gradients, those of each microbatch of GPipe, which has the logits of all before the
     first backward pass, and those that are free again before the blocks' backward passes."""
-    shared = layout.engine == "megatron" and layout.tensor_parallel_size > 1
+    engine = engine_of(layout)
+    shared = engine.splits_tables and layout.tensor_parallel_size > 1
     count = tokens * model.vocab / (layout.tensor_parallel_size if shared else 1)
     if layout.compile and not shared:
-        loss, later, spare = 2 * _width(layout), _width(layout), 0
+        loss, later, spare = 2 * layout.width, layout.width, 0
     else:
-        loss, later, spare = EAGER_LOSS_BYTES[layout.engine], _width(layout) + 4, SPARE_LOSS_BYTES
-        if shared:
-            loss = SHARED_LOSS_BYTES
-        if layout.pipeline_parallel_size > 1:  # torch's pipeline holds the logits themselves until the pass comes back
-            loss += DEEPSPEED_PIPELINE_LOSS_BYTES if layout.engine == "deepspeed" else _width(layout)
+        loss = SHARED_LOSS_BYTES if shared else engine.eager_loss_bytes
+        later, spare = layout.width + 4, SPARE_LOSS_BYTES
+        if layout.pipeline_parallel_size > 1:
+            loss += engine.pipeline_loss_bytes(layout)
     waiting = 0
     if layout.pipeline_parallel_size > 1 and layout.pipeline_schedule == "gpipe":
         waiting = layout.gradient_accumulation_steps - 1
     return count * (loss + waiting * later), count * later * min(waiting, 1), count * spare
-
-
-def _communication(
-    layout: Layout, model: ModelShape, held: _Held, tokens: int, first: bool, last: bool, in_flight: int
-) -> float:
-    """Bytes of parts of the model, and of hidden states, on their way between ranks."""
-    width = _width(layout)
-    hidden = _exchanged(layout, first, last, in_flight) * tokens * hidden_between(layout, model) * width
-    if layout.engine == "megatron":
-        # FSDP2 has of the largest part what is gathered, before and after it is taken apart, and its gradients, as they
-        # come, on their way, and arrived.
-        copies = 3 * width + 2 * _reduced_width(layout)
-        return hidden + copies * held.largest
-    buckets = 2 * min(layout.bucket_size, held.whole) if layout.zero_stage else 0
-    return hidden + width * buckets
-
-
-def _exchanged(layout: Layout, first: bool, last: bool, in_flight: int) -> int:
-    """Hidden states of a microbatch, and gradients of them, that a pipeline rank has for or from its neighbours.
-
-    What came forward is counted with the blocks, which keep it.
-    """
-    ranks = layout.pipeline_parallel_size
-    if ranks == 1:
-        return 0
-    if layout.engine == "deepspeed":
-        return (not first) + (not last)
-    # torch keeps what a stage has sent forward until the pass comes back, and the last gradient that it sent. Schedules
-    # of several stages a rank post receives ahead, at the ends of the pipeline up to one for each rank.
-    if layout.virtual_pipeline_stages > 1:
-        return in_flight + ranks + 1
-    return (0 if last else in_flight) + 1 + (0 if first else 1)

@@ -10,32 +10,35 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from search_spaces.coefficients import Coefficients
+from search_spaces.engines import engine_of
+from search_spaces.engines.base import Engine
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.workload import Workload
 
-LOSS_BYTES = 40
-"""Memory traffic of a logit and its gradient, in fp32 and kernel by kernel."""
+LOSS_TRAFFIC = 40
+"""Bytes that kernels move for a logit and its gradient, in fp32 and kernel by kernel."""
 
-SHARED_LOSS_BYTES = 100
-"""The same where tensor-parallel ranks share the loss, and its sums are apart."""
+SHARED_LOSS_TRAFFIC = 100
+"""Bytes a logit where tensor-parallel ranks share the loss, and its sums are apart."""
 
-COMPILED_LOSS_BYTES = 10
-"""The same in one kernel each way."""
+COMPILED_LOSS_TRAFFIC = 10
+"""Bytes a logit with one kernel each way."""
 
 EAGER_ROTARY = 24
 """Values that the kernels of rotary positions read and write for one of queries and keys, where nothing fuses them."""
 
 EAGER_COPIES = 20
-"""The same of what sequence parallelism gathers and scatters, for one of the hidden states. Fitted."""
+"""Values that the kernels which sequence parallelism's gathers and scatters need read and write for one of the hidden
+states, where nothing fuses them. Fitted."""
 
 GATHERED_ATTENTION = 1.9
 """Time of causal attention that is not square, which torch leaves to FlashAttention-2, in that of square attention,
 which it has from cuDNN on Hopper. Fitted."""
 
 AUTOCAST_NORMS = 25
-"""The same of autocast's norms for one of the hidden states of a block, which are in fp32, and of the copies in bf16
-for each product."""
+"""Values that autocast's kernels read and write for one of the hidden states of a block: norms, which are in fp32, and
+copies in bf16 for each product."""
 
 
 class Load(NamedTuple):
@@ -81,9 +84,10 @@ ONE_NODE = Places(0, 0, None)
 
 
 class Cut(NamedTuple):
-    """All of a layout that a pass through a part of the model depends on."""
+    """All of a layout that a pass through a part of the model depends on. `width`: bytes of a weight or an
+    activation."""
 
-    engine: str
+    engine: Engine
     micro_batch_size: int
     tensor: int
     context: int
@@ -93,42 +97,33 @@ class Cut(NamedTuple):
     recompute: str
     compile: bool
     precision: str
+    width: int
     autocast: bool
     places: Places
 
     @classmethod
     def of(cls, layout: Layout, work: Workload) -> Cut:
+        engine = engine_of(layout)
         return cls(
-            layout.engine,
+            engine,
             layout.micro_batch_size,
             layout.tensor_parallel_size,
             layout.context_parallel_size,
             layout.expert_parallel_size,
-            layout.sequence_parallel,
+            layout.splits_sequence,
             layout.async_tensor_parallel,
             layout.recompute,
             layout.compile,
             layout.precision,
-            is_autocast(layout),
+            layout.width,
+            engine.autocasts(layout),
             Places.of(layout, work),
         )
 
     @property
-    def width(self) -> int:
-        """Bytes of a weight or an activation."""
-        return 4 if self.precision == "fp32" else 2
-
-    @property
     def tables(self) -> int:
-        """GPUs over which embedding and head are split; DeepSpeed's tensor parallelism leaves them whole."""
-        return 1 if self.engine == "deepspeed" else self.tensor
-
-
-def is_autocast(layout: Layout) -> bool:
-    """Whether weights and gradients are in fp32 and products in bf16: see
-    `trainables.engines.deepspeed.configuration`."""
-    several = layout.engine == "deepspeed" and layout.shard_ranks > 1
-    return several and layout.zero_stage == 0 and layout.precision == "bf16"
+        """GPUs over which embedding and head are split."""
+        return self.tensor if self.engine.splits_tables else 1
 
 
 class Passes(NamedTuple):
@@ -152,7 +147,7 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     embedding = _traffic(3.0 * cut.width * tokens * model.hidden, cut.compile, c)
     shared = cut.tables > 1
     fused = cut.compile and not shared
-    loss = SHARED_LOSS_BYTES if shared else COMPILED_LOSS_BYTES if fused else LOSS_BYTES
+    loss = SHARED_LOSS_TRAFFIC if shared else COMPILED_LOSS_TRAFFIC if fused else LOSS_TRAFFIC
     head = _traffic(tokens * model.vocab / cut.tables * loss, fused, c)
     product = _products(tokens, [(model.hidden, model.vocab // cut.tables, 1)], cut, c, _speed(cut, c, fp8=False))
     head = head.plus(product, 3)
@@ -215,15 +210,15 @@ def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficie
 
 def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
     """The matrix products of a block forward, and the exchanges of tokens and of keys and values among their GPUs."""
-    hidden, inner, heads, keys = _widths(cut, model)
+    hidden, inner, heads, keys = _shares(cut, model)
     projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
     network = [(hidden, inner, 2 if model.family == "llama" else 1), (inner, hidden, 1)]
     speed = _speed(cut, c)
     spread = Load()
     if cut.context > 1:
-        # Keys and values of the whole sequence, or Ulysses's four exchanges.
-        shape = 2.0 * keys * cut.context if cut.engine == "megatron" else 2.0 * (heads + keys)
-        count = 1 if cut.engine == "megatron" else 4
+        # Ulysses's four exchanges, or keys and values of the whole sequence.
+        shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
+        count = 4 if cut.engine.exchanges_heads else 1
         seconds, sent = collective(cut.width * tokens * shape, count, cut.context, cut.tensor, cut.places, c)
         spread = Load(context=seconds, sent=sent)
     if not model.num_experts:
@@ -232,7 +227,7 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple
     here = model.num_experts // cut.experts
     products = _products(tokens, projections, cut, c, speed)
     products = products.plus(_products(max(1.0, rows / here), network, cut, c, speed), here)
-    if cut.engine == "deepspeed":
+    if cut.engine.masks_experts:
         # Tokens are dealt out and collected by products with masks of each token, expert and place there.
         products = products.plus(_products(tokens, [(hidden, round(rows), 2)], cut, c, speed))
     seconds, sent = collective(2 * cut.width * rows * hidden, 2, cut.experts, cut.tensor, cut.places, c)
@@ -254,13 +249,13 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Coef
 def _attention(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficients) -> Load:
     """Causal attention forward: half of all pairs of tokens, of which context-parallel ranks have equal shares."""
     work = 2.0 * tokens * sequence * model.hidden / cut.tensor / _speed(cut, c, fp8=False)
-    slower = GATHERED_ATTENTION if cut.context > 1 and cut.engine == "megatron" else 1.0
+    slower = GATHERED_ATTENTION if cut.context > 1 and not cut.engine.exchanges_heads else 1.0
     return Load(attention=slower * work / c.attention_flops, flops=work)
 
 
 def _values(cut: Cut, model: ModelShape) -> float:
     """Values that the kernels between the products of a block read and write for a token, forward."""
-    hidden, inner, heads, keys = _widths(cut, model)
+    hidden, inner, heads, keys = _shares(cut, model)
     outside = hidden / (cut.tensor if cut.sequence_parallel else 1)
     chosen = model.experts_per_token if model.num_experts else 1
     rotary = 0 if model.family == "gpt" else 2 if cut.compile else EAGER_ROTARY
@@ -269,7 +264,7 @@ def _values(cut: Cut, model: ModelShape) -> float:
     values += chosen * inner * (2 if model.family == "gpt" else 3 if cut.compile else 5)
     if model.num_experts:
         values += 6 * chosen * hidden  # sorted by expert, and back
-    if cut.context > 1 and cut.engine == "megatron":
+    if cut.context > 1 and not cut.engine.exchanges_heads:
         values += 2 * cut.context * (keys + 2 * heads)  # keys and values put in order, and once for each head
     if cut.autocast and not cut.compile:
         values += AUTOCAST_NORMS * hidden
@@ -280,7 +275,7 @@ def _values(cut: Cut, model: ModelShape) -> float:
 
 def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
     """Two sums over tensor-parallel ranks forward, and backward (Shoeybi et al. 2019), each a scatter and a gather
-    (Korthikanti et al. 2022). DeepSpeed sums the gradients of what goes into each product apart."""
+    (Korthikanti et al. 2022), or backward one of the gradients of what goes into each product apart."""
     if cut.tensor == 1:
         return Load(), Load()
     state = cut.width * tokens * model.hidden
@@ -288,12 +283,12 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
     if cut.async_tensor_parallel:
         seconds *= c.contention
     inputs = 4 if model.family == "gpt" else 5
-    more = inputs / 2 if cut.engine == "deepspeed" else 1.0
+    more = inputs / 2 if cut.engine.sums_inputs_apart else 1.0
     return Load(tensor=seconds, sent=sent), Load(tensor=more * seconds, sent=more * sent)
 
 
-def _widths(cut: Cut, model: ModelShape) -> tuple[int, int, int, int]:
-    """Hidden states, and a GPU's share of the feed-forward network, of queries, and of keys."""
+def _shares(cut: Cut, model: ModelShape) -> tuple[int, int, int, int]:
+    """The width of hidden states, and a GPU's share of that of the feed-forward network, of queries, and of keys."""
     keys = model.kv_heads * model.head_dim
     return model.hidden, model.ffn_hidden // cut.tensor, model.hidden // cut.tensor, keys // cut.tensor
 

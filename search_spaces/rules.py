@@ -1,15 +1,19 @@
-"""Why a layout is illegal. Each rule looks at one point and answers with its reason, or None where it is legal."""
+"""Why a layout is illegal. Each rule looks at one layout and answers with its reason, or None where it is legal.
+
+Rules of single engines are with their other facts in `search_spaces.engines`.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import cache
 
 from search_spaces import memory
-from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
+from search_spaces.engines import ENGINES, engine_of
+from search_spaces.engines.base import Engine, Rule
+from search_spaces.layout import AXES, ONE_STAGE_SCHEDULES, Layout
 from search_spaces.workload import Workload
-
-Rule = Callable[[Layout, Workload], str | None]
 
 
 def gpus_divide(layout: Layout, work: Workload) -> str | None:
@@ -38,9 +42,7 @@ def sequence_divides(layout: Layout, work: Workload) -> str | None:
     pieces = 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
     if work.sequence_length % pieces:
         return f"sequence of {work.sequence_length} cannot be cut into {pieces} pieces"
-    if layout.sequence_parallel and (work.sequence_length // layout.context_parallel_size) % (
-        layout.tensor_parallel_size
-    ):
+    if layout.splits_sequence and work.sequence_length // layout.context_parallel_size % layout.tensor_parallel_size:
         return f"sequence of {work.sequence_length} cannot be split over {layout.tensor_parallel_size} GPUs"
     return None
 
@@ -128,15 +130,29 @@ def replicas_divide(layout: Layout, work: Workload) -> str | None:
     return None
 
 
-def experts_divide(layout: Layout, work: Workload) -> str | None:
+def there_are_experts(layout: Layout, work: Workload) -> str | None:
+    """The part of `experts_divide` that the model alone decides."""
     size, model = layout.expert_parallel_size, work.model
     if size > 1 and not model.num_experts:
         return "a dense model has no experts to spread"
     if model.num_experts % size:
         return f"{model.num_experts} experts cannot be spread over {size} GPUs"
-    copies = layout.data_parallel_replicate_size if layout.zero_stage else 1
+    return None
+
+
+def experts_divide(layout: Layout, work: Workload) -> str | None:
+    if (reason := there_are_experts(layout, work)) is not None:
+        return reason
+    size, copies = layout.expert_parallel_size, layout.data_parallel_replicate_size if layout.zero_stage else 1
     if (layout.shard_ranks // copies) % size:
         return f"expert parallel size {size} does not divide the {layout.shard_ranks // copies} ranks of a shard group"
+    return None
+
+
+def there_are_units_for_fp8(layout: Layout, work: Workload) -> str | None:
+    """The part of `fp8_is_supported` that the accelerator alone decides."""
+    if layout.precision == "fp8" and not work.accelerator.fp8:
+        return "the accelerator has no matrix units for fp8"
     return None
 
 
@@ -144,10 +160,11 @@ def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
     model, size = work.model, layout.tensor_parallel_size
     if layout.precision != "fp8":
         return None
-    if not work.accelerator.fp8:
-        return "the accelerator has no matrix units for fp8"
-    if layout.engine != "megatron":
-        return "fp8 is in the megatron engine alone"
+    if (reason := there_are_units_for_fp8(layout, work)) is not None:
+        return reason
+    if not engine_of(layout).fp8:
+        having = [name for name, engine in ENGINES.items() if engine.fp8]
+        return f"fp8 is in the {' and '.join(having)} engine alone"
     if size > 1:
         return "scales of fp8 would have to be agreed on over the tensor-parallel ranks"
     if model.num_experts:
@@ -171,69 +188,10 @@ def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
     return None
 
 
-def deepspeed_has_no_such_axis(layout: Layout, work: Workload) -> str | None:
-    if layout.engine != "deepspeed":
-        return None
-    if layout.pipeline_parallel_size > 1 and layout.pipeline_schedule != "1f1b":
-        return "DeepSpeed's pipeline runs 1F1B alone"
-    if layout.stage_layers is not None:
-        return "DeepSpeed's pipeline module cuts its stages itself"
-    if layout.data_parallel_replicate_size > 1:
-        return "hybrid sharding is in the megatron engine alone"
-    return None
-
-
-def deepspeed_pipeline_alone(layout: Layout, work: Workload) -> str | None:
-    """DeepSpeed's automatic tensor parallelism replaces layers of whole models, not of pipeline modules."""
-    if layout.engine == "deepspeed" and layout.pipeline_parallel_size > 1 and layout.tensor_parallel_size > 1:
-        return "DeepSpeed's pipeline module does not take its automatic tensor parallelism"
-    return None
-
-
-def deepspeed_pipeline_shards_states(layout: Layout, work: Workload) -> str | None:
-    """In bf16 its optimizer is the one of ZeRO-1, at stage 0 too, and sums gradients in bf16 there."""
-    pipeline = layout.engine == "deepspeed" and layout.pipeline_parallel_size > 1
-    if pipeline and layout.precision == "bf16" and layout.zero_stage == 0 and layout.shard_ranks > 1:
-        return "DeepSpeed's pipeline module in bf16 shards the optimizer states, which is ZeRO-1"
-    return None
-
-
-def deepspeed_tensor_parallel_sums_in_place(layout: Layout, work: Workload) -> str | None:
-    """The matrix product that a sum over ranks overwrites would be summed again in the backward pass."""
-    if layout.engine == "deepspeed" and layout.tensor_parallel_size > 1 and layout.recompute == "selective":
-        return "DeepSpeed's tensor parallelism overwrites what selective recomputation keeps"
-    return None
-
-
-def deepspeed_ulysses_heads_divide(layout: Layout, work: Workload) -> str | None:
-    size, model = layout.context_parallel_size * layout.tensor_parallel_size, work.model
-    if layout.engine == "deepspeed" and layout.context_parallel_size > 1 and model.kv_heads % size:
-        return f"Ulysses cannot deal {model.kv_heads} key-value heads out to {size} GPUs"
-    return None
-
-
-def deepspeed_experts_alone(layout: Layout, work: Workload) -> str | None:
-    if layout.engine != "deepspeed" or not work.model.num_experts:
-        return None
-    if layout.zero_stage == 3:
-        return "DeepSpeed's experts are not sharded by ZeRO-3"
-    if layout.tensor_parallel_size > 1 or layout.pipeline_parallel_size > 1:
-        return "DeepSpeed's groups of experts are of data-parallel ranks, with neither tensor nor pipeline parallelism"
-    if work.model.experts_per_token == 1:
-        return "DeepSpeed weighs a single expert by its probability, not by one"
-    return None
-
-
-def offload_is_supported(layout: Layout, work: Workload) -> str | None:
-    if layout.offload_optimizer and layout.zero_stage == 0:
-        return "DeepSpeed offloads what ZeRO shards: not at stage 0"
-    return None
-
-
 def memory_fits(layout: Layout, work: Workload) -> str | None:
     """See `memory.judge`. Of proxies, the deeper has to fit."""
-    found = memory.estimate(layout, work.run)
-    return found.needs if memory.judge(layout, work.model, found.share) == "too big" else None
+    estimate = memory.estimate(layout, work.run)
+    return estimate.needs if memory.judge(layout, work.model, estimate.share) == "too big" else None
 
 
 def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
@@ -245,41 +203,42 @@ def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
 
 
 RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
-    "engine": (),
-    "num_gpus": (),
     "tensor_parallel_size": (heads_divide, width_divides),
-    "context_parallel_size": (),
-    "pipeline_parallel_size": (gpus_divide, deepspeed_pipeline_alone, deepspeed_ulysses_heads_divide),
+    "pipeline_parallel_size": (gpus_divide,),
     "micro_batch_size": (batch_divides, pipeline_fills),
     "pipeline_schedule": (tied_embeddings_meet,),
     "virtual_pipeline_stages": (virtual_stages_fit_schedule, interleaving_rounds_divide),
     "stage_layers": (layers_divide,),
-    "zero_stage": (zero_with_pipeline, deepspeed_experts_alone),
-    "data_parallel_replicate_size": (deepspeed_has_no_such_axis, replicas_divide),
+    "zero_stage": (zero_with_pipeline,),
+    "data_parallel_replicate_size": (replicas_divide,),
     "expert_parallel_size": (experts_divide,),
-    "offload_optimizer": (offload_is_supported,),
-    "precision": (fp8_is_supported, deepspeed_pipeline_shards_states),
-    "reduce_precision": (),
+    "precision": (fp8_is_supported,),
     "compile": (zero_bubble_is_not_compiled,),
     "sequence_parallel": (sequence_divides,),
-    "recompute": (zero_bubble_keeps_no_selection, deepspeed_tensor_parallel_sums_in_place),
+    "recompute": (zero_bubble_keeps_no_selection,),
     "bucket_size": (memory_fits, memory_surely_fits),
     "async_tensor_parallel": (async_tensor_parallel_is_supported,),
     "rank_order": (rank_order_is_permutation,),
-    "overlap_grad_reduce": (),
-    "overlap_param_gather": (),
 }
-"""The axes in the order in which a layout is settled, each with the rules that judge it and axes before it.
-
-Those that memory does not depend on come last, so that it is reckoned once for all of their values.
-"""
-
-RULES: tuple[Rule, ...] = tuple(itertools.chain(*RULES_BY_AXIS.values()))
+"""The rules of all engines, by the axis that they are judged at: the last of those that they look at."""
 
 
-def refusal(layout: Layout, work: Workload, rules: tuple[Rule, ...] = RULES) -> tuple[str, str] | None:
-    """Name and reason of the first of `rules` that refuses `layout`, or None where all allow it."""
-    for rule in rules:
+@cache
+def rules_at(axis: str, engine: Engine) -> tuple[Rule, ...]:
+    """The rules that judge a layout of an engine once it is settled up to `axis`, in their order."""
+    return (*engine.lacks.get(axis, ()), *RULES_BY_AXIS.get(axis, ()), *engine.rules.get(axis, ()))
+
+
+def all_rules(engines: Iterable[Engine]) -> tuple[Rule, ...]:
+    """All rules of some engines in the order in which they are judged, each once."""
+    each = [rules_at(axis, engine) for axis in AXES for engine in engines]
+    return tuple(dict.fromkeys(itertools.chain(*each)))
+
+
+def refusal(layout: Layout, work: Workload, rules: Iterable[Rule] | None = None) -> tuple[str, str] | None:
+    """Name and reason of the first of `rules`, by default all of the layout's engine, that refuses it; None where all
+    allow it. Raises `ValueError` for an engine that there is not."""
+    for rule in all_rules([engine_of(layout)]) if rules is None else rules:
         if (reason := rule(layout, work)) is not None:
             return rule.__name__, reason
     return None

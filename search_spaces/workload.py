@@ -25,6 +25,19 @@ class Workload:
     gpus_per_node: int = 8
     refuse_borderline: bool = False
 
+    def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:
+        """The metrics that follow from the tokens a second of so many GPUs.
+
+        MFU is the model's FLOPs over the GPUs' peak (Chowdhery et al. 2022, appendix B), None where that is not known.
+        """
+        peak_flops = self.accelerator.peak_flops
+        flops = self.model.flops_per_token(self.sequence_length) * tokens_per_s
+        return {
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s / gpus,
+            "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
+        }
+
     @property
     def run(self) -> Workload:
         """The work of the largest model that trials really run: the deeper proxy, or the model itself."""

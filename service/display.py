@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.answers.tables import MARKS, with_unit
+from service.answers.candidates import Candidate, explored
+from service.answers.ranking import leaders
+from service.goals import Comparison, Goals
+from service.metrics import with_unit
 from service.problem import Budget
-from service.result import TrialResult
-from service.spec import excess
+from service.result import Purpose, TrialResult
+from trainables.status import Status
 
 
 @dataclass
 class Display:
     """Prints as it goes; plain lines, so that a log file reads the same as a terminal.
 
-    `trials` is the most that explore. What violates one of `limits`, (metric, '<=' or '>=', bound), is never the best.
-    Figures that are estimated carry a '*', extrapolated ones a '~'. `done` counts trials that explored, `over` all.
+    `trials` is the most that explore. Figures that are estimated carry a '*', extrapolated ones a '~'. `explored` are
+    the trials that explored, `over` counts all.
     """
 
-    objectives: Mapping[str, str]
+    goals: Goals
     budget: Budget
     trials: int
-    limits: Sequence[tuple[str, str, float]] = ()
     began: float = field(default_factory=time.monotonic)
-    done: int = 0
+    explored: list[TrialResult] = field(default_factory=list)
     over: int = 0
-    best: dict[str, float] = field(default_factory=dict)
-    unmeasured: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> int:
+        """How many trials explored."""
+        return len(self.explored)
+
+    @property
+    def best(self) -> dict[str, float]:
+        """Objective -> its best value so far, of the trials that explored; see `service.answers.ranking.leaders`."""
+        return {metric: one.metrics[metric] for metric, one in leaders(self._compared).items()}
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def started(self, label: str, purpose: str = "search") -> None:
+    def started(self, label: str, purpose: Purpose = Purpose.SEARCH) -> None:
         self.say(f"[{self._clock()}] start  {label}{_beside(purpose)}")
 
     def count(self, result: TrialResult) -> None:
         """Take a trial in, without a word."""
         self.over += 1
-        self.unmeasured |= {metric: method for metric, method in result.methods.items() if method in MARKS}
-        if result.purpose == "search":
-            self.done += 1
-            if result.status == "ok":
-                self._keep_best(result.metrics)
+        if result.purpose == Purpose.SEARCH:
+            self.explored.append(result)
 
     def retried(self, result: TrialResult) -> None:
         """Say that the machines failed a trial, which is run again and does not count."""
@@ -54,33 +60,29 @@ class Display:
         """Say what became of a trial, and how long the `to_come` others may take."""
         self.count(result)
         figures = [
-            self.figure(metric, value)
-            for metric in self.objectives
+            with_unit(metric, value, result.methods.get(metric))
+            for metric in self.goals.objectives
             if (value := result.metrics.get(metric)) is not None
         ]
-        self._outcome(result, ", ".join(figures) if result.status == "ok" else result.cause or "")
-        if result.purpose == "search":
+        self._outcome(result, ", ".join(figures) if result.status == Status.OK else result.cause or "")
+        if result.purpose == Purpose.SEARCH:
             best = ", ".join(self.figure(metric, value) for metric, value in self.best.items()) or "none yet"
             stand = f"trial {self.done} of at most {self.trials}; best so far: {best}"
         else:
             stand = f"trials to come: at most {to_come}"
         self.say(f"         {stand}; {self._left(to_come)} left")
 
-    def _outcome(self, result: TrialResult, told: str) -> None:
-        self.say(f"[{self._clock()}] {result.status:6} {result.layout.label}{_beside(result.purpose)}: {told}")
-
-    def _keep_best(self, metrics: Mapping[str, float | None]) -> None:
-        if any(excess(limit, metrics) > 0 for limit in self.limits):
-            return
-        for metric, direction in self.objectives.items():
-            value = metrics.get(metric)
-            if value is not None:
-                better = max if direction == "maximize" else min
-                self.best[metric] = better(self.best.get(metric, value), value)
+    def _outcome(self, result: TrialResult, text: str) -> None:
+        self.say(f"[{self._clock()}] {result.status:6} {result.layout.label}{_beside(result.purpose)}: {text}")
 
     def figure(self, metric: str, value: float) -> str:
         """A value with its unit, marked where this search does not measure it."""
-        return with_unit(metric, value, self.unmeasured.get(metric))
+        doubt = self._compared.doubt(metric)
+        return with_unit(metric, value, doubt.method if doubt else None)
+
+    @property
+    def _compared(self) -> Comparison[Candidate]:
+        return self.goals.among(explored(self.explored))
 
     def _clock(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
@@ -95,6 +97,6 @@ class Display:
         return f"about {left / 60:.0f} min" if left >= 120 else f"about {left:.0f} s"
 
 
-def _beside(purpose: str) -> str:
+def _beside(purpose: Purpose) -> str:
     """How a line marks a trial that does not explore."""
-    return "" if purpose == "search" else f" ({purpose})"
+    return "" if purpose == Purpose.SEARCH else f" ({purpose})"

@@ -17,7 +17,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.tune.experiment import Trial
 
-from search_spaces.layout import Layout
+from service.answers.candidates import candidates
+from service.answers.ranking import leaders
 from service.display import Display
 from service.errors import SearchError
 from service.home import Home
@@ -25,14 +26,16 @@ from service.problem import Problem
 from service.record.provenance import hardware, software
 from service.record.tracking import Tracker
 from service.remote import call
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.sampling import drift
 from service.sampling.agenda import Agenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
+from service.step import Step
 from service.trials import thermal
 from service.trials.evaluate import evaluate
 from service.trials.gang import ON_HEAD, Gang, Pool, close_gangs, start_pool
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
+from trainables.training import Training
 
 TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
 """What Ray reserves for a Tune trial, which only waits for its gang."""
@@ -50,7 +53,7 @@ class Driver:
     def __init__(self, problem: Problem, search_id: str, home: Home, tracker: Tracker, agenda: Agenda) -> None:
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda = tracker, agenda
-        self.display = Display(problem.objectives, problem.budget, agenda.sought, problem.limits, agenda.began)
+        self.display = Display(problem.goals, problem.budget, agenda.sought, agenda.began)
         self.spool = home.spool(search_id)
 
     def run(self, begun: bool = False) -> None:
@@ -70,8 +73,8 @@ class Driver:
         self._clear_spool()  # Ray would go on with the files of a driver that was killed
         try:
             for number in range(gang_count(self.problem)):
-                name, storage = f"{self.search_id}-gang{number}", self.spool / "train"
-                gangs.append(Gang(name, self.problem.gang_size, self.problem.cluster, storage, telemetry))
+                name, size, storage = f"{self.search_id}-gang{number}", self.problem.gang_size, self.spool / "train"
+                gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, Training.preload()))
             self._tune(start_pool(gangs), len(gangs), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
         finally:
@@ -144,9 +147,9 @@ class _Recorder(ray.tune.Callback):
         self.failure: SearchError | None = None
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        layout, purpose = Layout.from_dict(trial.config), trial.config["purpose"]
-        self.display.started(layout.label, purpose)
-        self.tracker.start_trial(trial.trial_id, layout, purpose)
+        step = Step.from_dict(trial.config)
+        self.display.started(step.layout.label, step.purpose)
+        self.tracker.start_trial(trial.trial_id, step.layout, step.purpose)
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._finish(trial, trial.last_result)
@@ -157,9 +160,9 @@ class _Recorder(ray.tune.Callback):
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
         if not reported or "result" not in reported:
             self._release(trial.trial_id)
-        result = outcome_of(trial.trial_id, trial.config, reported)
+        result = outcome_of(trial.trial_id, Step.from_dict(trial.config), reported)
         samples = self._samples(result)
-        if result.purpose == "finalist" and samples is not None:
+        if result.purpose == Purpose.FINALIST and samples is not None:
             result = thermal.judged(result, samples)
         self.tracker.finish_trial(result, samples)  # first of all: what is on disk is not run again
         if self.agenda.take(result):
@@ -189,11 +192,12 @@ class _Recorder(ray.tune.Callback):
 
 def summary(display: Display, agenda: Agenda) -> dict[str, float | None]:
     """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
+    compared = agenda.spec.goals.among(candidates(agenda.results))
     return {
         "trials": display.done,
         "search_time_s": time.monotonic() - display.began,
         "gpu_hours": agenda.gpu_seconds / 3600,
-        **{f"best_{metric}": value for metric, value in display.best.items()},
+        **{f"best_{metric}": one.metrics[metric] for metric, one in leaders(compared).items()},
         **{f"sentinel_drift_{metric}": move.share for metric, move in agenda.drifts().items()},
     }
 

@@ -7,6 +7,9 @@ somewhere smaller.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.float64]
 
 REFERENCE = 1.1
 """The point up to which hypervolume is counted, on each objective that is `scaled` over all layouts that were tried.
@@ -16,7 +19,13 @@ point in hypervolume calculation").
 """
 
 
-def pareto_front(costs: np.ndarray) -> list[int]:
+def dominating(costs: Rows, row: Rows) -> NDArray[np.bool_]:
+    """Which rows of `costs` dominate another `row` [objectives]: [n]."""
+    beats: NDArray[np.bool_] = np.all(costs <= row, axis=1) & np.any(costs < row, axis=1)
+    return beats
+
+
+def pareto_front(costs: Rows) -> list[int]:
     """Rows of `costs` that no other row dominates, in lexicographic order.
 
     In lexicographic order whatever dominates a row comes before it, so each row need only be held against the front so
@@ -28,14 +37,13 @@ def pareto_front(costs: np.ndarray) -> list[int]:
     front = np.empty_like(costs)
     members: list[int] = []
     for i in order:
-        others, row = front[: len(members)], costs[i]
-        if not ((others <= row).all(axis=1) & (others < row).any(axis=1)).any():
-            front[len(members)] = row
+        if not dominating(front[: len(members)], costs[i]).any():
+            front[len(members)] = costs[i]
             members.append(int(i))
     return members
 
 
-def hypervolume(costs: np.ndarray, reference: np.ndarray) -> float:
+def hypervolume(costs: Rows, reference: Rows) -> float:
     """Volume of what the rows dominate up to `reference` [objectives] (Zitzler and Thiele 1998).
 
     Cut along the last objective into slabs, within each of which the rows so far dominate the same area.
@@ -49,18 +57,19 @@ def hypervolume(costs: np.ndarray, reference: np.ndarray) -> float:
     inside = inside[np.argsort(inside[:, -1])]
     ends = np.append(inside[1:, -1], reference[-1])
     return sum(
-        (end - row[-1]) * hypervolume(inside[: i + 1, :-1], reference[:-1])
+        float(end - row[-1]) * hypervolume(inside[: i + 1, :-1], reference[:-1])
         for i, (row, end) in enumerate(zip(inside, ends, strict=True))
     )
 
 
-def scaled(costs: np.ndarray) -> np.ndarray:
+def scaled(costs: Rows) -> Rows:
     """`costs` with the best of each objective at 0 and its worst at 1; one that is the same for all rows is 0."""
     best, worst = costs.min(axis=0), costs.max(axis=0)
-    return (costs - best) / np.where(worst > best, worst - best, 1.0)
+    places: Rows = (costs - best) / np.where(worst > best, worst - best, 1.0)
+    return places
 
 
-def knee(costs: np.ndarray) -> int:
+def knee(costs: Rows) -> int:
     """The row of a front farthest below the plane through its extremes, objectives scaled by its own range.
 
     With two objectives this is the knee of Das (1999), "On characterizing the 'knee' of the Pareto curve": the point

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from search_spaces import cost, memory
 from search_spaces.layout import Layout
-from service.answers.tables import ALWAYS, heading, number, render
-from service.pareto import pareto_front
+from service.answers.tables import render
+from service.goals import Comparison
+from service.metrics import ALWAYS, Direction, heading, number
 from service.problem import Problem
-from service.spec import excess
 
 ROWS = 10
 """Layouts that a table shows unless all are asked for."""
@@ -26,13 +24,14 @@ class Forecast:
     """What is predicted of a layout.
 
     `share`, `band`: see `search_spaces.memory`; None where the machine's memory is not known. `metrics`: those of
-    `service.spec.METRICS` that can be predicted, of the whole model.
+    `service.metrics` that can be predicted, of the whole model; none is in more doubt than another.
     """
 
     layout: Layout
     share: float | None
     band: memory.Band | None
     metrics: dict[str, float]
+    methods: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The layout's fields and what is predicted of it, JSON-safe."""
@@ -50,32 +49,27 @@ class Plan:
     source: str | None
 
     @cached_property
-    def objectives(self) -> dict[str, str]:
+    def _compared(self) -> Comparison[Forecast]:
+        return self.spec.goals.among(self.forecasts)
+
+    @property
+    def objectives(self) -> dict[str, Direction]:
         """Those of the spec's objectives that are predicted."""
-        known = self.forecasts[0].metrics
-        return {metric: direction for metric, direction in self.spec.objectives.items() if metric in known}
+        return self._compared.objectives
 
     @cached_property
     def promising(self) -> list[Forecast]:
         """The layouts that are predicted to fit and to keep the constraints."""
-        return [
-            forecast
-            for forecast in self.forecasts
-            if (forecast.share is None or forecast.share <= 1)
-            and all(excess(limit, forecast.metrics) <= 0 for limit in self.spec.limits)
-        ]
+        return [one for one in self._compared.admitted if one.share is None or one.share <= 1]
 
     @cached_property
     def front(self) -> list[Forecast]:
         """The promising layouts that are predicted to be dominated by no other."""
-        if not self.objectives or not self.promising:
-            return []
-        costs = [[self._cost(forecast, metric) for metric in self.objectives] for forecast in self.promising]
-        return [self.promising[row] for row in pareto_front(np.array(costs))]
+        return self._compared.front(self.promising)
 
     def best(self, metric: str) -> list[Forecast]:
         """The promising layouts, the best on a predicted objective first."""
-        return sorted(self.promising, key=lambda forecast: self._cost(forecast, metric))
+        return sorted(self.promising, key=lambda forecast: self.objectives[metric].cost(forecast.metrics[metric]))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, JSON-safe; `points` in the order of the legal layouts."""
@@ -92,10 +86,6 @@ class Plan:
                 forecast.to_dict() | {"on_predicted_front": forecast.layout in front} for forecast in self.forecasts
             ],
         }
-
-    def _cost(self, forecast: Forecast, metric: str) -> float:
-        value = forecast.metrics[metric]
-        return -value if self.objectives[metric] == "maximize" else value
 
 
 def make_plan(spec: Problem, calibration: cost.Coefficients | None) -> Plan:

@@ -15,6 +15,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.space import Space, enumerate_space
 from search_spaces.workload import Workload
+from service.goals import Goals
 from trainables.data import located
 
 INLINE = "inline"
@@ -97,8 +98,8 @@ class Problem:
     """What a search is about. docs/spec.md says what each field does.
 
     `model` is a preset's name or `INLINE`, `shape` its dimensions. `data` is a source of `trainables.data.open_tokens`.
-    `sequence_length` counts tokens, `global_batch_size` sequences. `objectives` maps a metric to `maximize` or
-    `minimize`; `limits` are the `constraints` as (metric, '<=' or '>=', bound). `axes` maps each field of a layout to
+    `sequence_length` counts tokens, `global_batch_size` sequences. `goals` are its
+    objectives and constraints. `axes` maps each field of a layout to
     the values to try, without duplicates. `baseline` names one legal layout by some of its settings. `depth_proxy` are
     the layers of the two models that stand for one too big for the cluster, fewer first.
     """
@@ -110,9 +111,7 @@ class Problem:
     sequence_length: int
     global_batch_size: int
     cluster: Cluster
-    objectives: dict[str, str]
-    constraints: tuple[str, ...]
-    limits: tuple[tuple[str, str, float], ...]
+    goals: Goals
     axes: dict[str, list[Any]]
     measurement: Measurement = Measurement()
     budget: Budget = Budget()
@@ -171,13 +170,7 @@ class Problem:
 
     def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:
         """The metrics that follow from the speed of a trial on so many GPUs; `mfu` as in PaLM's appendix B."""
-        peak_flops = self.cluster.device.peak_flops
-        flops = self.shape.flops_per_token(self.sequence_length) * tokens_per_s
-        return {
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_gpu": tokens_per_s / gpus,
-            "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
-        }
+        return self.workload.speed(tokens_per_s, gpus)
 
     def located(self) -> Problem:
         """The problem for a process with another working directory: its data under an absolute path."""

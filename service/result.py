@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from search_spaces.layout import Layout
+from service.metrics import Method
 from trainables.breakdown import Breakdown
+from trainables.status import Status
 
-STATUSES = ("ok", "oom", "hang", "crash", "invalid", "pruned")
 
-PURPOSES = ("search", "finalist", "sentinel", "calibration")
-"""Why a layout was run: to explore, to measure one of the front again, to watch the machine, to fit a model of it."""
+class Purpose(StrEnum):
+    """Why a layout is run; its text is what records hold."""
+
+    SEARCH = "search"
+    """To explore."""
+    FINALIST = "finalist"
+    """To measure one of the front again."""
+    SENTINEL = "sentinel"
+    """To watch the machine."""
+    CALIBRATION = "calibration"
+    """To fit the cost model to the machine."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +73,20 @@ class TrialResult:
 
     `metrics` holds the names of the record (`tokens_per_s`, `joules_per_token`, ...); None is missing.
     A trial that was pruned has no figures but the bounds for which it was, prefixed `bound_`.
-    `methods` says how energy and throttle metrics were obtained: counter, integrated, sampled or estimated; and which
-    metrics follow from the runs in `proxies`, smaller first, of whose larger one is all that does not: `extrapolated`
-    over layers, or `short`, over microbatches.
+    `methods` says how energy and throttle metrics were obtained, and which metrics follow from the runs in `proxies`,
+    smaller first, of whose larger one is all that does not: `EXTRAPOLATED` over layers, or `SHORT`, over microbatches.
     `cause` is one line on what failed, `traceback` what Python said of it.
-    `purpose` is one of `PURPOSES`. `infrastructure`: whether it was the machines that failed, not the layout.
+    `infrastructure`: whether it was the machines that failed, not the layout.
     `ranks` are those of the trial in their order; records made before there were any have none.
     `step_times_s` and `losses` cover the optimizer steps of the window and of the whole trial respectively.
     """
 
     trial_id: str
     layout: Layout
-    status: str
+    status: Status
     cause: str | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
-    methods: dict[str, str] = field(default_factory=dict)
+    methods: dict[str, Method] = field(default_factory=dict)
     step_times_s: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
     windows: tuple[NodeWindow, ...] = ()
@@ -84,7 +94,7 @@ class TrialResult:
     traceback: str | None = None
     ranks: tuple[RankRecord, ...] = ()
     proxies: tuple[Proxy, ...] = ()
-    purpose: str = "search"
+    purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,6 +112,9 @@ class TrialResult:
             **{
                 **{name: value for name, value in values.items() if name != "config"},
                 "layout": Layout.from_dict(values["config"]),
+                "status": Status(values["status"]),
+                "methods": {metric: Method(method) for metric, method in values["methods"].items()},
+                "purpose": Purpose(values.get("purpose", Purpose.SEARCH)),
                 "step_times_s": tuple(values["step_times_s"]),
                 "losses": tuple(values["losses"]),
                 "windows": windows,

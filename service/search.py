@@ -11,12 +11,13 @@ from service.home import tracking_uri as store_uri
 from service.problem import Problem
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
-from service.result import STATUSES, TrialResult
+from service.result import Purpose, TrialResult
 from service.sampling.agenda import SearchAgenda, Spent, settled
 from service.sampling.study import SearchStudy, study_exists
 from service.sampling.warmup import open_study
 from service.spec import new_search_id, parse_spec
 from trainables.data import DataError, open_tokens
+from trainables.status import Status
 
 
 def check_data(problem: Problem) -> None:
@@ -56,7 +57,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
     home = Home.locate()
     recorded = Results(store_uri(tracking_uri))
     record = recorded.search(search)
-    if any(trial.purpose == "calibration" for trial in record.trials):
+    if any(trial.purpose == Purpose.CALIBRATION for trial in record.trials):
         raise InputError(f"search {record.id} is a calibration: calibrate anew")
     if not study_exists(record.id, home.optuna_storage):
         raise InputError(f"search {record.id} was not run from {home.path}: resume it with the WATTUNE_HOME it had")
@@ -72,7 +73,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
             summary = tracker.resume_search(record)
             results = results_of(recorded.search(record.id))
             study = _study(problem, record.id, home, recorded)
-            study.recall([result for result in settled(results) if result.purpose == "search"])
+            study.recall([result for result in settled(results) if result.purpose == Purpose.SEARCH])
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
             agenda = SearchAgenda(study, problem, gang_count(problem), results, spent)
             Driver(problem, record.id, home, tracker, agenda).run(begun=True)
@@ -85,7 +86,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
         TrialResult(
             trial_id=trial.trial_id,
             layout=trial.layout,
-            status=trial.status,
+            status=Status(trial.status),
             cause=trial.cause,
             metrics=dict(trial.metrics),
             methods=trial.methods,
@@ -93,7 +94,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
             infrastructure=trial.infrastructure,
         )
         for trial in record.trials
-        if trial.status in STATUSES
+        if trial.status in list(Status)
     ]
 
 

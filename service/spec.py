@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import secrets
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic_core import PydanticKnownError
 
+from search_spaces.axis import Axis, Range
+from search_spaces.engines import ENGINES
 from search_spaces.hardware import ACCELERATORS, Accelerator
-from search_spaces.layout import (
-    BUCKET_SIZE,
-    ENGINES,
-    PRECISIONS,
-    RECOMPUTE,
-    REDUCE_PRECISIONS,
-    SCHEDULES,
-    Layout,
-)
+from search_spaces.layout import AXES
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
-from search_spaces.rules import RULES, virtual_stages_fit_schedule
-from search_spaces.space import Space
-from search_spaces.workload import Workload
+from search_spaces.rules import all_rules
+from search_spaces.space import Space, hopeless
 from service.errors import InputError
+from service.goals import Goals, parse_constraint
+from service.metrics import METRICS, Direction
 from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Measurement, Problem, Sampler
 
-Direction = Literal["maximize", "minimize"]
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -47,63 +40,14 @@ def _no_bool(value: Any) -> Any:
 Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 
-METRICS = (
-    "tokens_per_s",
-    "tokens_per_s_per_gpu",
-    "mfu",
-    "step_time_s",
-    "joules_per_token",
-    "energy_per_step_j",
-    "idle_energy_j",
-    "mean_power_w",
-    "peak_power_w",
-    "power_spread_w",
-    "mean_hbm_power_w",
-    "energy_ratio",
-    "throttle_ratio",
-    "power_cap_ratio",
-    "throttle_time_s",
-    "mean_sm_clock_mhz",
-    "min_sm_clock_mhz",
-    "sm_clock_spread_mhz",
-    "mean_gpu_temp_c",
-    "peak_gpu_temp_c",
-    "gpu_temp_spread_c",
-    "min_gpu_temp_margin_c",
-    "peak_hbm_temp_c",
-    "tensor_activity",
-    "dram_activity",
-    "pcie_bytes_per_s",
-    "pcie_utilisation",
-    "link_bytes_per_s",
-    "link_utilisation",
-    "peak_memory_gib",
-    "trial_overhead_s",
-)
-CONSTRAINT = re.compile(r"^\s*(\w+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
-
 
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-def Axis(item: Any) -> Any:
-    """A non-empty list of values; a single value stands for a list of one."""
-    return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
-
-
 def _as_list_of_lists(value: Any) -> Any:
     flat = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
     return [value] if flat or not isinstance(value, list) else value
-
-
-def Lists(item: Any) -> Any:
-    """Like `Axis`, of lists of numbers, or null for the default; a single list stands for a list of one."""
-    return Annotated[
-        list[Annotated[tuple[item, ...], Field(min_length=1, strict=False)] | None],
-        BeforeValidator(_as_list_of_lists),
-        Field(min_length=1),
-    ]
 
 
 class Strict(BaseModel):
@@ -160,32 +104,52 @@ class ClusterSpec(Strict):
         return ACCELERATORS[self.accelerator]
 
 
-class SpaceSpec(Strict):
-    """The axes: the values to try of each field of a layout. `num_gpus` defaults to the whole cluster."""
+def _known(name: Any) -> Any:
+    if isinstance(name, str) and name in ENGINES:
+        return name
+    raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, ENGINES))})
 
-    engine: Axis(Literal[ENGINES]) = ["megatron"]  # type: ignore[valid-type]
-    num_gpus: Axis(Positive) | None = None  # type: ignore[valid-type]
-    tensor_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    pipeline_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    context_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    expert_parallel_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    pipeline_schedule: Axis(Literal[SCHEDULES]) = ["1f1b"]  # type: ignore[valid-type]
-    virtual_pipeline_stages: Axis(Positive) = [1]  # type: ignore[valid-type]
-    stage_layers: Lists(Positive) = [None]  # type: ignore[valid-type]
-    zero_stage: Axis(Annotated[int, Field(strict=True, ge=0, le=3)]) = [0]  # type: ignore[valid-type]
-    data_parallel_replicate_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    micro_batch_size: Axis(Positive) = [1]  # type: ignore[valid-type]
-    recompute: Axis(Literal[RECOMPUTE]) = ["none"]  # type: ignore[valid-type]
-    sequence_parallel: Axis(Switch) = [True]  # type: ignore[valid-type]
-    async_tensor_parallel: Axis(Switch) = [False]  # type: ignore[valid-type]
-    overlap_grad_reduce: Axis(Switch) = [True]  # type: ignore[valid-type]
-    overlap_param_gather: Axis(Switch) = [True]  # type: ignore[valid-type]
-    bucket_size: Axis(Positive) = [BUCKET_SIZE]  # type: ignore[valid-type]
-    offload_optimizer: Axis(Switch) = [False]  # type: ignore[valid-type]
-    compile: Axis(Switch) = [False]  # type: ignore[valid-type]
-    precision: Axis(Literal[PRECISIONS]) = ["bf16"]  # type: ignore[valid-type]
-    reduce_precision: Axis(Literal[REDUCE_PRECISIONS]) = ["fp32"]  # type: ignore[valid-type]
-    rank_order: Lists(Annotated[int, Field(strict=True, ge=0)]) = [None]  # type: ignore[valid-type]
+
+def _value_of(axis: Axis) -> Any:
+    """The type of one value of an axis; of one whose values are lists, of a number in them."""
+    if axis.name == "engine":
+        return Annotated[str, BeforeValidator(_known)]
+    if isinstance(axis.allowed, Range):
+        return Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high)]
+    return Switch if axis.type is bool else Literal[axis.allowed]
+
+
+def _values(item: Any) -> Any:
+    """A non-empty list, for which a single value may stand."""
+    return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+def _lists(item: Any) -> Any:
+    """A non-empty list of lists, or null for the default; a single list may stand for it."""
+    numbers = Annotated[tuple[item, ...], Field(min_length=1, strict=False)]
+    return Annotated[list[numbers | None], BeforeValidator(_as_list_of_lists), Field(min_length=1)]
+
+
+def _field_of(axis: Axis) -> tuple[Any, Any]:
+    """Type and default of the field with the values of an axis."""
+    item = _value_of(axis)
+    if axis.lists:
+        return _lists(item), [axis.default]
+    return (_values(item), [axis.default]) if axis.default is not None else (_values(item) | None, None)
+
+
+if TYPE_CHECKING:
+
+    class SpaceSpec(Strict):
+        """The values to try of each axis of a layout; see `search_spaces.layout.AXES`."""
+else:
+    SpaceSpec = create_model(
+        "SpaceSpec",
+        __base__=Strict,
+        __doc__="The values to try of each axis of a layout; see `search_spaces.layout.AXES`.",
+        __module__=__name__,
+        **{name: _field_of(axis) for name, axis in AXES.items()},
+    )
 
 
 class MeasurementSpec(Strict):
@@ -227,7 +191,11 @@ class SearchSpec(Strict):
     global_batch_size: Positive
     cluster: ClusterSpec
     objectives: dict[Literal[METRICS], Direction] = Field(  # type: ignore[valid-type]
-        default={"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"},
+        default={
+            "tokens_per_s": Direction.MAXIMIZE,
+            "joules_per_token": Direction.MINIMIZE,
+            "throttle_ratio": Direction.MINIMIZE,
+        },
         min_length=1,
     )
     constraints: list[str] = []
@@ -264,9 +232,7 @@ class SearchSpec(Strict):
             sequence_length=self.sequence_length,
             global_batch_size=self.global_batch_size,
             cluster=Cluster(**dict(self.cluster)),
-            objectives=dict(self.objectives),
-            constraints=tuple(self.constraints),
-            limits=tuple(map(parse_constraint, self.constraints)),
+            goals=Goals(self.objectives, tuple(map(parse_constraint, self.constraints))),
             axes=self.axes,
             measurement=Measurement(**dict(self.measurement)),
             budget=Budget(**dict(self.budget)),
@@ -287,84 +253,23 @@ class SearchSpec(Strict):
             positions = self.shape.max_sequence_length
             raise ValueError(f"sequence_length: {self.sequence_length} exceeds the model's {positions} positions")
         problem = self.problem
-        self._axes_fit()
-        self._lists_fit()
         self._depths_fit()
+        self._values_fit()
         if not problem.legal.layouts:
             field = "global_batch_size" if _batch_is_to_blame(problem.legal) else "space"
             raise ValueError(f"{field}: no legal layout among {problem.legal.distinct}; {_refusals(problem.legal)}")
         _ = problem.baseline_layout
         return self
 
-    def _axes_fit(self) -> None:
+    def _values_fit(self) -> None:
         """Refuse values that no other choice on the other axes could make legal."""
-        shape, axes, most = self.shape, self.axes, self.cluster.size
-        for size in axes["num_gpus"]:
-            if size > most:
-                raise ValueError(f"space.num_gpus: {size} is more than the cluster's {most}")
-        for size in axes["tensor_parallel_size"]:
-            if shape.heads % size or shape.kv_heads % size:
-                widest = min(most, shape.kv_heads)
-                allowed = [n for n in range(1, widest + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]
-                raise ValueError(
-                    f"space.tensor_parallel_size: {size} does not divide the model's {shape.heads} heads and "
-                    f"{shape.kv_heads} key-value heads; allowed: {', '.join(map(str, allowed))}"
-                )
-        for size in axes["context_parallel_size"]:
-            if size > 1 and self.sequence_length % (2 * size):
-                raise ValueError(
-                    f"space.context_parallel_size: a sequence of {self.sequence_length} cannot be cut into "
-                    f"{2 * size} pieces"
-                )
-        for size in axes["expert_parallel_size"]:
-            if size > 1 and not shape.num_experts:
-                raise ValueError("space.expert_parallel_size: the model has no experts to spread; allowed: 1")
-            if shape.num_experts % size:
-                raise ValueError(
-                    f"space.expert_parallel_size: {size} does not divide the model's {shape.num_experts} experts"
-                )
-        if "fp8" in axes["precision"] and not self.cluster.device.fp8:
-            able = [name for name, device in ACCELERATORS.items() if device.fp8]
-            raise ValueError(f"space.precision: {self.cluster.accelerator} has no fp8; these have: {', '.join(able)}")
-        pipelines = [size for size in axes["pipeline_parallel_size"] if size > 1]
-        for schedule in axes["pipeline_schedule"] if pipelines else []:
-            reasons = [_misfit(schedule, virtual) for virtual in axes["virtual_pipeline_stages"]]
-            if all(reasons):
-                raise ValueError(f"space.virtual_pipeline_stages: {reasons[0]}")
-        uneven = [layers for layers in axes["stage_layers"] if layers is not None]
-        for size in pipelines:
-            if shape.layers % size and all(len(layers) % size for layers in uneven):
-                allowed = [n for n in range(1, min(most, shape.layers) + 1) if shape.layers % n == 0]
-                raise ValueError(
-                    f"space.pipeline_parallel_size: {size} does not divide the model's {shape.layers} layers; "
-                    f"allowed: {', '.join(map(str, allowed))}"
-                )
-
-    def _lists_fit(self) -> None:
-        """The same for the axes whose values are lists."""
-        axes, layers = self.axes, self.shape.layers
-        stages = {
-            ranks * virtual
-            for ranks in axes["pipeline_parallel_size"]
-            for virtual in axes["virtual_pipeline_stages"]
-            if ranks > 1
-        }
-        for value in axes["stage_layers"]:
-            if value is None:
-                continue
-            if sum(value) != layers:
-                raise ValueError(
-                    f"space.stage_layers: {list(value)} sums to {sum(value)}, the model has {layers} layers"
-                )
-            if len(value) not in stages:
-                raise ValueError(
-                    f"space.stage_layers: {list(value)} is of {len(value)} stages; pipeline_parallel_size x "
-                    f"virtual_pipeline_stages makes {' or '.join(map(str, sorted(stages))) or 'none'}"
-                )
-        for value in axes["rank_order"]:
-            if value is not None and (sorted(value) != list(range(len(value))) or len(value) not in axes["num_gpus"]):
-                sizes = " or ".join(map(str, axes["num_gpus"]))
-                raise ValueError(f"space.rank_order: {list(value)} does not name each of {sizes} workers, from 0, once")
+        for size in self.axes["num_gpus"]:
+            if size > self.cluster.size:
+                raise ValueError(f"space.num_gpus: {size} is more than the cluster's {self.cluster.size}")
+        for found in hopeless(self.axes, self.problem.workload):
+            value = list(found.value) if isinstance(found.value, tuple) else found.value
+            allowed = f"; allowed: {', '.join(map(str, found.allowed))}" if found.allowed else ""
+            raise ValueError(f"space.{found.axis}: {value}: {found.reason}{allowed}")
 
     def _depths_fit(self) -> None:
         if self.depth_proxy is None:
@@ -394,33 +299,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "budget": BudgetSpec,
     "finalists": FinalistSpec,
 }
-
-
-def parse_constraint(text: str) -> tuple[str, str, float]:
-    """(metric, '<=' or '>=', bound) of a text such as ``peak_memory_gib<=70``. Raises `ValueError`."""
-    match = CONSTRAINT.match(text)
-    if match is None or match[1] not in METRICS:
-        raise ValueError(f"constraints: {text!r} is not METRIC<=NUMBER or METRIC>=NUMBER, METRIC {_choice(METRICS)}")
-    try:
-        bound = float(match[3])
-    except ValueError:
-        bound = math.inf
-    if not math.isfinite(bound):
-        raise ValueError(f"constraints: {match[3]!r} in {text!r} is not a finite number")
-    return match[1], match[2], bound
-
-
-def excess(limit: tuple[str, str, float], metrics: Mapping[str, float | None]) -> float:
-    """By how much `metrics` violate a parsed constraint, as a share of its bound; at most 0 where they keep it.
-
-    A metric that is missing violates nothing.
-    """
-    metric, sense, bound = limit
-    value = metrics.get(metric)
-    if value is None:
-        return 0.0
-    over = (value - bound) / (abs(bound) or 1.0)
-    return over if sense == "<=" else -over
 
 
 class _Loader(yaml.SafeLoader):
@@ -463,7 +341,12 @@ def dump_spec(problem: Problem) -> str:
     """The problem as a spec's YAML text, defaults filled in; `parse_spec` reads it back."""
     values = asdict(problem)
     preset = PRESETS.get(problem.model) == problem.shape
-    values |= {"model": problem.model if preset else values["shape"], "space": values["axes"]}
+    values |= {
+        "model": problem.model if preset else values["shape"],
+        "objectives": dict(problem.goals.objectives),
+        "constraints": [limit.text for limit in problem.goals.limits],
+        "space": values["axes"],
+    }
     plain = json.loads(json.dumps({name: values[name] for name in SearchSpec.model_fields}))  # lists in place of tuples
     return yaml.safe_dump(plain, sort_keys=False)
 
@@ -489,18 +372,12 @@ def _input_error(text: str) -> InputError:
 
 def _batch_is_to_blame(space: Space) -> bool:
     """Whether layouts failed on the batch and none got any further through the rules."""
-    names = [rule.__name__ for rule in RULES]
+    names = [rule.__name__ for rule in all_rules(ENGINES.values())]
     return bool(space.refused) and max(space.refused, key=names.index) == "batch_divides"
 
 
 def _refusals(space: Space) -> str:
     return "; ".join(f"{rule} refused {count} ({space.reasons[rule]})" for rule, count in space.refused.items())
-
-
-def _misfit(schedule: str, virtual: int) -> str | None:
-    """Why no pipeline runs this schedule with so many stages a rank; None if one does."""
-    layout = Layout("megatron", 1, 1, pipeline_schedule=schedule, virtual_pipeline_stages=virtual)
-    return virtual_stages_fit_schedule(layout, Workload(PRESETS["tiny-llama"], 1, 1))
 
 
 def _choice(values: Iterable[object]) -> str:

@@ -19,9 +19,10 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.exceptions import RayError
 
-from service.answers.tables import MARKS, render
+from service.answers.tables import render
 from service.cluster import knock
 from service.errors import InputError
+from service.metrics import MARKS
 from service.remote import call
 from telemetry.actor import NodeState, Telemetry, Work, find_telemetry
 from telemetry.devices import DeviceInfo
@@ -43,7 +44,7 @@ def watch(address: str | None) -> Generator[list[NodeState], None, None]:
     Raises `InputError` if no cluster answers there, or none of its nodes has telemetry in the beginning.
     """
     address = address or os.environ.get("RAY_ADDRESS")
-    with _cluster(address):
+    with _joined(address):
         states = poll()
         if not states:
             raise InputError(f"no telemetry at {_shown(address)}: no search is running there")
@@ -127,7 +128,7 @@ def _work(work: Work) -> tuple[str, ...]:
 
 
 @contextmanager
-def _cluster(address: str | None) -> Iterator[None]:
+def _joined(address: str | None) -> Iterator[None]:
     """This process as a client of the cluster, unless it is one already."""
     if ray.is_initialized():
         yield

@@ -9,16 +9,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -188,7 +187,7 @@ class Telemetry:
         """Note what a device is being used for."""
         now = time.monotonic()
         with self._working:
-            self._works = {key: told for key, told in self._works.items() if now - told[0] < WORK_S}
+            self._works = {key: noted for key, noted in self._works.items() if now - noted[0] < WORK_S}
             self._works[work.device, work.trial_id] = (now, work)
 
     def state(self) -> NodeState:
@@ -200,7 +199,7 @@ class Telemetry:
             devices=tuple(device.info for device in self._devices),
             latest=live.latest(recent),
             throttled_by=live.throttled_by(recent),
-            works=tuple(work for told, work in self._works.values() if now - told < WORK_S),
+            works=tuple(work for noted_s, work in self._works.values() if now - noted_s < WORK_S),
         )
 
     def _await_full_reading(self, devices: Sequence[str], since_ns: int) -> None:
@@ -250,29 +249,33 @@ class Telemetry:
         return self._buffer.between(now_ns - live.HISTORY_NS, now_ns)
 
 
-class Fleet(dict[str, ActorHandle]):
+TelemetryHandle: TypeAlias = Any
+"""A Ray handle to a `Telemetry` actor, whose methods are called by `.remote`: Ray's own type has none of them."""
+
+
+class Fleet(dict[str, TelemetryHandle]):
     """The `Telemetry` actors of `name`, by node id. A node that joins the cluster later has one within seconds.
 
     `start_telemetry` makes it, and its process owns the actors. In another process, to which it can be sent, it holds
     those that there were then and looks the others up: `RayActorError` for a node that has none.
     """
 
-    def __init__(self, name: str, actors: Mapping[str, ActorHandle] | None = None) -> None:
+    def __init__(self, name: str, actors: Mapping[str, TelemetryHandle] | None = None) -> None:
         super().__init__(actors or {})
         self.name = name
         self.stopping = threading.Event()
         self.keeper: threading.Thread | None = None
 
-    def __missing__(self, node_id: str) -> ActorHandle:
+    def __missing__(self, node_id: str) -> TelemetryHandle:
         try:
             return ray.get_actor(f"{self.name}:{node_id}", namespace=NAMESPACE)
         except ValueError:
             raise RayActorError(error_msg=f"node {node_id} has no telemetry") from None
 
-    def __reduce__(self) -> tuple[type[Fleet], tuple[str, dict[str, ActorHandle]]]:
+    def __reduce__(self) -> tuple[type[Fleet], tuple[str, dict[str, TelemetryHandle]]]:
         return Fleet, (self.name, dict(self))
 
-    def awaited(self, node_id: str) -> ActorHandle:
+    def awaited(self, node_id: str) -> TelemetryHandle:
         """The node's actor once it watches; `RayActorError` if there is none within `JOINED_S`, or it died."""
         deadline = time.monotonic() + JOINED_S
         while True:
@@ -289,7 +292,8 @@ class Fleet(dict[str, ActorHandle]):
     def cover(self, spool_root: Path | None) -> None:
         """Start what is missing on the nodes that are alive."""
         actor: Any = ray.remote(Telemetry)
-        for node_id in [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self]:
+        nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+        for node_id in [node["NodeID"] for node in nodes() if node["Alive"] and node["NodeID"] not in self]:
             self[node_id] = actor.options(
                 name=f"{self.name}:{node_id}",
                 namespace=NAMESPACE,
@@ -329,21 +333,21 @@ def stop_telemetry(fleet: Fleet) -> None:
     fleet.stopping.set()
     if fleet.keeper is not None:
         fleet.keeper.join(STOP_S)
-    stopping: list[Any] = [actor.stop.remote() for actor in fleet.values()]
+    stopping = [actor.stop.remote() for actor in fleet.values()]
     ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
     for actor in fleet.values():
         ray.kill(actor)
 
 
-def find_telemetry() -> dict[tuple[str, str], ActorHandle]:
+def find_telemetry() -> dict[tuple[str, str], TelemetryHandle]:
     """All `Telemetry` actors of the cluster, by the name that `start_telemetry` was given and node id.
 
     Every search has its own: a node has as many as there are searches.
     """
-    found = {}
+    handles = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == NAMESPACE:
             name, _, node_id = entry["name"].rpartition(":")
             with contextlib.suppress(ValueError):  # it has ended meanwhile
-                found[name, node_id] = ray.get_actor(entry["name"], namespace=NAMESPACE)
-    return found
+                handles[name, node_id] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+    return handles

@@ -36,7 +36,10 @@ class Reset(Unusable):
 
 
 def bracket(time_ns: np.ndarray, start_ns: int, end_ns: int) -> slice:
-    """The readings from the last one at or before the start to the first one at or after the end."""
+    """The readings from the last one at or before the start to the first one at or after the end.
+
+    Raises Unusable if there is no such reading.
+    """
     first = int(np.searchsorted(time_ns, start_ns, side="right")) - 1
     last = int(np.searchsorted(time_ns, end_ns, side="left"))
     if first < 0:
@@ -47,10 +50,11 @@ def bracket(time_ns: np.ndarray, start_ns: int, end_ns: int) -> slice:
 
 
 def evenly(before_ns: int, edge_ns: int, after_ns: int) -> float:
+    """The `Share` of a counter that grows at one rate."""
     return (edge_ns - before_ns) / (after_ns - before_ns)
 
 
-def sound(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> slice:
+def bracket_counter(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> slice:
     """The readings that bracket the window, of a counter that never decreased in it.
 
     Each edge has a reading on either side, the nearest at most MAX_GAP_NS away. Raises Reset if the counter decreased.
@@ -68,9 +72,9 @@ def sound(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) ->
 def counter_growth(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int, share: Share = evenly) -> float:
     """Growth of a counter over a window: `value` is uint64, or float for a total made up of means.
 
-    What it grew by between the two readings around an edge is apportioned by `share`. Raises as `sound`.
+    What it grew by between the two readings around an edge is apportioned by `share`. Raises as `bracket_counter`.
     """
-    around = sound(time_ns, value, start_ns, end_ns)
+    around = bracket_counter(time_ns, value, start_ns, end_ns)
     time_ns, value = time_ns[around], value[around]
     head = share(int(time_ns[0]), start_ns, int(time_ns[1])) * float(value[1] - value[0])
     tail = (1 - share(int(time_ns[-2]), end_ns, int(time_ns[-1]))) * float(value[-1] - value[-2])
@@ -123,7 +127,7 @@ def inside(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -
 
 
 def events(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> int:
-    """Events counted from the last reading before the window to the first one after it."""
+    """Events from the last reading before the window to the first one after it. Raises Reset if they decrease."""
     around = value[bracket(time_ns, start_ns, end_ns)]
     if np.any(around[1:] < around[:-1]):
         raise Reset("went backwards")
@@ -141,9 +145,9 @@ def energy_j(
     """Growth of an energy counter over a window. `drawn_j` integrates sampled power between two times, or has none.
 
     The driver refreshes the counter only every so often (100 ms on Hopper): a reading is of the moment `refreshed_ns`
-    [n], which is that of the reading itself where nothing is known of it. Then a reading
-    may be as old as that period; readings on a fixed grid of 100 ms are of nearly the same age at both edges, which
-    cancels as far as power is the same there. A reading that repeats the one before is no refresh and is passed over.
+    [n], which is that of the reading itself where nothing is known of it. Then a reading may be as old as that period;
+    readings on a fixed grid of 100 ms are of nearly the same age at both edges, which cancels as far as power is the
+    same there. A reading that repeats the one before is no refresh and is passed over.
 
     Around an edge the counter is taken to grow as sampled power says, so that the sliver between an edge and its
     refresh counts at the power it had; evenly where readings are at most MAX_GAP_NS apart and there is no power.
@@ -155,7 +159,7 @@ def energy_j(
     moved = np.concatenate([[0], np.flatnonzero(energy_mj[1:] != energy_mj[:-1]) + 1])
     if time_ns[moved[-1]] < end_ns:
         raise _stood_still(int(time_ns[-1] - time_ns[moved[-1]]))
-    moved = moved[sound(time_ns[moved], energy_mj[moved], start_ns, end_ns)]
+    moved = moved[bracket_counter(time_ns[moved], energy_mj[moved], start_ns, end_ns)]
     still_ns = int(np.max(time_ns[moved[1:] - 1] - time_ns[moved[:-1]]))
     if still_ns > MAX_GAP_NS:
         raise _stood_still(still_ns)

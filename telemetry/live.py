@@ -7,8 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from telemetry.devices import throttle_bits
 from telemetry.sampler import FULL_PERIOD_S
-from telemetry.samples import COUNTERS, MEANS, THROTTLE_BITS, THROTTLE_CAUSES
+from telemetry.samples import COUNTERS, MEANS, THROTTLE_CAUSES
 
 HISTORY_NS = round((FULL_PERIOD_S + 2) * 1e9)
 """How far back samples have to reach: the last two readings of any counter, or nearly."""
@@ -52,7 +53,7 @@ def throttled_by(table: pa.Table) -> dict[str, tuple[str, ...]]:
 
 def _grows(rows: pa.Table, column: str) -> bool | None:
     """Whether a counter grew from the last reading but `NOW_NS`, or from the one before the last; None without two."""
-    known = rows.filter(pc.field(column).is_valid())
+    known = rows.select(["time_ns", column]).drop_null()
     times, values = known["time_ns"].to_pylist(), known[column].to_pylist()
     if len(times) < 2:
         return None
@@ -62,5 +63,5 @@ def _grows(rows: pa.Table, column: str) -> bool | None:
 
 def _by_reasons(rows: pa.Table) -> tuple[str, ...]:
     last = rows.slice(rows.num_rows - 1).to_pylist()[0]
-    bits = THROTTLE_BITS.get(last["kind"], {})
-    return tuple(cause for cause, mask in bits.items() if (last["throttle_reasons"] or 0) & mask)
+    reasons = last["throttle_reasons"] or 0
+    return tuple(cause for cause, mask in throttle_bits(last["kind"]).items() if reasons & mask)

@@ -9,11 +9,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from telemetry.devices.base import Device, Refreshing
+from telemetry.devices import Device, Refreshing
 from telemetry.samples import SampleBuffer
 
 logger = logging.getLogger(__name__)
-
 
 FULL_PERIOD_S = 30.0
 """How often a device is read in full where nobody asks for it."""
@@ -48,6 +47,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._poll, name="telemetry-sampler", daemon=True)
 
     def start(self) -> None:
+        """Begin to read."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -66,9 +66,8 @@ class Sampler:
     def _poll(self) -> None:
         origin, tick = time.monotonic(), 0
         while not self._stopping:
-            time.sleep(
-                max(origin + tick * self._period_s - time.monotonic(), 0.0)
-            )  # half of what an event's wait costs
+            # Half of what an event's wait costs.
+            time.sleep(max(origin + tick * self._period_s - time.monotonic(), 0.0))
             began_ns = time.monotonic_ns()
             self._buffer.append([self._sample(device, began_ns) for device in self._devices])
             for device in self._refreshing:

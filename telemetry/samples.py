@@ -20,12 +20,6 @@ import pyarrow.compute as pc
 
 THROTTLE_CAUSES = ("power_cap", "sw_thermal", "hw_thermal", "hw_brake", "sync_boost", "thermal_policy")
 
-THROTTLE_BITS = {
-    "nvidia": {"power_cap": 0x4, "sw_thermal": 0x20, "hw_thermal": 0x40, "hw_brake": 0x80},
-    "amd": {"power_cap": 0xFFFF, "sw_thermal": 0xFFFF << 32},
-}
-"""Bits of `throttle_reasons` by kind of device and cause. AMD's limits of current, between these two, are no cause."""
-
 GAUGES = (
     "power_w",
     "power_average_w",
@@ -51,7 +45,7 @@ TRAFFIC = ("pcie_rx_bytes", "pcie_tx_bytes", "link_rx_bytes", "link_tx_bytes")
 """Bytes received and sent by the GPU over PCIe, and over its links to other GPUs (NVLink, xGMI)."""
 
 EVENTS = ("ecc_corrected", "ecc_uncorrected", "xid_errors")
-"""Numbers of events: memory errors that were corrected and that were not, and XID errors that the driver told of."""
+"""Numbers of events: memory errors that were corrected and that were not, and XID errors that the driver reported."""
 
 COUNTERS = ("energy_mj", *(f"throttle_{cause}_ns" for cause in THROTTLE_CAUSES), *TRAFFIC, *EVENTS)
 """Columns that hold a running total."""
@@ -71,10 +65,10 @@ SCHEMA = pa.schema(
         ("xid", pa.uint64()),
     ]
 )
-"""`time_ns` is the node's `time.monotonic_ns()`, `device` a GPU's UUID or `cpu:<hostname>`, `kind` `nvidia`, `amd` or
-`cpu`, `energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`, `energy_ns`, on the clock of
-`time_ns`, when its value was new, where that is known; `throttle_reasons` is the driver's bitmask, `xid` the number of
-the latest XID error."""
+"""`time_ns` is the node's `time.monotonic_ns()`, `device` a GPU's UUID or `cpu:<hostname>`, `kind` that of its vendor
+(`telemetry.devices.Vendor`). `energy_method` says whether `energy_mj` is a hardware `counter` or `estimated`,
+`energy_ns`, on the clock of `time_ns`, when its value was new, where that is known. `throttle_reasons` is the driver's
+bitmask, `xid` the number of the latest XID error."""
 
 _ROW = pa.struct(list(SCHEMA))
 
@@ -94,6 +88,7 @@ class SealedBatch:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch, follows_ns: int | None) -> SealedBatch:
+        """A batch by `SCHEMA`, of one row at least."""
         first, last = batch["time_ns"][0].as_py(), batch["time_ns"][-1].as_py()
         return cls(follows_ns, first, last, batch.num_rows, batch.serialize())
 

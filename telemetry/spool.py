@@ -62,6 +62,7 @@ class Spool:
             self._sync()
 
     def close(self) -> None:
+        """End the segment that is being written; a later `write` begins another."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # what a full disk did not take
                 self._file.close()
@@ -134,13 +135,13 @@ def _read_segment(path: Path) -> Iterator[SealedBatch]:
 
 def _drop_oldest(root: Path) -> None:
     """Remove the segments that were written to the longest ago, of any recording, until the rest fits the limit."""
-    found = []
+    segments = []
     for path in root.glob(f"*/*/*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            found.append((status.st_mtime_ns, status.st_size, path))
-    total = SEGMENT_BYTES + sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+            segments.append((status.st_mtime_ns, status.st_size, path))
+    total = SEGMENT_BYTES + sum(size for _, size, _ in segments)
+    for _, size, path in sorted(segments):
         if total <= TOTAL_BYTES:
             return
         with contextlib.suppress(OSError):

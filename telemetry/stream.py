@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from telemetry.actor import Pulled
+from telemetry.actor import Pulled, TelemetryHandle
 from telemetry.samples import SCHEMA
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Delivery:
 
 
 def subscribe(
-    actors: Mapping[str, ActorHandle], cursors_ns: Mapping[str, int] | None = None, period_s: float = PERIOD_S
+    actors: Mapping[str, TelemetryHandle], cursors_ns: Mapping[str, int] | None = None, period_s: float = PERIOD_S
 ) -> Iterator[Delivery]:
     """Deliver the samples of these nodes (actors by node id) until all are gone, each node's every `period_s` seconds.
 

@@ -22,6 +22,7 @@ def ray_session() -> Iterator[Any]:
         log_to_driver=False,
         logging_level=logging.ERROR,
         _temp_dir=directory,
+        _system_config={"metrics_report_interval_ms": 1000},  # of 10 s by default
     )
     yield context
     ray.shutdown()

@@ -67,6 +67,15 @@ class Breakdown:
     exposed_other_communication_s: float
 
 
+@dataclass(frozen=True)
+class Profile:
+    """The breakdown of a step, or the `problem` for which there is none, and the seconds that it took to have it."""
+
+    breakdown: Breakdown | None
+    problem: str | None
+    time_s: float
+
+
 def break_down(
     categories: Sequence[str], starts_ns: NDArray[np.int64], ends_ns: NDArray[np.int64], span_s: float
 ) -> Breakdown:
@@ -106,10 +115,10 @@ def union_ns(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
     return int(np.maximum(0, reached - np.maximum(starts, covered)).sum())
 
 
-def collective(name: str) -> str:
+def collective_category(name: str) -> str:
     """The collective that a kernel's or an operator's name speaks of, in NCCL's, gloo's or c10d's spelling."""
-    found = _COLLECTIVE.search(name.lower().replace("_", ""))
-    return COLLECTIVES[found.lastindex - 1] if found and found.lastindex else "other_communication"
+    match = _COLLECTIVE.search(name.lower().replace("_", ""))
+    return COLLECTIVES[match.lastindex - 1] if match and match.lastindex else "other_communication"
 
 
 @lru_cache(maxsize=4096)
@@ -125,11 +134,11 @@ def kernel_category(name: str) -> str:
             return "other"
         return "attention" if "attention" in lower else "matmul"
     if _OF_NCCL.search(lower):
-        return GENERIC if "generic" in lower else collective(name)
+        return GENERIC if "generic" in lower else collective_category(name)
     if _ATTENTION.search(lower):
         return "attention"
     if _SYMMETRIC_MEMORY.search(lower):
-        return collective(name)
+        return collective_category(name)
     return "matmul" if _MATMUL.search(lower) else "other"
 
 
@@ -137,7 +146,7 @@ def kernel_category(name: str) -> str:
 def operator_category(name: str) -> str | None:
     """Category of a CPU operator's own time; None for what only waits or wraps others."""
     if name.startswith(("gloo:", "c10d::", "record_param_comms")):
-        return None if "barrier" in name else collective(name)
+        return None if "barrier" in name else collective_category(name)
     if name.startswith(COMPILED):
         return "other"
     if "::" not in name or name.startswith(("_c10d_functional::", "autograd::", "torch::autograd::")):

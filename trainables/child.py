@@ -1,7 +1,7 @@
-"""A process per trial and rank, forked from a server that has imported everything already.
+"""A process per trial and rank, forked from a server that has imported all that the program needs.
 
-A leak, a hang or a broken communicator dies with its process; DeepSpeed does not survive a second trial in one process
-at all. The fork costs milliseconds, since torch and DeepSpeed are imported once, in the server.
+A leak, a hang or a broken communicator dies with its process, and no library has to survive a second trial. The fork
+costs milliseconds, since what the program preloads is imported once, in the server.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Final, Literal
 
-from trainables.trial import Place, Progress, RankReport, TrialRequest, WrongTraining, run_trial
+from trainables.platforms.base import Platform
+from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
+from trainables.status import Status
 
-PRELOAD = [
-    "trainables.child",
-    "trainables.engines.megatron.engine",
-    "trainables.engines.deepspeed.engine",
-    "torch._inductor.compile_fx",
-]
+ABORTED: Final = "aborted"
 POLL_S = 0.1
 STACK_S = 1.0
-TELL_S = 0.5
+PROGRESS_S = 0.5
 _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  # CUDA's words, and the host's
 
 
@@ -40,12 +38,12 @@ _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  #
 class Outcome:
     """How one rank's trial ended: `ok` with a report, or another status with its cause.
 
-    `aborted` is a rank that was stopped because another rank failed. `phase` is the last phase it reached, `traceback`
-    what Python said of the error, or where a rank that hangs was. `infrastructure`: it ended for what befell the gang,
-    not for what the rank did. `pruned` is a trial that was given up as it could not become one of the best.
+    `ABORTED` is a rank that was stopped because another rank failed, whose status is the trial's. `phase` is the last
+    phase it reached, `traceback` what Python said of the error, or where a rank that hangs was. `infrastructure`: it
+    ended for what befell the gang, not for what the rank did.
     """
 
-    status: str
+    status: Status | Literal["aborted"]
     cause: str | None = None
     phase: str = "start"
     report: RankReport | None = None
@@ -56,12 +54,11 @@ class Outcome:
 class Nursery:
     """Starts the children of one worker process."""
 
-    def __init__(self, use_gpu: bool) -> None:
-        # The server must not touch CUDA, or its forks could not: no check may open the driver.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        os.environ["DS_ACCELERATOR"] = "cuda" if use_gpu else "cpu"
+    def __init__(self, platform: Platform, preload: Sequence[str]) -> None:
+        """`preload`: modules that the fork server imports, beside this one."""
+        os.environ.update(platform.environment)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload([__name__, *preload])
         # The server comes up with the first child: pay that before the first trial is measured.
         first = self._context.Process(target=_nothing)
         first.start()
@@ -114,15 +111,15 @@ def _watch(
                 message = messages.recv()
             except EOFError:
                 child.join(5)
-                return Outcome("crash", _death(child.exitcode, phase), phase)
+                return Outcome(Status.CRASH, _death(child.exitcode, phase), phase)
             if isinstance(message, Outcome):
                 return message
             progress = message
         if aborted():
-            return Outcome("aborted", None, phase)
+            return Outcome(ABORTED, None, phase)
         if elapsed_s() > deadline_s:
             cause = f"no result after {deadline_s:.0f} s, in phase {phase}"
-            return Outcome("hang", cause, phase, traceback=_where(child, stack))
+            return Outcome(Status.HANG, cause, phase, traceback=_where(child, stack))
         follow(progress)
 
 
@@ -152,21 +149,21 @@ def _child(request: TrialRequest, place: Place, connection: Connection, stack: s
     threading.Thread(target=_end_with_worker, daemon=True).start()
     latest, sent_at = Progress(), 0.0
 
-    def tell(progress: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         nonlocal latest, sent_at
-        if progress.phase != latest.phase or time.monotonic() - sent_at >= TELL_S:
+        if progress.phase != latest.phase or time.monotonic() - sent_at >= PROGRESS_S:
             connection.send(progress)
             sent_at = time.monotonic()
         latest = progress
 
     try:
-        report = run_trial(request, place, tell)
-        outcome = Outcome("ok", None, latest.phase, report)
-    except WrongTraining as error:
-        outcome = Outcome("invalid", str(error), latest.phase)
+        report = request.program.run(request, place, on_progress)
+        outcome = Outcome(Status.OK, None, latest.phase, report)
+    except InvalidTrial as error:
+        outcome = Outcome(Status.INVALID, str(error), latest.phase)
     except BaseException as error:
-        status = "oom" if is_out_of_memory(error) else "crash"
-        outcome = Outcome(status, describe(error, latest.phase), latest.phase, traceback=traceback.format_exc())
+        status = Status.OOM if is_out_of_memory(error) else Status.CRASH
+        outcome = Outcome(status, error_line(error, latest.phase), latest.phase, traceback=traceback.format_exc())
     connection.send(outcome)
     signal.pause()  # until killed: communicators and CUDA contexts go with the process, an orderly end only costs time
 
@@ -191,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def describe(error: BaseException, phase: str) -> str:
+def error_line(error: BaseException, phase: str) -> str:
     """One line: the phase, the kind of error and the first line of what it says, from the root of the chain."""
     while error.__cause__ is not None:
         error = error.__cause__

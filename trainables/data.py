@@ -59,7 +59,7 @@ class DataError(ValueError):
 
 
 def located(source: str) -> str:
-    """The same source for a process with another working directory: a path is made absolute."""
+    """`source` as a process with another working directory has to name it: a path is made absolute."""
     return source if source == SYNTHETIC else os.path.abspath(source)
 
 

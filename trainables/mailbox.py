@@ -10,8 +10,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field, replace
 
-from trainables.child import Outcome
-from trainables.trial import Progress, TrialRequest
+from trainables.child import ABORTED, Outcome
+from trainables.program import Progress, TrialRequest
+from trainables.status import Status
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Mailbox:
         self.changed = asyncio.Condition()
 
     async def join(self, incarnation: str, member: Member) -> None:
+        """Take a worker in. The first of another incarnation ends the trial under way as crashed."""
         async with self.changed:
             if incarnation != self.incarnation:
                 self.incarnation, self.members = incarnation, {}
@@ -100,18 +102,19 @@ class Mailbox:
                 await self.changed.wait()
 
     async def hand_in(self, worker: int, number: int, outcome: Outcome) -> None:
+        """Take what came of trial `number` on a worker; the first that failed ends the trial for all."""
         async with self.changed:
             if self.round is None or self.round.order.number != number:
                 return  # of a trial that was given up
             self.round.outcomes[worker] = outcome
-            if outcome.status not in ("ok", "aborted") and self.round.failure is None:
+            if outcome.status not in (Status.OK, ABORTED) and self.round.failure is None:
                 rank = self.round.order.request.layout.worker_rank(worker)
                 name = f"rank {rank}" if rank == worker else f"rank {rank} on worker {worker}"
                 self.round.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
             self.changed.notify_all()
 
     async def note(self, worker: int, number: int, progress: Progress) -> None:
-        """A rank's window begins."""
+        """Take the progress with which a rank of trial `number` begins a window."""
         async with self.changed:
             if self.round is not None and self.round.order.number == number:
                 self.round.steady[worker] = progress
@@ -172,7 +175,7 @@ class Mailbox:
         """End this trial, if it is under way: it is not worth going on with. The gang is well."""
         async with self.changed:
             if self.latest == trial_id and self.round is not None and self.round.failure is None:
-                self._end(Outcome("pruned", cause, "window"))
+                self._end(Outcome(Status.PRUNED, cause, "window"))
                 self.changed.notify_all()
 
     async def close(self) -> None:
@@ -193,4 +196,4 @@ class Mailbox:
 
 
 def _lost(cause: str) -> Outcome:
-    return Outcome("crash", cause, infrastructure=True)
+    return Outcome(Status.CRASH, cause, infrastructure=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from search_spaces.models import ModelShape
 from trainables.moe import ONE_PROCESS, ExpertLayout, Experts, MoE, swiglu
+
+Part = TypeVar("Part", bound=nn.Module)
 
 INIT_STD = 0.02
 
@@ -66,7 +69,8 @@ class Attention(nn.Module):
         )
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
-        return self.wo(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+        output: Tensor = self.wo(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+        return output
 
 
 class SwiGLU(nn.Module):
@@ -79,7 +83,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(shape.ffn_hidden, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(x), self.up(x)))
+        output: Tensor = self.down(swiglu(self.gate(x), self.up(x)))
+        return output
 
 
 class GELU(nn.Module):
@@ -91,7 +96,8 @@ class GELU(nn.Module):
         self.down = nn.Linear(shape.ffn_hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        output: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return output
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
@@ -116,7 +122,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+        output: Tensor = x + self.ffn(self.ffn_norm(x))
+        return output
 
 
 class Embedding(nn.Module):
@@ -132,7 +139,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(shape.max_sequence_length, shape.hidden) if shape.family == "gpt" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
+        x: Tensor = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(self.where.unsqueeze(0))
         return x
@@ -147,7 +154,8 @@ class Head(nn.Module):
         self.output = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.norm(x))
+        logits: Tensor = self.output(self.norm(x))
+        return logits
 
 
 class Parts:
@@ -184,7 +192,7 @@ class Parts:
         """One expert of a mixture, whole."""
         return self._make(f"blocks.{layer}.ffn.experts.{expert}", lambda: SwiGLU(self.shape))
 
-    def _make(self, name, build):  # type: ignore[no-untyped-def]
+    def _make(self, name: str, build: Callable[[], Part]) -> Part:
         with self.device:
             module = build()
         for prefix, part in module.named_modules(prefix=name):

@@ -4,8 +4,11 @@ A rank holds whole experts of its own (expert parallelism, Lepikhin et al. 2020)
 parallelism does so, and multiplies them with the tokens that the other ranks send it as one grouped matrix product.
 """
 
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +96,7 @@ def balance_loss(probabilities: Tensor, experts: Tensor, context_group: ProcessG
 def attach_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
     """`x` itself, whose backward pass also goes through `scale * loss`: so a part of the loss needs no way to the end
     of the model."""
-    return _Attach.apply(x, loss, scale)
+    return _attach(x, loss, scale)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -163,25 +166,27 @@ class MoE(nn.Module):
         every = torch.arange(self.num_experts, device=tokens.device)
         ends = torch.searchsorted(sort.values, every, right=True, out_int32=True)
         order, inverse = sort.indices, _inverse(sort.indices)
-        rows = self._exchanged(_Take.apply(tokens, order, inverse, self.experts_per_token), ends)
-        return _Take.apply(rows, inverse, order, 1).unflatten(0, experts.shape)
+        rows = self._exchanged(_take(tokens, order, inverse, self.experts_per_token), ends)
+        outputs: Tensor = _take(rows, inverse, order, 1).unflatten(0, experts.shape)
+        return outputs
 
     def _exchanged(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows in the order of all experts, those of expert i before row `ends[i]`, through their experts."""
         group = self.layout.expert_group
         if group is None:
-            return self.experts(rows, ends)
+            outputs: Tensor = self.experts(rows, ends)
+            return outputs
         ranks, count = group.size(), len(self.experts.local)
         sent = ends.diff(prepend=ends.new_zeros(1)).view(ranks, count)
         received = _all_to_all(sent, [1] * ranks, [1] * ranks, group)
         sends, receives = torch.stack((sent.sum(dim=1), received.sum(dim=1))).tolist()
-        rows = _Exchange.apply(rows, receives, sends, group)
+        rows = _exchange(rows, receives, sends, group)
         # They come in the order of their senders, and within it of experts.
         expert = torch.arange(count, device=rows.device).repeat(ranks)
         order = expert.repeat_interleave(received.flatten(), output_size=sum(receives)).argsort(stable=True)
         inverse = _inverse(order)
-        rows = self.experts(_Take.apply(rows, order, inverse, 1), received.sum(dim=0).cumsum(dim=0, dtype=torch.int32))
-        return _Exchange.apply(_Take.apply(rows, inverse, order, 1), sends, receives, group)
+        rows = self.experts(_take(rows, order, inverse, 1), received.sum(dim=0).cumsum(dim=0, dtype=torch.int32))
+        return _exchange(_take(rows, inverse, order, 1), sends, receives, group)
 
     @property
     def _outside(self) -> Placement:
@@ -223,7 +228,8 @@ _ops = torch.ops._c10d_functional
 
 
 def _wait(x: Tensor) -> Tensor:
-    return _ops.wait_tensor(x)
+    arrived: Tensor = _ops.wait_tensor(x)
+    return arrived
 
 
 def _all_to_all(x: Tensor, receives: list[int], sends: list[int], group: ProcessGroup) -> Tensor:
@@ -277,3 +283,8 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dtype, device = ctx.like
         return gradient, torch.full((), ctx.scale, dtype=dtype, device=device), None
+
+
+_take: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Take.apply
+_exchange: Callable[[Tensor, list[int], list[int], ProcessGroup], Tensor] = _Exchange.apply
+_attach: Callable[[Tensor, Tensor, float], Tensor] = _Attach.apply

@@ -6,79 +6,81 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
-from trainables.breakdown import COMPILED, GENERIC, Breakdown, break_down, collective, kernel_category, own_times
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The breakdown of a step, or the `problem` for which there is none, and the seconds that it took to have it."""
-
-    breakdown: Breakdown | None
-    problem: str | None
-    time_s: float
+from trainables.breakdown import (
+    COMPILED,
+    GENERIC,
+    Breakdown,
+    Profile,
+    break_down,
+    collective_category,
+    kernel_category,
+    own_times,
+)
+from trainables.platforms.base import Platform
 
 
 def profile_step(
     step: Callable[[], object],
     layout: Layout,
-    use_gpu: bool,
+    platform: Platform,
     meet: Callable[[], None],
     slowest: Callable[[float], float],
 ) -> Profile:
     """Run `step` once under the profiler. Collective over the trial's ranks.
 
     `meet` returns once all ranks have called it and uses no GPU; `slowest` is the largest of the ranks' seconds.
-    Raises what `step` raises. What goes wrong with the profiler itself is told in the result.
+    Raises what `step` raises. A profiler that fails is the result's `problem`.
     """
     began = time.monotonic()
-    # NCCL exchanges between stages and between experts by the same kernel: where a layout has both, and for RCCL, whose
-    # kernels have no telling names, the host's record of the collectives is needed as well. It costs host time.
-    ulysses = layout.engine == "deepspeed" and layout.context_parallel_size > 1
-    both = layout.pipeline_parallel_size > 1 and (layout.expert_parallel_size > 1 or ulysses)
-    by_record = both or torch.version.hip is not None
+    device = platform.profiler_device
+    exchange = _exchange(layout) if platform.names_kernels else None
     recorder: profile | None = None
     breakdown, problem = None, None
     try:
-        recorder = profile(
-            use_device="cuda" if use_gpu else None, use_cpu=not use_gpu or by_record, use_kineto=True
-        ).__enter__()
+        recorder = profile(use_device=device, use_cpu=device is None or exchange is None, use_kineto=True).__enter__()
     except Exception as error:
-        problem = _told(error)
+        problem = _problem(error)
     meet()
     start = time.monotonic()
     step()
-    if use_gpu:
-        torch.cuda.synchronize()
+    platform.synchronize()
     own_s = time.monotonic() - start
     try:
         if recorder is not None:
             recorder.__exit__(None, None, None)
     except Exception as error:
-        recorder, problem = None, _told(error)
+        recorder, problem = None, _problem(error)
     span_s = slowest(own_s)
     try:
         if recorder is not None:
             events = recorder.kineto_results.events()  # type: ignore[union-attr]
-            if use_gpu:
-                exchange = None if by_record else "send_recv" if layout.pipeline_parallel_size > 1 else "all_to_all"
-                breakdown = _of_kernels(events, exchange, span_s)
-            else:
-                breakdown = _of_operators(events, span_s)
+            breakdown = _of_operators(events, span_s) if device is None else _of_kernels(events, exchange, span_s)
     except Exception as error:
-        problem = _told(error)
+        problem = _problem(error)
     return Profile(breakdown, problem, time.monotonic() - began)
 
 
-def _told(error: Exception) -> str:
+def _exchange(layout: Layout) -> str | None:
+    """What NCCL's one kernel for sends and receives carries in this layout: `send_recv` or `all_to_all`.
+
+    None where it may be either, between stages and between experts or pieces of sequences: only the host's record of
+    the collectives then knows, which costs host time.
+    """
+    ulysses = layout.context_parallel_size > 1 and engine_of(layout).exchanges_heads
+    if layout.pipeline_parallel_size == 1:
+        return "all_to_all"
+    return None if layout.expert_parallel_size > 1 or ulysses else "send_recv"
+
+
+def _problem(error: Exception) -> str:
     return f"the profiler failed: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
@@ -107,13 +109,13 @@ def _recorded_collectives(events: list[Any]) -> dict[int, str]:
             calls[e.start_thread_id()].append((e.start_ns(), e.end_ns(), e.name()))
     for of_thread in calls.values():
         of_thread.sort()
-    found = {}
+    by_correlation = {}
     for e in host:
         of_thread = calls[e.start_thread_id()]
         before = bisect_right(of_thread, (e.start_ns() + 1,)) - 1
         if before >= 0 and e.end_ns() <= of_thread[before][1]:
-            found[e.correlation_id()] = collective(of_thread[before][2])
-    return found
+            by_correlation[e.correlation_id()] = collective_category(of_thread[before][2])
+    return by_correlation
 
 
 def _of_operators(events: list[Any], span_s: float) -> Breakdown:
@@ -126,7 +128,7 @@ def _of_operators(events: list[Any], span_s: float) -> Breakdown:
     )
     if not categories:
         raise RuntimeError("it saw no operator")
-    categories += [collective(e.name()) for e in background]
+    categories += [collective_category(e.name()) for e in background]
     starts = np.append(starts, np.array([e.start_ns() for e in background], dtype=np.int64))
     ends = np.append(ends, np.array([e.end_ns() for e in background], dtype=np.int64))
     return break_down(categories, starts, ends, span_s)

@@ -44,7 +44,8 @@ class Recomputed(nn.Module):
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=False, **self.options)
+        output: Tensor = checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=False, **self.options)
+        return output
 
 
 class RecomputedOnce(nn.Module):

@@ -11,17 +11,17 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig
 from torch.distributed import TCPStore
 
 from telemetry.actor import Work
-from telemetry.devices import cpu_uuid
+from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Nursery
 from trainables.mailbox import Member
-from trainables.trial import Place, Progress, TrialRequest
+from trainables.platforms.base import platform_of
+from trainables.program import Place, Progress, TrialRequest
 
-TELL_S = 1.0
+TELEMETRY_S = 1.0
 
 
 class GangTorchConfig(TorchConfig):
@@ -33,25 +33,26 @@ class GangTorchConfig(TorchConfig):
 
 
 class Follower:
-    """Tells the node's telemetry of one rank's progress; the one that `marks`, of the windows' edges, too.
+    """Passes one rank's progress on to the node's telemetry; the one that `marks`, the windows' edges, too.
 
-    The gang's mailbox is told once a window begins, through `tell`.
+    `on_window` is given the progress with which a window begins.
     """
 
     def __init__(
-        self, request: TrialRequest, telemetry: ActorHandle, marks: bool, tell: Callable[[Progress], object]
+        self, request: TrialRequest, telemetry: Any, marks: bool, on_window: Callable[[Progress], object]
     ) -> None:
-        self.request, self.telemetry, self.marks, self.tell = request, telemetry, marks, tell
-        self.phase, self.told_at = "", 0.0
+        """`telemetry`: the handle of the node's actor."""
+        self.request, self.telemetry, self.marks, self.on_window = request, telemetry, marks, on_window
+        self.phase, self.sent_at = "", 0.0
 
     def follow(self, progress: Progress) -> None:
         if self.marks and progress.phase != self.phase and "window" in (progress.phase, self.phase):
             self.telemetry.mark.remote()
         if progress.phase == "window" != self.phase:
-            self.tell(progress)
-        if progress.phase != self.phase or time.monotonic() - self.told_at >= TELL_S:
+            self.on_window(progress)
+        if progress.phase != self.phase or time.monotonic() - self.sent_at >= TELEMETRY_S:
             self.telemetry.working.remote(self._work(progress))
-            self.told_at = time.monotonic()
+            self.sent_at = time.monotonic()
         self.phase = progress.phase
 
     def _work(self, progress: Progress) -> Work:
@@ -67,8 +68,9 @@ class Follower:
 def worker_loop(config: dict[str, Any]) -> None:
     """Serve trials until the mailbox is closed.
 
-    `layout`: `mailbox`, the actor's handle, `telemetry`, the cluster's `Fleet`, and `use_gpu`. Raises `RayError` if one
-    of these actors is lost: Ray Train then starts the gang anew.
+    `config`: `mailbox`, the actor's handle; `telemetry`, the cluster's `Fleet`; `accelerator`, an `Accelerator`; and
+    `preload`, what trials import. Raises `RayError` if one of these actors is lost: Ray Train then starts the gang
+    anew.
     """
     mailbox = config["mailbox"]
     context = ray.train.get_context()
@@ -76,7 +78,8 @@ def worker_loop(config: dict[str, Any]) -> None:
     host = ray.util.get_node_ip_address()
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if worker == 0 else None
     sys.modules["__main__"].__file__ = None  # or each child would import the script of a Ray worker as its own
-    nursery = Nursery(config["use_gpu"])
+    platform = platform_of(config["accelerator"])
+    nursery = Nursery(platform, config["preload"])
     member = Member(
         rank=worker,
         local_rank=context.get_local_rank(),
@@ -92,12 +95,12 @@ def worker_loop(config: dict[str, Any]) -> None:
         over = mailbox.aborted.remote(number)
         store_host, store_port = order.store
         rank = order.request.layout.worker_rank(worker)
-        place = Place(rank, member.local_rank, store_host, store_port, config["use_gpu"])
+        place = Place(rank, member.local_rank, store_host, store_port, platform)
         follower = Follower(
             order.request,
             watching,
             marks=member.local_rank == 0,
-            tell=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
+            on_window=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
         )
         trial = nursery.trial(
             order.request,
@@ -111,9 +114,10 @@ def worker_loop(config: dict[str, Any]) -> None:
 
 
 def _incarnation() -> str:
-    """A name that the workers of one start of the gang share: rank 0's actor id, told to all by broadcast."""
+    """A name that the workers of one start of the gang share: rank 0's actor id, sent to all by broadcast."""
     import torch.distributed as dist
 
     names: list[Any] = [ray.get_runtime_context().get_actor_id()]
     dist.broadcast_object_list(names, src=0, device=torch.device("cpu"))
-    return names[0]
+    name: str = names[0]
+    return name

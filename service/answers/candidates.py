@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from search_spaces.layout import Layout
-from service.record.results import SearchRecord, TrialRecord
+from service.metrics import Doubt, Method
+from service.result import Purpose
+from trainables.status import Status
 
 CONFIDENCE = 0.95
-MEASURED = "measured"  # by a counter, by sampling, integrated from samples, or in a short trial
-METHODS = (MEASURED, "extrapolated", "estimated")
+
+
+class Trial(Protocol):
+    """What a trial came to: a `service.result.TrialResult`, or a `service.record.results.TrialRecord` of one."""
+
+    @property
+    def trial_id(self) -> str: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def purpose(self) -> Purpose: ...
+
+    @property
+    def infrastructure(self) -> bool: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]: ...
+
+    @property
+    def methods(self) -> Mapping[str, Method]: ...
+
+
+T = TypeVar("T", bound=Trial)
 
 
 @dataclass(frozen=True)
@@ -21,19 +50,19 @@ class Candidate:
     """A layout as it is ranked: one explored trial, or the mean of a finalist's trials.
 
     `intervals` has, for each metric that several trials have, half the width of the 95% confidence interval of its
-    mean, in the metric's unit. `purpose` is that of the trials, `search` or `finalist`.
+    mean, in the metric's unit. `purpose` is that of the trials, to explore or to measure a finalist.
     """
 
-    label: str
     layout: Layout
     metrics: dict[str, float]
-    methods: dict[str, str]
-    trials: tuple[TrialRecord, ...]
-    purpose: str = "search"
+    methods: dict[str, Method]
+    trials: tuple[Trial, ...]
+    purpose: Purpose = Purpose.SEARCH
     intervals: dict[str, float] = field(default_factory=dict)
 
-    def __hash__(self) -> int:
-        return hash(tuple(trial.trial_id for trial in self.trials))
+    @property
+    def label(self) -> str:
+        return self.layout.label
 
     @property
     def trial_id(self) -> str:
@@ -43,37 +72,38 @@ class Candidate:
     @property
     def confirmed(self) -> bool:
         """Whether it was measured again as a finalist."""
-        return self.purpose == "finalist"
+        return self.purpose == Purpose.FINALIST
 
 
-def explored(search: SearchRecord) -> list[Candidate]:
+def explored(trials: Iterable[Trial]) -> list[Candidate]:
     """The trials of the search itself that ended well, each as it was measured then."""
     return [
-        Candidate(trial.label, trial.layout, trial.metrics, trial.methods, (trial,))
-        for trial in search.trials
-        if trial.status == "ok" and trial.purpose == "search"
+        Candidate(trial.layout, _present(trial), dict(trial.methods), (trial,))
+        for trial in trials
+        if trial.status == Status.OK and trial.purpose == Purpose.SEARCH
     ]
 
 
-def candidates(search: SearchRecord) -> list[Candidate]:
+def candidates(trials: Sequence[Trial]) -> list[Candidate]:
     """All that is ranked: the explored trials and, in place of those of layouts that were measured again, the means.
 
     Trials of other purposes, failed ones and those that were stopped early take no part.
     """
-    repeats = finalists(search)
-    again = {layout: [trial for trial in trials if trial.status == "ok"] for layout, trials in repeats.items()}
-    once = [one for one in explored(search) if not again.get(one.layout)]
-    return [*once, *(_mean(trials) for trials in again.values() if trials)]
+    repeats = finalists(trials)
+    again = {layout: [trial for trial in runs if trial.status == Status.OK] for layout, runs in repeats.items()}
+    once = [one for one in explored(trials) if not again.get(one.layout)]
+    return [*once, *(_mean(runs) for runs in again.values() if runs)]
 
 
-def finalists(search: SearchRecord) -> dict[Layout, list[TrialRecord]]:
+def finalists(trials: Iterable[T]) -> dict[Layout, list[T]]:
     """The trials of each layout that was measured again, as far as they have ended.
 
     Failed ones are included, but not those that the machines failed, which are run again.
     """
-    repeats: dict[Layout, list[TrialRecord]] = {}
-    for trial in search.trials:
-        if trial.purpose == "finalist" and trial.status not in ("running", "stopped") and not trial.infrastructure:
+    repeats: dict[Layout, list[T]] = {}
+    for trial in trials:
+        over = trial.status not in ("running", "stopped")
+        if trial.purpose == Purpose.FINALIST and over and not trial.infrastructure:
             repeats.setdefault(trial.layout, []).append(trial)
     return repeats
 
@@ -92,23 +122,26 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, float(t * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def _mean(trials: Sequence[TrialRecord]) -> Candidate:
+def _mean(trials: Sequence[Trial]) -> Candidate:
     """Repeats of one layout as one candidate; each metric over the trials whose method is the least in doubt."""
-    first = trials[0]
+    first, measured = trials[0], [_present(trial) for trial in trials]
     metrics, methods, intervals = {}, {}, {}
-    for metric in dict.fromkeys(name for trial in trials for name in trial.metrics):
-        having = [trial for trial in trials if metric in trial.metrics]
-        least = min(doubt(trial.methods.get(metric)) for trial in having)
-        alike = [trial for trial in having if doubt(trial.methods.get(metric)) == least]
-        metrics[metric], half_width = confidence_interval([trial.metrics[metric] for trial in alike])
+    for metric in dict.fromkeys(name for values in measured for name in values):
+        having = [
+            (Doubt.of(trial.methods.get(metric)), values[metric], trial.methods.get(metric))
+            for trial, values in zip(trials, measured, strict=True)
+            if metric in values
+        ]
+        least = min(doubt for doubt, _, _ in having)
+        alike = [(value, method) for doubt, value, method in having if doubt is least]
+        metrics[metric], half_width = confidence_interval([value for value, _ in alike])
         if half_width is not None:
             intervals[metric] = half_width
-        if method := alike[0].methods.get(metric):
+        if method := alike[0][1]:
             methods[metric] = method
-    label = first.layout.label
-    return Candidate(label, first.layout, metrics, methods, tuple(trials), first.purpose, intervals)
+    return Candidate(first.layout, metrics, methods, tuple(trials), first.purpose, intervals)
 
 
-def doubt(method: str | None) -> int:
-    """Place in `METHODS` of how a figure came about."""
-    return METHODS.index(method) if method in METHODS else 0
+def _present(trial: Trial) -> dict[str, float]:
+    """The metrics that are not missing."""
+    return {metric: value for metric, value in trial.metrics.items() if value is not None}

@@ -6,33 +6,35 @@ from typing import Any
 
 from search_spaces.layout import Layout
 from service.answers.candidates import Candidate
-from service.answers.exports import megatron_lm
+from service.answers.exports import exports_of
 from service.record.results import SearchRecord
-from trainables.engines.deepspeed import configuration
 
 
 def export(search: SearchRecord, candidate: Candidate) -> dict[str, Any]:
-    """All that is needed to launch the layout and to judge it, JSON-safe."""
+    """All that is needed to launch the layout and to judge it, safe for JSON and YAML."""
     return {
         "search_id": search.id,
         "search": search.name,
         "trial_id": candidate.trial_id,
-        "purpose": candidate.purpose,
+        "purpose": candidate.purpose.value,
         "trials": [trial.trial_id for trial in candidate.trials],
         "workload": search.params,
         "config": candidate.layout.to_dict(),
         **_launch(candidate.layout),
         "metrics": candidate.metrics,
         "intervals": candidate.intervals,
-        "methods": candidate.methods,
+        "methods": {metric: method.value for metric, method in candidate.methods.items()},
     }
 
 
 def _launch(layout: Layout) -> dict[str, Any]:
-    """The layout as its framework takes it, and what of it the framework has no word for."""
-    if layout.engine == "deepspeed":
-        return {
-            "deepspeed": configuration.configuration(layout),
-            "not_expressible": configuration.not_expressible(layout),
-        }
-    return {"megatron_lm": megatron_lm.arguments(layout), "not_expressible": megatron_lm.not_expressible(layout)}
+    """The layout as each framework takes it that can launch it, and what of it they have no word for."""
+    settings: dict[str, Any] = {}
+    otherwise: dict[str, list[str]] = {}
+    for export in exports_of(layout):
+        settings[export.key] = export.settings(layout)
+        for field, how in export.not_expressible(layout).items():
+            otherwise.setdefault(field, []).append(how)
+    if not settings:
+        otherwise["engine"] = [f"layouts of the engine {layout.engine} have no export"]
+    return {**settings, "not_expressible": {field: "; ".join(ways) for field, ways in otherwise.items()}}

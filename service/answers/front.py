@@ -10,7 +10,8 @@ from service.answers.candidates import Candidate
 from service.answers.export import export
 from service.answers.overview import notices
 from service.answers.ranking import answer, best, pareto
-from service.answers.tables import breakdown_table, candidates_table, with_unit
+from service.answers.tables import breakdown_table, candidates_table
+from service.metrics import with_unit
 from service.record.results import SearchRecord
 
 

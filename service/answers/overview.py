@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from service.answers.candidates import MEASURED, METHODS, candidates, doubt, finalists
-from service.answers.ranking import Ranking, noise, parse_condition
+from service.answers.candidates import finalists
+from service.answers.ranking import compared, leaders, noise
+from service.metrics import Doubt, Method
 from service.record.results import SearchRecord
+from service.result import Purpose
+from trainables.status import Status
 
-_FROM = {"extrapolated": " from models of fewer layers", "estimated": ""}
+_FROM = {Doubt.EXTRAPOLATED: " from models of fewer layers", Doubt.ESTIMATED: ""}
 
 
 @dataclass(frozen=True)
@@ -39,80 +42,77 @@ class SearchInfo:
         """JSON-safe."""
         return asdict(self) | {"started": self.started.isoformat()}
 
-    def method(self, metric: str) -> str | None:
+    def method(self, metric: str) -> Method | None:
         """How an objective's values came about, if they are not measured."""
         if metric in self.estimated:
-            return "estimated"
-        return "extrapolated" if metric in self.extrapolated else None
+            return Method.ESTIMATED
+        return Method.EXTRAPOLATED if metric in self.extrapolated else None
 
 
 def describe(search: SearchRecord) -> SearchInfo:
     """The search as one line of a listing."""
-    ranked = candidates(search)
-    ranking = Ranking(search, [one for one in ranked if one.confirmed] or ranked)
-    admitted, best = ranking.admitted(), {}
-    for metric, direction in search.objectives.items():
-        if ordered := ranking.ordered(admitted, metric, direction):
-            best[metric] = ordered[0].metrics[metric]
+    comparison = compared(search)
+    best = {metric: one.metrics[metric] for metric, one in leaders(comparison).items()}
+    doubts = {metric: comparison.doubt(metric) for metric in best}
     return SearchInfo(
         id=search.id,
         name=search.name,
         status=search.status,
         started=search.started,
-        trials=dict(Counter(trial.status for trial in search.trials if trial.purpose == "search")),
-        repeats=dict(Counter(trial.purpose for trial in search.trials if trial.purpose != "search")),
+        trials=dict(Counter(trial.status for trial in search.trials if trial.purpose == Purpose.SEARCH)),
+        repeats=dict(Counter(trial.purpose for trial in search.trials if trial.purpose != Purpose.SEARCH)),
         best=best,
-        estimated=tuple(metric for metric in best if ranking.method(metric) == "estimated"),
-        extrapolated=tuple(metric for metric in best if ranking.method(metric) == "extrapolated"),
+        estimated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.ESTIMATED),
+        extrapolated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.EXTRAPOLATED),
         **{fact: str(search.params.get(fact, "")) for fact in ("model", "accelerator", "data")},
     )
 
 
 def notices(search: SearchRecord, metric: str | None = None) -> list[str]:
-    """What a reader of the ranking must know: what the search had to tell, what could not be compared or told apart,
+    """What a reader of the ranking must know: what the search had to tell, what could not be compared or kept apart,
     and what is estimated.
 
     Covers the search's objectives and constraints, and `metric` where `best` was asked for another one.
     """
-    ok = candidates(search)
-    ranking = Ranking(search, ok)
-    told = [*search.notices, *_repeats(search)]
+    comparison = compared(search)
+    ok = comparison.results
+    lines = [*search.notices, *_repeats(search)]
     for name in dict.fromkeys([*search.objectives, *([metric] if metric else [])]):
         having = [one for one in ok if name in one.metrics]
-        ranked = ranking.comparable(name)
-        left_out = Counter(METHODS[doubt(one.methods.get(name))] for one in having if one not in ranked)
-        if not having:
-            told += [f"{name} was not measured by any trial: ranked without it"] if ok else []
-        elif (method := ranking.method(name)) != MEASURED:
-            told.append(f"{name} is {method}{_FROM[method]}, not measured")
-        if short := sum(one.methods.get(name) == "short" for one in having):
-            told.append(f"{name} is extrapolated from steps of fewer microbatches on {short} of {len(ok)} trials")
-        for method, count in left_out.items():
-            told.append(f"{name} is {method} on {count} of {len(ok)} trials: these are not ranked")
+        doubt = comparison.doubt(name)
+        left_out = Counter(Doubt.of(one.methods.get(name)) for one in having if comparison.value(one, name) is None)
+        if doubt is None:
+            lines += [f"{name} was not measured by any trial: ranked without it"] if ok else []
+        elif doubt is not Doubt.MEASURED:
+            lines.append(f"{name} is {doubt}{_FROM[doubt]}, not measured")
+        if short := sum(one.methods.get(name) == Method.SHORT for one in having):
+            lines.append(f"{name} is extrapolated from steps of fewer microbatches on {short} of {len(ok)} trials")
+        for more, count in left_out.items():
+            lines.append(f"{name} is {more} on {count} of {len(ok)} trials: these are not ranked")
         if having and len(having) < len(ok):
-            told.append(f"{name} is missing on {len(ok) - len(having)} of {len(ok)} trials: these are not ranked")
-    for text in search.constraints:
-        if ok and not ranking.comparable(parse_condition(text)[0]):
-            told.append(f"constraint {text} was not applied: no trial has this metric")
-    again = Ranking(search, [one for one in ok if one.confirmed])
+            lines.append(f"{name} is missing on {len(ok) - len(having)} of {len(ok)} trials: these are not ranked")
+    for limit in search.goals.limits:
+        if ok and comparison.doubt(limit.metric) is None:
+            lines.append(f"constraint {limit.text} was not applied: no trial has this metric")
+    again = [one for one in comparison.admitted if one.confirmed]
     for name, direction in search.objectives.items():
-        told += noise(again.ordered(again.admitted(), name, direction), name)
-    return told
+        lines += noise(comparison.ordered(again, name, direction), name)
+    return lines
 
 
 def _repeats(search: SearchRecord) -> list[str]:
     """Notices on what was measured again, and on repeats that failed."""
-    repeats = finalists(search)
-    good = {layout: sum(trial.status == "ok" for trial in trials) for layout, trials in repeats.items()}
+    repeats = finalists(search.trials)
+    good = {layout: sum(trial.status == Status.OK for trial in trials) for layout, trials in repeats.items()}
     counts = sorted({count for count in good.values() if count})
-    told = []
+    lines = []
     if counts:
         times = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
         confirmed = sum(count > 0 for count in good.values())
         layouts = f"{confirmed} layout{'s' * (confirmed > 1)}"
-        told.append(f"measured again: {layouts}, {times} times each; best answers from these alone")
+        lines.append(f"measured again: {layouts}, {times} times each; best answers from these alone")
     for layout, trials in repeats.items():
-        if failed := Counter(trial.status for trial in trials if trial.status != "ok"):
+        if failed := Counter(trial.status for trial in trials if trial.status != Status.OK):
             how = ", ".join(f"{count} {status}" for status, count in failed.items())
-            told.append(f"{layout.label}: of {len(trials)} repeats, {how}")
-    return told
+            lines.append(f"{layout.label}: of {len(trials)} repeats, {how}")
+    return lines

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from search_spaces.space import is_numeric, varying
-from service.answers.candidates import Candidate, explored
+from search_spaces.layout import AXES, Layout
+from search_spaces.space import varying
+from service.answers.candidates import explored
 from service.answers.overview import notices
-from service.answers.ranking import Ranking
-from service.answers.tables import heading, number, render
+from service.answers.tables import render
+from service.metrics import Method, heading, number
 from service.pareto import REFERENCE, hypervolume, pareto_front, scaled
 from service.record.results import SearchRecord, TrialRecord
+from service.result import Purpose
+from trainables.status import Status
 
 if TYPE_CHECKING:
     from search_spaces.space import Space
@@ -44,7 +47,7 @@ class SentinelRun:
 
     started: datetime
     metrics: dict[str, float]
-    methods: dict[str, str]
+    methods: dict[str, Method]
     change: dict[str, float]
 
     def cell(self, metric: str) -> str:
@@ -149,15 +152,15 @@ def advances(search: SearchRecord) -> list[Advance]:
 
     What was measured again is not counted: it says more about the front but moves it by noise alone.
     """
-    ranking = Ranking(search, explored(search))
-    ranked = ranking.complete(ranking.admitted())
+    comparison = search.goals.among(explored(search.trials))
+    ranked = comparison.ranked(comparison.admitted)
     if not ranked:
         return []
-    costs = scaled(ranking.costs(ranked))
+    costs = scaled(comparison.costs(ranked))
     rows = {one.trial_id: row for one, row in zip(ranked, costs, strict=True)}
     reference = np.full(costs.shape[1], REFERENCE)
     whole = hypervolume(costs, reference)
-    found, front, so_far, gpu_hours, trials = [], np.empty((0, costs.shape[1])), 0.0, 0.0, 0
+    grown, front, so_far, gpu_hours, trials = [], np.empty((0, costs.shape[1])), 0.0, 0.0, 0
     over = [trial for trial in search.trials if trial.status not in ("running", "stopped")]
     for trial in sorted(over, key=_end):
         gpu_hours += _gpu_hours(trial)
@@ -168,8 +171,8 @@ def advances(search: SearchRecord) -> list[Advance]:
         front = front[pareto_front(front)]
         if (reached := hypervolume(front, reference)) > so_far:
             so_far = reached
-            found.append(Advance(trials, gpu_hours, reached / whole, trial.label))
-    return found
+            grown.append(Advance(trials, gpu_hours, reached / whole, trial.label))
+    return grown
 
 
 def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
@@ -177,31 +180,32 @@ def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
 
     Optuna's fANOVA, on the explored trials that ended well, of the axes on which these differ.
     """
-    ranking = Ranking(search, explored(search))
-    found = {}
+    comparison = search.goals.among(explored(search.trials))
+    shares = {}
     for metric in search.objectives:
-        values = ranking.comparable(metric)
-        if len(values) >= ENOUGH_TRIALS and len(set(values.values())) > 1:
-            found[metric] = _importance(values)
-    return found
+        values = [(one.layout, comparison.value(one, metric)) for one in comparison.results]
+        present = [(layout, value) for layout, value in values if value is not None]
+        if len(present) >= ENOUGH_TRIALS and len({value for _, value in present}) > 1:
+            shares[metric] = _importance(present)
+    return shares
 
 
-def _importance(values: Mapping[Candidate, float]) -> dict[str, float]:
+def _importance(values: Sequence[tuple[Layout, float]]) -> dict[str, float]:
+    """Axis -> its share, of the values of layouts."""
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    layouts = [one.layout for one in values]
-    axes = varying(layouts)
+    axes = varying([layout for layout, _ in values])
     distributions: dict[str, BaseDistribution] = {
         axis: IntDistribution(0, len(choices) - 1)
-        if is_numeric(choices)
+        if AXES[axis].ordered
         else CategoricalDistribution(range(len(choices)))
         for axis, choices in axes.items()
     }
     study = optuna.create_study()
-    for layout, value in zip(layouts, values.values(), strict=True):
+    for layout, value in values:
         place = {axis: choices.index(getattr(layout, axis)) for axis, choices in axes.items()}
         study.add_trial(optuna.create_trial(params=place, distributions=distributions, value=value))
     shares = get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
@@ -210,13 +214,13 @@ def _importance(values: Mapping[Candidate, float]) -> dict[str, float]:
 
 def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:
     """The layout that was measured again and again, and its measurements, the one that explored it first."""
-    watching = [trial for trial in search.trials if trial.purpose == "sentinel"]
+    watching = [trial for trial in search.trials if trial.purpose == Purpose.SENTINEL]
     if not watching:
         return None, []
     layout = watching[0].layout
-    same = [t for t in search.trials if t.status == "ok" and t.layout == layout]
+    same = [t for t in search.trials if t.status == Status.OK and t.layout == layout]
     runs: list[SentinelRun] = []
-    for trial in sorted((t for t in same if t.purpose in ("search", "sentinel")), key=_end):
+    for trial in sorted((t for t in same if t.purpose in (Purpose.SEARCH, Purpose.SENTINEL)), key=_end):
         first = runs[0].metrics if runs else trial.metrics
         kept = {metric: trial.metrics[metric] for metric in search.objectives if metric in trial.metrics}
         change = {metric: value / first[metric] - 1 for metric, value in kept.items() if first.get(metric)}
@@ -228,7 +232,7 @@ def _failures(trials: Sequence[TrialRecord]) -> list[Failure]:
     """By status, and apart from each other if the machines were to blame or not."""
     groups: dict[tuple[str, bool], list[TrialRecord]] = {}
     for trial in trials:
-        if trial.status not in ("ok", "running"):
+        if trial.status not in (Status.OK, "running"):
             groups.setdefault((trial.status, trial.infrastructure), []).append(trial)
     return [
         Failure(f"{status} of the machines" if machines else status, len(alike), alike[0].cause, alike[0].label)

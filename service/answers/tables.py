@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from service.answers.candidates import Candidate
 from service.answers.overview import SearchInfo
+from service.metrics import ALWAYS, heading, number, with_unit
 from service.record.results import SearchRecord
 
-# Metric -> heading and number format.
-FIGURES = {
-    "tokens_per_s": ("tokens/s", ",.0f"),
-    "tokens_per_s_per_gpu": ("tokens/s/GPU", ",.0f"),
-    "joules_per_token": ("J/token", ".4g"),
-    "energy_per_step_j": ("J/step", ",.0f"),
-    "idle_energy_j": ("idle J", ",.0f"),
-    "throttle_ratio": ("throttle", ".2%"),
-    "power_cap_ratio": ("power cap", ".1%"),
-    "mean_power_w": ("power W", ",.0f"),
-    "peak_power_w": ("peak W", ",.0f"),
-    "mean_sm_clock_mhz": ("SM MHz", ",.0f"),
-    "tensor_activity": ("tensor cores", ".1%"),
-    "dram_activity": ("DRAM", ".1%"),
-    "pcie_utilisation": ("PCIe peak", ".1%"),
-    "link_utilisation": ("link peak", ".1%"),
-    "mfu": ("MFU", ".1%"),
-    "step_time_s": ("step s", ".4g"),
-    "peak_memory_gib": ("memory GiB", ".1f"),
-    "peak_gpu_temp_c": ("GPU degC", ".0f"),
-    "peak_hbm_temp_c": ("HBM degC", ".0f"),
-    "min_gpu_temp_margin_c": ("margin degC", ".0f"),
-}
 # Metric -> heading, of the breakdown of a step; what these leave is hidden behind or beside one of them.
 SHARES = {
     "breakdown_matmul_s": "matmul",
@@ -41,9 +18,6 @@ SHARES = {
     "breakdown_exposed_communication_s": "exposed comm.",
     "breakdown_idle_s": "idle",
 }
-# How a figure came about -> its mark, where it was not measured.
-MARKS = {"estimated": "*", "extrapolated": "~"}
-ALWAYS = ("tokens_per_s_per_gpu", "mfu", "peak_memory_gib")
 
 
 def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -101,29 +75,6 @@ def searches_table(searches: Sequence[SearchInfo]) -> str:
         for info in searches
     ]
     return render(["search", "status", "started", "model", "accelerator", "trials", "best"], rows)
-
-
-def heading(metric: str) -> str:
-    return FIGURES.get(metric, (metric, ""))[0]
-
-
-def with_unit(metric: str, value: float, method: str | None, half_width: float | None = None) -> str:
-    """``41,804 ± 21 tokens/s``, with a mark at the number if by its method it is not measured.
-
-    `half_width` is that of the confidence interval of a mean.
-    """
-    return f"{number(metric, value, method, half_width)} {heading(metric)}"
-
-
-def number(metric: str, value: float, method: str | None = None, half_width: float | None = None) -> str:
-    """The same without the unit. An interval has two digits that count, and the value no more than are sure."""
-    style, mark = FIGURES.get(metric, ("", ".4g"))[1], MARKS.get(method or "", "")
-    if half_width is None or half_width <= 1e-6 * abs(value):
-        return format(value, style) + mark
-    if style.endswith("%"):
-        return f"{value:{style}} ± {half_width:{style}}{mark}"
-    digits = max(0, 1 - math.floor(math.log10(half_width)))
-    return f"{value:,.{digits}f} ± {half_width:,.{digits}f}{mark}"
 
 
 def _cell(candidate: Candidate, metric: str, search: SearchRecord) -> str:

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
-from service.answers.candidates import Candidate, candidates
-from service.answers.ranking import Ranking, within_noise
-from service.answers.tables import number, with_unit
+from service.answers.candidates import Candidate
+from service.answers.ranking import compared, within_noise
 from service.errors import InputError
+from service.goals import Comparison
+from service.metrics import number, with_unit
 from service.problem import Problem
 from service.spec import SpaceSpec
 
@@ -86,7 +87,7 @@ def why(spec: Problem, choices: Mapping[str, Any], search: SearchRecord | None =
     narrowed = replace(spec, axes=spec.axes | chosen)
     space, tried = narrowed.legal, {} if search is None else _tried(search)
     # A setting without effect beside the others is written as the default: no legal layout has the value chosen.
-    idle = [axis for axis in chosen if space.layouts and not any(_has(point, axis, chosen) for point in space.layouts)]
+    idle = [axis for axis in chosen if space.layouts and not any(_has(one, axis, chosen) for one in space.layouts)]
     wanted = [axis for axis in chosen if axis not in idle]
     known = dict.fromkeys([*space.layouts, *tried])
     layouts = [layout for layout in known if all(_has(layout, axis, chosen) for axis in wanted)]
@@ -129,36 +130,36 @@ def _tried(search: SearchRecord) -> dict[Layout, Fate]:
     for trial in search.trials:
         layout = trial.layout
         fates[layout] = Fate(trial.status, trial.cause, label=layout.label, layout=trial.layout)
-    ranking = Ranking(search, candidates(search))
-    front = ranking.front(ranking.admitted())
-    for one in ranking.candidates:
-        layout = one.layout
-        fates[layout] = Fate(*_judged(one, ranking, front), label=layout.label, layout=one.layout)
+    comparison = compared(search)
+    front = comparison.front()
+    for one in comparison.results:
+        fates[one.layout] = Fate(*_judged(one, comparison, front), label=one.label, layout=one.layout)
     return fates
 
 
-def _judged(one: Candidate, ranking: Ranking, front: Sequence[Candidate]) -> tuple[str, str]:
+def _judged(one: Candidate, comparison: Comparison[Candidate], front: Sequence[Candidate]) -> tuple[str, str]:
     """Outcome and reason of a layout that was measured."""
     if one in front:
         return FRONT, ", ".join(
-            with_unit(metric, values[one], one.methods.get(metric), one.intervals.get(metric))
-            for metric, (values, _) in ranking.objectives.items()
+            with_unit(metric, one.metrics[metric], one.methods.get(metric), one.intervals.get(metric))
+            for metric in comparison.objectives
         )
-    if broken := [text for text in ranking.search.constraints if not ranking.keeps(one, text)]:
+    if broken := [limit.text for limit in comparison.goals.limits if not comparison.keeps(one, limit)]:
         return "constrained", f"it does not keep {' and '.join(broken)}"
-    if lacking := [metric for metric, (values, _) in ranking.objectives.items() if one not in values]:
+    needed = comparison.objectives or comparison.goals.objectives
+    if lacking := [metric for metric in needed if comparison.value(one, metric) is None]:
         how = {metric: one.methods.get(metric, "missing") for metric in lacking}
         return "not ranked", ", ".join(f"{metric} is {method}" for metric, method in how.items())
-    costs = ranking.costs([one, *front])
-    better = front[int((costs[1:] <= costs[0]).all(axis=1).argmax())]
-    differing = [metric for metric, (values, _) in ranking.objectives.items() if values[better] != values[one]]
-    told = [
+    better = comparison.beating(one, front)
+    assert better is not None, "what is neither on the front nor refused is beaten by the front"
+    differing = [metric for metric in comparison.objectives if better.metrics[metric] != one.metrics[metric]]
+    figures = [
         f"{number(metric, better.metrics[metric], better.methods.get(metric))} against "
         f"{with_unit(metric, one.metrics[metric], one.methods.get(metric))}"
         for metric in differing
     ]
     noise = " (within noise)" if all(within_noise(better, one, metric) for metric in differing) else ""
-    return DOMINATED, f"by {better.label}: {', '.join(told)}{noise}"
+    return DOMINATED, f"by {better.label}: {', '.join(figures)}{noise}"
 
 
 def _untried(layout: Layout, spec: Problem, searched: bool) -> Fate:
@@ -169,14 +170,14 @@ def _untried(layout: Layout, spec: Problem, searched: bool) -> Fate:
 
 def text(explanation: Explanation, every: bool = False) -> str:
     """For a terminal: a paragraph for each layout, or rule. Of layouts that nobody tried, a few or `every` one."""
-    told = [f"note: {note}" for note in explanation.notes]
+    lines = [f"note: {note}" for note in explanation.notes]
     width = max((len(fate.outcome) for fate in explanation.fates), default=0)
     untried = 0
     for fate in explanation.fates:
         untried += fate.outcome in UNTRIED
         if every or untried <= SHOWN or fate.outcome not in UNTRIED:
-            lines = [fate.label or f"{fate.layouts} layout{'s' * (fate.layouts > 1)}", *filter(None, [fate.reason])]
-            told.append(f"{fate.outcome.ljust(width)}  " + f"\n{' ' * width}  ".join(lines))
+            parts = [fate.label or f"{fate.layouts} layout{'s' * (fate.layouts > 1)}", *filter(None, [fate.reason])]
+            lines.append(f"{fate.outcome.ljust(width)}  " + f"\n{' ' * width}  ".join(parts))
     if not every and untried > SHOWN:
-        told.append(f"note: {untried - SHOWN} more were not tried: --all names them")
-    return "\n".join(told)
+        lines.append(f"note: {untried - SHOWN} more were not tried: --all names them")
+    return "\n".join(lines)

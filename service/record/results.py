@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from search_spaces.layout import Layout
 from service.errors import InputError
+from service.goals import Goals, parse_condition
+from service.metrics import Direction, Method
 from service.record import store
+from service.result import Purpose
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,11 +31,10 @@ _NAMED = 5  # how many known searches an error message lists
 class TrialRecord:
     """One trial as recorded. A metric that is missing is absent from `metrics`.
 
-    `status` is one of `service.result.STATUSES`, or `running`, or `stopped` when the search ended before the trial.
-    `methods` says how metrics were obtained where that is not plain: energy and throttling by counter, integrated,
-    sampled or estimated; figures extrapolated from depth proxies, or from short trials (`short`).
-    `purpose` is one of `service.result.PURPOSES`. `infrastructure`: whether a failure was the machines', after which
-    the layout is run again. `ended` is None while the trial runs.
+    `status` is a `trainables.status.Status`, or `running`, or `stopped` when the search ended before the trial.
+    `methods` says how metrics were obtained where that is not plain: of energy and throttling, and what is extrapolated
+    from depth proxies or short trials. `infrastructure`: whether a failure was the machines', after which the layout is
+    run again. `ended` is None while the trial runs.
     """
 
     trial_id: str
@@ -41,9 +43,9 @@ class TrialRecord:
     status: str
     cause: str | None
     metrics: dict[str, float]
-    methods: dict[str, str]
+    methods: dict[str, Method]
     run_id: str
-    purpose: str = "search"
+    purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
     started: datetime | None = None
     ended: datetime | None = None
@@ -64,13 +66,18 @@ class SearchRecord:
     name: str
     status: str
     started: datetime
-    objectives: dict[str, str]
+    objectives: dict[str, Direction]
     constraints: tuple[str, ...]
     params: dict[str, Any]
     environment: dict[str, str]
     notices: tuple[str, ...]
     run_id: str
     trials: tuple[TrialRecord, ...]
+
+    @cached_property
+    def goals(self) -> Goals:
+        """The objectives and the constraints. Raises `InputError` for a constraint that is none."""
+        return Goals(self.objectives, tuple(map(parse_condition, self.constraints)))
 
 
 class Results:
@@ -145,7 +152,7 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
         name=run.info.run_name,
         status=tags[store.STATUS],
         started=_time(run.info.start_time),
-        objectives=json.loads(tags[store.OBJECTIVES]),
+        objectives={metric: Direction(way) for metric, way in json.loads(tags[store.OBJECTIVES]).items()},
         constraints=tuple(json.loads(tags[store.CONSTRAINTS])),
         params={k: store.from_param(v) for k, v in params.items() if not k.startswith(store.ENVIRONMENT)},
         environment={
@@ -167,9 +174,9 @@ def _trial(run: Run) -> TrialRecord:
         status=tags[store.STATUS],
         cause=tags.get(store.CAUSE),
         metrics={k: v for k, v in run.data.metrics.items() if "/" not in k and math.isfinite(v)},
-        methods={k.removeprefix(store.METHOD): v for k, v in tags.items() if k.startswith(store.METHOD)},
+        methods={k.removeprefix(store.METHOD): Method(v) for k, v in tags.items() if k.startswith(store.METHOD)},
         run_id=run.info.run_id,
-        purpose=tags.get(store.PURPOSE, "search"),
+        purpose=Purpose(tags.get(store.PURPOSE, Purpose.SEARCH)),
         infrastructure=tags.get(store.INFRASTRUCTURE) == "true",
         started=_time(run.info.start_time),
         ended=_time(run.info.end_time) if run.info.end_time else None,

@@ -78,8 +78,8 @@ class Tracker:
             store.SEARCH_ID: search_id,
             store.STATUS: "running",
             store.DATA: "synthetic" if problem.data == SYNTHETIC else "file",
-            store.OBJECTIVES: json.dumps(problem.objectives),
-            store.CONSTRAINTS: json.dumps(problem.constraints),
+            store.OBJECTIVES: json.dumps(dict(problem.goals.objectives)),
+            store.CONSTRAINTS: json.dumps([limit.text for limit in problem.goals.limits]),
         }
         with store.readable(self._uri):
             self._experiment_id = self._experiment()
@@ -267,7 +267,7 @@ class Tracker:
 
 def _outcome(result: TrialResult) -> dict[str, str]:
     """The tags of a finished trial."""
-    tags = {store.STATUS: result.status, store.PURPOSE: result.purpose}
+    tags: dict[str, str] = {store.STATUS: result.status, store.PURPOSE: result.purpose}
     if result.infrastructure:
         tags[store.INFRASTRUCTURE] = "true"
     tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}

@@ -1,1 +1,1 @@
-"""What to run next: the study and its sampler, what it begins with, and the course that a search takes."""
+"""What to run next: the study and its sampler, what it begins with, and the agenda of a search."""

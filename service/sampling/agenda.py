@@ -1,4 +1,4 @@
-"""The course of a search: what to run next, from what was run so far.
+"""The agenda of a search: what to run next, from what was run so far.
 
 A search explores, with a sentinel now and then; when that is over and nothing is under way, it measures finalists. The
 whole of it follows from the results so far, so that a search which is resumed goes on where its record ends.
@@ -10,31 +10,21 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from search_spaces.layout import Layout
+from service.metrics import Part, made_of
 from service.problem import Problem
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.sampling import drift, finalists
+from service.step import Step
+from trainables.status import Status
 
 RETRIES = 2
 """Times that a layout is run again for one purpose when the machines failed it."""
 
 RESERVED = 0.5
 """The share of a budget of time that finalists may take from exploring."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One trial to run: the layout, its purpose, and the objectives of each point of the front so far."""
-
-    layout: Layout
-    purpose: str
-    front: tuple[dict[str, float], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """What the trial gets: the fields of the layout, `purpose` and `front`."""
-        return self.layout.to_dict() | {"purpose": self.purpose, "front": list(self.front)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,7 @@ class Spent:
 
 
 class Study(Protocol):
-    """Where a course gets the layouts from that explore; see `service.sampling.study.SearchStudy`."""
+    """Where an agenda gets the layouts from that explore; see `service.sampling.study.SearchStudy`."""
 
     def ask(self) -> Layout | None: ...
 
@@ -74,7 +64,7 @@ class Agenda:
 
     @property
     def sought(self) -> int:
-        """The most trials of the course's main purpose; those beside it are not counted."""
+        """The most trials of the agenda's main purpose; those beside it are not counted."""
         raise NotImplementedError
 
     @property
@@ -114,11 +104,11 @@ class Agenda:
         )
 
     def drifts(self) -> dict[str, drift.Drift]:
-        """Metric -> how far it moved on the sentinel, of a course that has one."""
+        """Metric -> how far it moved on the sentinel, of an agenda that has one."""
         return {}
 
     def choose(self) -> Step | None:
-        """The next trial of this course, None if there is none at present."""
+        """The next trial of this agenda, None if there is none at present."""
         raise NotImplementedError
 
     def give_back(self, step: Step) -> None:
@@ -148,7 +138,7 @@ class SearchAgenda(Agenda):
         for result in self.results:
             self._count(result.purpose)
             self._note(result)
-        if self._of("finalist"):
+        if self._of(Purpose.FINALIST):
             self._plan()
 
     @property
@@ -158,8 +148,8 @@ class SearchAgenda(Agenda):
     @property
     def to_come(self) -> int:
         chosen = self.spec.finalists
-        left = self.sought - len(self._of("search")) if self.plan is None else 0
-        last = chosen.count * chosen.repeats if self.plan is None else len(self.plan) + self._running("finalist")
+        left = self.sought - len(self._of(Purpose.SEARCH)) if self.plan is None else 0
+        last = chosen.count * chosen.repeats if self.plan is None else len(self.plan) + self._running(Purpose.FINALIST)
         every = self.spec.sentinel_every
         sentinels = (self.since_sentinel + left + last) // every if every else 0
         return left + last + sentinels
@@ -167,16 +157,17 @@ class SearchAgenda(Agenda):
     @property
     def sentinel(self) -> Layout | None:
         """The layout by which the machine is watched: the first that ended well."""
-        watching = [*self._of("sentinel"), *(r for r in self._of("search") if r.status == "ok")]
+        watching = [*self._of(Purpose.SENTINEL), *self._explored()]
         return watching[0].layout if watching else None
 
     def front(self) -> list[TrialResult]:
         """The Pareto front of the trials that explored."""
-        return finalists.front(self._of("search"), self.spec.objectives, self.spec.limits)
+        return self.spec.goals.among(self._explored()).front()
 
     def drifts(self) -> dict[str, drift.Drift]:
-        runs = [r for r in self.results if r.layout == self.sentinel and r.purpose in ("search", "sentinel")]
-        return drift.drifts([r for r in runs if r.status == "ok"], self.gangs == 1)
+        watching = (Purpose.SEARCH, Purpose.SENTINEL)
+        runs = [r for r in self.results if r.layout == self.sentinel and r.purpose in watching]
+        return drift.drifts([r for r in runs if r.status == Status.OK], self.gangs == 1)
 
     def choose(self) -> Step | None:
         step = self._sentinel_due() or self._explore() or self._finalist()
@@ -185,13 +176,13 @@ class SearchAgenda(Agenda):
         return step
 
     def give_back(self, step: Step) -> None:
-        if step.purpose == "search":
+        if step.purpose == Purpose.SEARCH:
             self.study.give_back(step.layout)
         else:
             super().give_back(step)
 
     def learn(self, result: TrialResult) -> None:
-        if result.purpose == "search":
+        if result.purpose == Purpose.SEARCH:
             self.study.tell(result.layout, result)
         self._note(result)
 
@@ -199,36 +190,37 @@ class SearchAgenda(Agenda):
         every, layout = self.spec.sentinel_every, self.sentinel
         if not every or layout is None or self.since_sentinel < every or not (self._exploring() or self.plan):
             return None
-        return Step(layout, "sentinel")
+        return Step(layout, Purpose.SENTINEL)
 
     def _explore(self) -> Step | None:
         if not self._exploring() or (layout := self.study.ask()) is None:
             return None
-        objectives = [{m: v for m in self.spec.objectives if (v := r.metrics.get(m)) is not None} for r in self.front()]
-        return Step(layout, "search", tuple(objectives))
+        names = self.spec.goals.objectives
+        objectives = [{m: v for m in names if (v := result.metrics.get(m)) is not None} for result in self.front()]
+        return Step(layout, Purpose.SEARCH, tuple(objectives))
 
     def _exploring(self) -> bool:
-        if self.plan is not None or len(self._of("search")) + self._running("search") >= self.spec.budget.trials:
+        begun = len(self._of(Purpose.SEARCH)) + self._running(Purpose.SEARCH)
+        if self.plan is not None or begun >= self.spec.budget.trials:
             return False
         return not self.out_of_time(*self._reserve())
 
     def _finalist(self) -> Step | None:
         if self.plan is None and not self.under_way:
             self._plan()
-        return Step(self.plan.pop(0), "finalist") if self.plan else None
+        return Step(self.plan.pop(0), Purpose.FINALIST) if self.plan else None
 
     def _plan(self) -> None:
         """Settle which layouts are measured again, in which order, less what was measured already."""
         chosen = self.spec.finalists
         layouts = [r.layout for r in self._finalists()]
         self.plan = finalists.rounds(layouts, chosen.repeats, self.spec.seed)
-        for done in self._of("finalist"):
+        for done in self._of(Purpose.FINALIST):
             if done.layout in self.plan:
                 self.plan.remove(done.layout)
 
     def _finalists(self) -> list[TrialResult]:
-        spec = self.spec
-        return finalists.contenders(self._of("search"), spec.objectives, spec.limits, spec.finalists.count)
+        return finalists.contenders(self._explored(), self.spec.goals, self.spec.finalists.count)
 
     def _reserve(self) -> tuple[float, float]:
         """Seconds, and GPU seconds, that the finalists would take by the times of their trials so far."""
@@ -245,21 +237,25 @@ class SearchAgenda(Agenda):
             self.spec.finalists.window_s, self.spec.measurement.window_min_steps * (metrics.get("step_time_s") or 0.0)
         )
         depths = 2 if self.spec.depth_proxy else 1
-        before = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "breakdown_time_s")
-        return sum(metrics.get(name) or 0.0 for name in before) + depths * window_s
+        before = sum(metrics.get(name) or 0.0 for name in made_of(Part.HELD) if name != "window_time_s")
+        return before + depths * window_s
 
-    def _count(self, purpose: str) -> None:
-        self.since_sentinel = 0 if purpose == "sentinel" else self.since_sentinel + 1
+    def _count(self, purpose: Purpose) -> None:
+        self.since_sentinel = 0 if purpose == Purpose.SENTINEL else self.since_sentinel + 1
 
     def _note(self, result: TrialResult) -> None:
-        """The trial by which the sentinel was found is the first that watches the machine."""
-        if result.purpose == "search" and result.layout == self.sentinel:
+        """The trial that first measured the sentinel is the first that watches the machine."""
+        if result.purpose == Purpose.SEARCH and result.layout == self.sentinel:
             self.since_sentinel = 0
 
-    def _of(self, purpose: str) -> list[TrialResult]:
+    def _of(self, purpose: Purpose) -> list[TrialResult]:
         return [r for r in self.results if r.purpose == purpose]
 
-    def _running(self, purpose: str) -> int:
+    def _explored(self) -> list[TrialResult]:
+        """The results that explored and ended well."""
+        return [r for r in self._of(Purpose.SEARCH) if r.status == Status.OK]
+
+    def _running(self, purpose: Purpose) -> int:
         return sum(step.purpose == purpose for step, _ in self.under_way.values())
 
 
@@ -280,12 +276,12 @@ class CalibrationAgenda(Agenda):
         return self.sought - len(self.results)
 
     def choose(self) -> Step | None:
-        return Step(self.left.pop(0), "calibration") if self.left else None
+        return Step(self.left.pop(0), Purpose.CALIBRATION) if self.left else None
 
 
 def settled(results: Sequence[TrialResult]) -> list[TrialResult]:
     """The results that count: without failures of the machines after which the layout was, or is, run again."""
-    faults: Counter[tuple[Layout, str]] = Counter()
+    faults: Counter[tuple[Layout, Purpose]] = Counter()
     kept = []
     for result in results:
         faults[result.layout, result.purpose] += result.infrastructure

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from service.metrics import TABLE
 from service.result import TrialResult
 
-NOISE = {"tokens_per_s": 0.01, "joules_per_token": 0.03}
+NOISE = {metric.name: metric.noise for metric in TABLE if metric.noise is not None}
 """How far figures of one layout lie apart on GPUs that do not drift, with room to spare, as shares.
 
 Neighbouring trials on an H200 differed by at most 0.25% in tokens/s and 0.9% in J/token (`benchmarks/results`).
 """
 CPU_NOISE = {metric: 10 * share for metric, share in NOISE.items()}
-"""The same on a CPU machine, whose cores other processes use as well."""
+"""How far they lie apart on a CPU machine, whose cores other processes use as well."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def drifts(runs: Sequence[TrialResult], one_gang: bool = True) -> dict[str, Drif
     for run in runs:
         devices = () if one_gang else tuple(window.devices for window in run.windows)
         groups.setdefault(devices, []).append(run)
-    found = {
+    moves = {
         metric: drift([[v for run in group if (v := run.metrics.get(metric)) is not None] for group in groups.values()])
         for metric in NOISE
     }
-    return {metric: move for metric, move in found.items() if move is not None}
+    return {metric: move for metric, move in moves.items() if move is not None}
 
 
 def beyond_noise(moves: Mapping[str, Drift], accelerator: str) -> list[str]:

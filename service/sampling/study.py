@@ -1,8 +1,7 @@
-"""The Optuna study behind a search: which legal point to try next, and what became of the ones tried."""
+"""The Optuna study behind a search: which legal layout to try next, and what became of the ones tried."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,14 +12,15 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from search_spaces.layout import Layout
+from search_spaces.layout import AXES, Layout
 from search_spaces.memory import MemoryModel
-from search_spaces.space import is_numeric, varying
+from search_spaces.space import varying
+from service.goals import Goals
 from service.record.store import sqlite_file
 from service.result import TrialResult
 from service.sampling.surrogate import Coordinates, SurrogateSampler
 from service.sampling.uniform import UniformSampler
-from service.spec import excess
+from trainables.status import Status
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -36,7 +36,7 @@ FITS, EXCEEDS, LEAST = -1.0, 1.0, 0.01
 
 def make_sampler(name: str, seed: int) -> BaseSampler:
     """One of Optuna's samplers that take several objectives and constraints."""
-    samplers = {
+    samplers: dict[str, Callable[[], BaseSampler]] = {
         "tpe": lambda: TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS),
         "gp": lambda: GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS),
         "nsga2": lambda: NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS),
@@ -51,7 +51,7 @@ def study_exists(name: str, storage: str) -> bool:
 
 
 class SnappingSampler(BaseSampler):
-    """Moves each suggestion of another sampler to the point that `snap` answers with, once `first` has none left.
+    """Moves each suggestion of another sampler to the layout that `snap` answers with, once `first` has none left.
 
     So every trial of the study is one that is really run; samplers that breed from their own trials need that.
     """
@@ -93,11 +93,11 @@ class SnappingSampler(BaseSampler):
 
 
 class SearchStudy:
-    """Asks for legal points only, each once.
+    """Asks for legal layouts only, each once.
 
     Sizes are ordered by their logarithm to base 2, so that 1, 2, 4 and 8 are as far apart; settings without an order
     are categories. A suggestion that is not legal, was tried, or is expected to run out of memory is replaced by the
-    nearest point that is none of these, while there are such. Failed trials are told as complete trials that violate a
+    nearest layout that is none of these, while there are such. Failed trials are told as complete trials that violate a
     constraint, with the worst values seen, so that the sampler learns to keep away.
     """
 
@@ -105,8 +105,7 @@ class SearchStudy:
         self,
         name: str,
         layouts: Sequence[Layout],
-        objectives: Mapping[str, str],
-        limits: Sequence[tuple[str, str, float]],
+        goals: Goals,
         sampler: str,
         seed: int,
         storage: str | None = None,
@@ -115,16 +114,16 @@ class SearchStudy:
         memory: MemoryModel | None = None,
         predicted: Mapping[Layout, Mapping[str, float]] | None = None,
     ) -> None:
-        """`limits` are (metric, '<=' or '>=', bound); `storage` is an Optuna URL, None keeps the study in memory.
+        """`storage` is an Optuna URL, None keeps the study in memory.
 
-        `first` are points to begin with. `memory` says what is expected to fit, and learns from the trials.
-        `predicted` has metrics of points by name; only the sampler `auto` makes use of them.
+        `first` are layouts to begin with. `memory` says what is expected to fit, and learns from the trials.
+        `predicted` has metrics of layouts by name; only the sampler `auto` makes use of them.
         """
-        self.objectives, self.limits, self.memory = dict(objectives), list(limits), memory
+        self.goals, self.memory = goals, memory
         self.axes = varying(layouts)
         self.distributions: dict[str, BaseDistribution] = {
-            axis: FloatDistribution(place(axis, values[0]), place(axis, values[-1]))
-            if is_numeric(values)
+            axis: FloatDistribution(AXES[axis].place(values[0]), AXES[axis].place(values[-1]))
+            if AXES[axis].ordered
             else CategoricalDistribution(range(len(values)))
             for axis, values in self.axes.items()
         }
@@ -133,20 +132,20 @@ class SearchStudy:
             [layout for layout in first if layout in layouts], layouts if sampler == "exhaustive" else ()
         )
         self.trials: dict[Layout, Trial] = {}
-        self.worst: dict[str, float] = {}
+        self.good: list[TrialResult] = []
         self.deferred: list[tuple[Layout, TrialResult]] = []
         self.again: list[Layout] = []
         self.study = optuna.create_study(
             storage=storage,
             study_name=name,
-            directions=[StudyDirection[direction.upper()] for direction in self.objectives.values()],
+            directions=[StudyDirection[direction.name] for direction in goals.objectives.values()],
             load_if_exists=True,
         )
-        # A sampler that started anew from the same seed would want the same points as before.
+        # A sampler that started anew from the same seed would want the same layouts as before.
         self.seed = seed + self._asked()
         if sampler == "auto":
             figures = {
-                self._coordinates(layout): [metrics.get(metric) for metric in self.objectives]
+                self._coordinates(layout): [metrics.get(metric) for metric in goals.objectives]
                 for layout, metrics in (predicted or {}).items()
             }
             inner: BaseSampler = SurrogateSampler(
@@ -167,8 +166,6 @@ class SearchStudy:
         recorded = {result.layout: result for result in results}
         for result in results:
             self._observe(result)
-            if result.status == "ok":
-                self._values(result)
         for left in self.study.get_trials(states=[TrialState.RUNNING]):
             if set(left.params) != set(self.axes):  # broken off while it was asked for
                 self.study.tell(left.number, state=TrialState.FAIL)
@@ -183,7 +180,7 @@ class SearchStudy:
             self.unseen.pop(self._coordinates(layout), None)
 
     def ask(self) -> Layout | None:
-        """The next point to try, or None when every legal point was handed out."""
+        """The next layout to try, or None when every legal one was handed out."""
         if self.again:
             return self.again.pop(0)
         if not self.unseen:
@@ -196,40 +193,47 @@ class SearchStudy:
         return layout
 
     def give_back(self, layout: Layout) -> None:
-        """Take back a point that `ask` handed out and of which nothing was learnt: it is handed out again first."""
+        """Take back a layout that `ask` handed out and of which nothing was learnt: it is handed out again first."""
         self.again.append(layout)
 
     def tell(self, layout: Layout, result: TrialResult) -> None:
-        """Report the outcome of a point that `ask` handed out."""
+        """Report the outcome of a layout that `ask` handed out."""
         self._observe(result)
         self._report(layout, result)
 
     def _report(self, layout: Layout, result: TrialResult) -> None:
         """Tell the study of an outcome, once there are values to tell it with."""
-        if result.status == "pruned":
+        if result.status == Status.PRUNED:
             self.study.tell(self.trials[layout], state=TrialState.PRUNED)
             return
-        if result.status != "ok" and not self.worst:
+        if not self.good:
             self.deferred.append((layout, result))  # there are no values yet to be worse than
             return
         self._tell(layout, result)
-        while self.deferred and self.worst:
+        while self.deferred:
             self._tell(*self.deferred.pop())
 
     def _tell(self, layout: Layout, result: TrialResult) -> None:
-        trial, ok = self.trials[layout], result.status == "ok"
+        trial, comparison = self.trials[layout], self.goals.among(self.good)
+        ok, oom = result.status == Status.OK, result.status == Status.OOM
         # Samplers require the same constraints of every trial; above zero is violated.
-        trial.set_constraint("ran", FITS if ok or result.status == "oom" else EXCEEDS)
-        trial.set_constraint("memory", self._excess_of_memory(layout, result.status == "oom"))
-        for limit in self.limits:
-            trial.set_constraint("".join(map(str, limit)), excess(limit, result.metrics))
-        values = self._values(result) if ok else self.worst
-        self.study.tell(trial, [values[metric] for metric in self.objectives])
+        trial.set_constraint("ran", FITS if ok or oom else EXCEEDS)
+        trial.set_constraint("memory", self._excess_of_memory(layout, oom))
+        for limit in self.goals.limits:
+            name = f"{limit.metric}{limit.comparison}{limit.bound}"
+            trial.set_constraint(name, comparison.excess(result, limit) if ok else 0.0)
+        values = self.worst
+        if ok:
+            values |= {metric: value for metric in values if (value := comparison.value(result, metric)) is not None}
+        self.study.tell(trial, list(values.values()))
 
     def _observe(self, result: TrialResult) -> None:
-        """Let the memory model learn from a trial that fitted, or did not."""
-        measured = result.metrics.get("peak_memory_gib") if result.status == "ok" else None
-        if self.memory is not None and (measured is not None or result.status == "oom"):
+        """Learn from a trial, but for its place in the study: what the worst values are, and what fits in memory."""
+        ok = result.status == Status.OK
+        if ok:
+            self.good.append(result)
+        measured = result.metrics.get("peak_memory_gib") if ok else None
+        if self.memory is not None and (measured is not None or result.status == Status.OOM):
             self.memory.observe(result.layout, measured)
 
     def _excess_of_memory(self, layout: Layout, exceeds: bool) -> float:
@@ -238,24 +242,28 @@ class SearchStudy:
             return EXCEEDS if exceeds else FITS
         return max(share - 1, LEAST) if exceeds else min(share - 1, -LEAST)
 
-    def _values(self, result: TrialResult) -> dict[str, float]:
-        """The objectives of a trial that ended well, which the worst so far take in."""
-        values = {}
-        for metric in self.objectives:
-            value = result.metrics.get(metric)
-            if value is None:  # one that this machine never measures is the same for all and so decides nothing
-                value = self.worst.get(metric, 0.0)
-            values[metric] = value
-            worse = min if self.objectives[metric] == "maximize" else max
-            self.worst[metric] = worse(self.worst.get(metric, value), value)
-        return values
+    @property
+    def worst(self) -> dict[str, float]:
+        """The worst value so far of each objective, for trials that lack it.
+
+        One that no trial has is 0: what this machine never measures is the same for all, and so decides nothing.
+        """
+        comparison = self.goals.among(self.good)
+        values = {
+            metric: [value for one in self.good if (value := comparison.value(one, metric)) is not None]
+            for metric in self.goals.objectives
+        }
+        return {
+            metric: max(values[metric], key=direction.cost, default=0.0)
+            for metric, direction in self.goals.objectives.items()
+        }
 
     def _asked(self) -> int:
         return len(self.study.get_trials(deepcopy=False))
 
     def _coordinates(self, layout: Layout) -> Coordinates:
         return tuple(
-            place(axis, getattr(layout, axis))
+            AXES[axis].place(getattr(layout, axis))
             if isinstance(self.distributions[axis], FloatDistribution)
             else values.index(getattr(layout, axis))
             for axis, values in self.axes.items()
@@ -273,12 +281,12 @@ class SearchStudy:
         return {where: self.memory.estimated(self.unseen[where]) for where in fitting}
 
     def _needed(self) -> dict[Coordinates, tuple[float, float]]:
-        """What was found of the memory of points: see `MemoryModel.needed`."""
-        found = {} if self.memory is None else self.memory.needed
-        return {self._coordinates(layout): shares for layout, shares in found.items()}
+        """What layouts that were tried needed of memory: see `MemoryModel.needed`."""
+        needed = {} if self.memory is None else self.memory.needed
+        return {self._coordinates(layout): shares for layout, shares in needed.items()}
 
     def _first(self) -> dict[str, Any] | None:
-        """The next of the points to begin with."""
+        """The next of the layouts to begin with."""
         for layout in self.first:
             if (where := self._coordinates(layout)) in self.unseen:
                 return dict(zip(self.axes, where, strict=True))
@@ -294,15 +302,10 @@ class SearchStudy:
         candidates = self._candidates()
 
         def distance(layout: Coordinates) -> float:
+            apart = zip(spans, layout, goal, strict=True)
             return sum(
-                (here != there) if span is None else abs(here - there) / span
-                for span, here, there in zip(spans, layout, goal, strict=True)
+                float(here != there) if span is None else abs(here - there) / span for span, here, there in apart
             )
 
         chosen = goal if goal in candidates else min(candidates, key=distance)
         return dict(zip(self.axes, chosen, strict=True))
-
-
-def place(axis: str, value: int) -> float:
-    """Where a number lies on its axis: sizes by their logarithm to base 2, ZeRO's stages and switches as they are."""
-    return float(value) if axis == "zero_stage" or isinstance(value, bool) else math.log2(value)

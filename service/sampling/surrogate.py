@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from scipy.linalg import cho_factor, cho_solve
 from scipy.special import ndtr
+
+Array = NDArray[np.float64]
 
 Coordinates = tuple[Any, ...]
 """Where a layout lies, axis by axis."""
@@ -37,7 +40,8 @@ SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 UNMEASURED = 0.03
 
 MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED = 0.01, (0.001, 0.003, 0.01, 0.03, 0.1), 0.01
-"""The same of the memory that layouts need. Of a sweep that it had not seen, the model's estimates were a tenth off."""
+"""The variances that hold for the memory that layouts need, in place of `OFFSET`, `SCALES` and `UNMEASURED`. Of a sweep
+that it had not seen, the memory model's estimates were a tenth off."""
 
 SUM, REACH = 0.9, 0.5
 """Share of the kernel that is a sum over the axes, and its length scale, in that of an axis from end to end."""
@@ -65,7 +69,7 @@ class SurrogateSampler(BaseSampler):
         seed: int,
     ) -> None:
         """`candidates` has the share of a GPU's memory that each is estimated to need, None where that is not known;
-        `needed` has that of layouts that were tried, and what it was then found to be, where they ran out at least one.
+        `needed` has that of layouts that were tried, and what they needed then, where they ran out at least one.
 
         `predicted` has the objectives of layouts, in the study's order, None where there is no prediction.
         """
@@ -87,33 +91,33 @@ class SurrogateSampler(BaseSampler):
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         candidates = self.candidates()
-        points = list(candidates)
-        if len(points) > CANDIDATES:
-            points = self._promising(study, points)
-        shares = np.array([candidates[point] for point in points], float)
-        best = int(self._gain(study, points, shares).argmax()) if len(points) > 1 else 0
-        return dict(zip(self.axes, points[best], strict=True))
+        untried = list(candidates)
+        if len(untried) > CANDIDATES:
+            untried = self._promising(study, untried)
+        shares = np.array([candidates[place] for place in untried], float)
+        best = int(self._gain(study, untried, shares).argmax()) if len(untried) > 1 else 0
+        return dict(zip(self.axes, untried[best], strict=True))
 
-    def _promising(self, study: Study, points: list[Coordinates]) -> list[Coordinates]:
-        """`CANDIDATES` of `points`, at most: half of them drawn at random, the others the best predicted."""
-        chosen = set(self.random.choice(len(points), CANDIDATES // 2, replace=False).tolist())
+    def _promising(self, study: Study, untried: list[Coordinates]) -> list[Coordinates]:
+        """`CANDIDATES` of `untried`, at most: half of them drawn at random, the others the best predicted."""
+        chosen = set(self.random.choice(len(untried), CANDIDATES // 2, replace=False).tolist())
         if self.predicted:
             unknown = [None] * len(study.directions)
-            ahead = np.array([self.predicted.get(point, unknown) for point in points], float)
+            ahead = np.array([self.predicted.get(place, unknown) for place in untried], float)
             for values, direction in zip(ahead.T, study.directions, strict=True):
                 order = (-values if direction == StudyDirection.MAXIMIZE else values).argsort()
                 chosen |= set(order[: CANDIDATES // 2 // len(study.directions)].tolist())
-        return [points[i] for i in sorted(chosen)]
+        return [untried[i] for i in sorted(chosen)]
 
-    def _gain(self, study: Study, points: list[Coordinates], shares: np.ndarray) -> np.ndarray:
-        """Hypervolume that each of `points` is expected to add, up to a common factor."""
+    def _gain(self, study: Study, untried: list[Coordinates], shares: Array) -> Array:
+        """Hypervolume that each of `untried` is expected to add, up to a common factor."""
         trials = [trial for trial in study.get_trials(deepcopy=False) if len(trial.params) == len(self.axes)]
-        told = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-        measured = [trial for trial in told if _has_figures(trial)]
-        failed = [trial for trial in told if not _has_figures(trial)]
+        complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+        measured = [trial for trial in complete if _has_figures(trial)]
+        failed = [trial for trial in complete if not _has_figures(trial)]
         others = [trial for trial in trials if trial.state in (TrialState.RUNNING, TrialState.PRUNED)]
         seen = [tuple(trial.params[axis] for axis in self.axes) for trial in measured + failed + others]
-        places = seen + points
+        places = seen + untried
         process = _Process(self._likeness(seen, places))
 
         figures, means, deviations = [], [], []
@@ -133,39 +137,41 @@ class SurrogateSampler(BaseSampler):
             means.append(sign * mean)
             deviations.append(deviation)
         if not means:
-            return self.random.random(len(points))
+            return self.random.random(len(untried))
 
         estimated = bool(np.isfinite(shares).all())
-        chance = self._fits(points, shares) if estimated else np.ones(len(points))
-        for name in told[0].constraints if told else ():
+        chance = self._fits(untried, shares) if estimated else np.ones(len(untried))
+        for name in complete[0].constraints if complete else ():
             values = np.array([t.constraints[name] for t in (measured + failed if name in FAILURES else measured)])
             if len(set(values)) > 1 and not (name == "memory" and estimated):
                 mean, deviation = process.expect(values)
                 chance *= ndtr(-mean / deviation)[len(seen) :]
         kept = [max(trial.constraints.values()) <= 0 for trial in measured]
         front = np.array(figures).T[kept]
-        return chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
+        gain: Array = chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
+        return gain
 
-    def _fits(self, points: list[Coordinates], shares: np.ndarray) -> np.ndarray:
-        """Probability of each of `points` that it fits in memory, of which it is estimated to need `shares`."""
+    def _fits(self, untried: list[Coordinates], shares: Array) -> Array:
+        """Probability of each of `untried` that it fits in memory, of which it is estimated to need `shares`."""
         needed = self.needed()
         before, after = np.log(np.array(list(needed.values()), float).reshape(-1, 2).T)
         seen = list(needed)
-        process = _Process(self._likeness(seen, seen + points), MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED)
+        process = _Process(self._likeness(seen, seen + untried), MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED)
         mean, deviation = process.expect(after, np.append(before, np.log(shares)))
-        chance: np.ndarray = ndtr(-mean / deviation)[len(seen) :]
+        chance: Array = ndtr(-mean / deviation)[len(seen) :]
         return chance
 
-    def _likeness(self, some: list[Coordinates], others: list[Coordinates]) -> np.ndarray:
+    def _likeness(self, some: list[Coordinates], others: list[Coordinates]) -> Array:
         """Correlation of what two layouts are off by, for each of `some` and each of `others`."""
         axes = len(self.axes)
         apart = np.array(some, float).reshape(-1, 1, axes) - np.array(others, float).reshape(1, -1, axes)
         apart[..., ~self.ordered] = apart[..., ~self.ordered] != 0
         apart[..., self.ordered] /= self.spans
         squares = apart**2 / (2 * REACH**2)
-        return SUM * np.exp(-squares).mean(axis=2) + (1 - SUM) * np.exp(-squares.mean(axis=2))
+        likeness: Array = SUM * np.exp(-squares).mean(axis=2) + (1 - SUM) * np.exp(-squares.mean(axis=2))
+        return likeness
 
-    def _added(self, front: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    def _added(self, front: Array, mean: Array, deviation: Array) -> Array:
         """Volume that each row of `mean` [places, objectives], to be minimised, is expected to add to `front`.
 
         It is the integral, over all that the front does not dominate, of the probability that the row dominates it
@@ -178,11 +184,12 @@ class SurrogateSampler(BaseSampler):
         reached = np.ones((len(mean), len(cells)))
         for bound, centre, width in zip(cells.T, mean.T, deviation.T, strict=True):
             reached *= ndtr((bound - centre[:, None]) / width[:, None])
-        return reached.sum(axis=1)
+        volumes: Array = reached.sum(axis=1)
+        return volumes
 
 
 def _has_figures(trial: FrozenTrial) -> bool:
-    """Whether the values of a trial that was told are its own, not the worst that others had."""
+    """Whether the values of a complete trial are its own, not the worst that others had."""
     return all(trial.constraints[name] <= 0 for name in FAILURES)
 
 
@@ -191,7 +198,7 @@ class _Process:
 
     def __init__(
         self,
-        likeness: np.ndarray,
+        likeness: Array,
         offset: float = OFFSET,
         scales: Sequence[float] = SCALES,
         unmeasured: float = UNMEASURED,
@@ -199,7 +206,7 @@ class _Process:
         """`likeness` [seen, places]; the others are variances, as above."""
         self.likeness, self.offset, self.scales, self.unmeasured = likeness, offset, scales, unmeasured
 
-    def expect(self, values: np.ndarray, ahead: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def expect(self, values: Array, ahead: Array | None = None) -> tuple[Array, Array]:
         """Mean and standard deviation of a figure at each place.
 
         `values` are those of the first places; others that have been seen count as if they had come out as expected.
@@ -215,15 +222,17 @@ class _Process:
         mean, variance = self._posterior(scale, off)
         return ahead + unit * mean, unit * np.sqrt(np.maximum(variance, 0.0) + NOISE)
 
-    def _posterior(self, scale: float, off: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _posterior(self, scale: float, off: Array) -> tuple[Array, Array]:
         covariance = scale * self.likeness[: len(off)] + self.offset
         solved = cho_solve(self._factor(scale, len(off)), covariance) if len(off) else covariance
         return off @ solved, scale + self.offset - (covariance * solved).sum(axis=0)
 
-    def _likelihood(self, scale: float, off: np.ndarray) -> float:
+    def _likelihood(self, scale: float, off: Array) -> float:
         """Logarithm of the density of `off`, up to a constant."""
         factor = self._factor(scale, len(off))
         return float(-off @ cho_solve(factor, off) / 2 - np.log(np.diag(factor[0])).sum())
 
-    def _factor(self, scale: float, known: int) -> tuple[np.ndarray, bool]:
-        return cho_factor(scale * self.likeness[:known, :known] + self.offset + NOISE * np.eye(known), lower=True)
+    def _factor(self, scale: float, known: int) -> tuple[Array, bool]:
+        covariance = scale * self.likeness[:known, :known] + self.offset + NOISE * np.eye(known)
+        factor: tuple[Array, bool] = cho_factor(covariance, lower=True)
+        return factor

@@ -12,6 +12,7 @@ from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.workload import Workload
 from service.answers.ranking import pareto
+from service.metrics import Direction
 from service.problem import Problem
 from service.record.results import SearchRecord
 from service.sampling.study import SearchStudy
@@ -42,14 +43,13 @@ def open_study(
     if spec.sampler not in ("random", "exhaustive"):
         predicted = predictions(layouts, spec.workload, calibration) if calibration else {}
         leading = {} if spec.sampler == "auto" else predicted
-        first = first_points(winners(earlier, spec), leading, spec.objectives, memory)
+        first = first_points(winners(earlier, spec), leading, spec.goals.objectives, memory)
     if spec.baseline_layout is not None:
         first.insert(0, spec.baseline_layout)
     return SearchStudy(
         search_id,
         layouts,
-        spec.objectives,
-        spec.limits,
+        spec.goals,
         spec.sampler,
         spec.seed,
         storage,
@@ -60,7 +60,7 @@ def open_study(
 
 
 def predictions(layouts: Iterable[Layout], work: Workload, calibration: Coefficients) -> dict[Layout, dict[str, float]]:
-    """Metrics, by their name, that the cost model predicts of each point."""
+    """Metrics, by their name, that the cost model predicts of each layout."""
     return {layout: metrics(layout, work, calibration) for layout in layouts}
 
 
@@ -78,7 +78,7 @@ def winners(searches: Iterable[SearchRecord], spec: Problem) -> Iterator[Layout]
 def first_points(
     winners: Iterable[Layout],
     predicted: Mapping[Layout, Mapping[str, float]],
-    objectives: Mapping[str, str],
+    objectives: Mapping[str, Direction],
     memory: MemoryModel,
 ) -> list[Layout]:
     """Layouts to begin with: winners, then those predicted to be the best on each objective in turn.
@@ -89,8 +89,8 @@ def first_points(
     orders = []
     for metric, direction in objectives.items():
         if all(metric in metrics for metrics in predicted.values()):
-            sign = -1 if direction == "maximize" else 1
-            orders.append(sorted(predicted, key=lambda layout: sign * predicted[layout][metric]))
+            costs = {layout: direction.cost(metrics[metric]) for layout, metrics in predicted.items()}
+            orders.append(sorted(costs, key=costs.__getitem__))
     for order in islice(cycle(orders), PREDICTED if predicted else 0):
         if (layout := _next(order, chosen, memory)) is not None:
             chosen.append(layout)
@@ -114,4 +114,5 @@ def _is_safe(layout: Layout, memory: MemoryModel) -> bool:
 
 def _differ(one: Layout, other: Layout) -> bool:
     """Whether two layouts are not just neighbours."""
-    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Layout)) >= APART
+    differing = [field for field in fields(Layout) if getattr(one, field.name) != getattr(other, field.name)]
+    return len(differing) >= APART

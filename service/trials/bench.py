@@ -28,7 +28,8 @@ from service.trials.figures import (
 from service.trials.windows import Nodes, Span, idle_windows, node_windows, summaries
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
-from trainables.trial import TrialRequest
+from trainables.program import TrialRequest
+from trainables.status import Status
 
 GRACE_S = 60.0
 """How long a gang may stay silent after a trial's deadline."""
@@ -67,14 +68,14 @@ class Bench:
         except GetTimeoutError:
             cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
             ray.get(call(self.mailbox, Mailbox.give_up, cause))
-            return TrialResult(request.trial_id, request.layout, "hang", cause, infrastructure=True)
+            return TrialResult(request.trial_id, request.layout, Status.HANG, cause, infrastructure=True)
         first = outcomes[0]
-        if first.status != "ok":
-            pruned = first.status == "pruned"
+        if first.status != Status.OK:
+            pruned = first.status == Status.PRUNED
             return TrialResult(
                 request.trial_id,
                 request.layout,
-                first.status,
+                Status(first.status),
                 first.cause,
                 metrics={early_stop.BOUND + name: bound for name, bound in bounds.items()} if pruned else {},
                 traceback=first.traceback,
@@ -105,7 +106,7 @@ class Bench:
         spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
         (summary,) = summaries([node_windows(spans, members, self.telemetry)], self.telemetry)
         best = early_stop.bounds(self.problem, request.layout.num_gpus, steps, summary.energy_j)
-        point = early_stop.dominating(self.problem.objectives, best, front)
+        point = early_stop.dominating(self.problem.goals, best, front)
         if point is not None:
             ray.get(call(self.mailbox, Mailbox.prune, request.trial_id, early_stop.cause(best, point)))
         return best
@@ -152,7 +153,7 @@ class Bench:
             run = TrialResult(
                 trial_id=request.trial_id,
                 layout=replace(request.layout, global_batch_size=batch),
-                status="ok",
+                status=Status.OK,
                 cause="; ".join(telemetry_problems(summary, idle)) or None,
                 metrics=metrics(batch * self.problem.sequence_length, reports, timing, summary, idle, self.problem),
                 methods=methods(summary, idle),

@@ -9,7 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from service.goals import Figures, Goals
+from service.metrics import TABLE, known
 from service.problem import Problem
+from service.trials.figures import of_step
 from trainables.measure import Protocol, Stretch
 
 TIME_NOISE, ENERGY_NOISE = 3 * 0.0025, 3 * 0.009
@@ -17,7 +20,8 @@ TIME_NOISE, ENERGY_NOISE = 3 * 0.0025, 3 * 0.009
 trials of a layout on an H200 (benchmarks/results/README.md)."""
 
 SPREADS = 3
-"""The same in standard errors of the mean of the steps so far, where these vary more: on a CPU."""
+"""The share by which they may still turn out better where steps vary more, as on a CPU: so many standard errors of the
+mean of the steps so far."""
 
 EDGES_S = 0.2
 """Seconds of whose power is not known in which step they fall: an energy counter's refresh at either end."""
@@ -27,17 +31,6 @@ WORTH_S = 5.0
 
 BOUND = "bound_"
 """What the name of a metric begins with that is the best which a pruned trial could have come to."""
-
-NEVER_BELOW_ZERO = ("throttle_ratio", "throttle_time_s", "power_cap_ratio", "idle_energy_j")
-BOUNDED = {
-    "tokens_per_s": "maximize",
-    "tokens_per_s_per_gpu": "maximize",
-    "mfu": "maximize",
-    "step_time_s": "minimize",
-    "joules_per_token": "minimize",
-    "energy_per_step_j": "minimize",
-} | dict.fromkeys(NEVER_BELOW_ZERO, "minimize")
-"""The objectives that have a bound, and its direction."""
 
 
 def remaining_s(protocol: Protocol, step_s: float) -> float:
@@ -55,35 +48,28 @@ def bounds(spec: Problem, gpus: int, steps: Stretch, energy_j: float | None) -> 
     if spread >= 1:
         return {}
     step_s = min(steps.steps_s) * (1 - max(TIME_NOISE, spread))
-    best: dict[str, float | None] = spec.speed(spec.tokens_per_step / step_s, gpus) | {"step_time_s": step_s}
+    joules = None
     if energy_j is not None:
         joules = energy_j / count * (1 - max(ENERGY_NOISE, spread) - EDGES_S / sum(steps.steps_s))
-        best |= {"energy_per_step_j": joules, "joules_per_token": joules / spec.tokens_per_step}
-    best |= dict.fromkeys(NEVER_BELOW_ZERO, 0.0)
+    best = of_step(spec, gpus, spec.tokens_per_step, mean_s=step_s, median_s=step_s, energy_j=joules)
+    best |= {metric.name: metric.least for metric in TABLE if metric.least is not None}
     return {
         name: value
-        for name, way in spec.objectives.items()
-        if BOUNDED.get(name) == way and (value := best.get(name)) is not None
+        for name, direction in spec.goals.objectives.items()
+        if known(name).bounded(direction) and (value := best.get(name)) is not None
     }
 
 
 def dominating(
-    objectives: Mapping[str, str], best: Mapping[str, float], front: Sequence[Mapping[str, float]]
+    goals: Goals, best: Mapping[str, float], front: Sequence[Mapping[str, float]]
 ) -> Mapping[str, float] | None:
     """A point of `front` that is nowhere worse than the bounds `best` and somewhere better, or None.
 
     Objectives that no point of the front has are left out; one without a bound might still come to anything.
     """
-    ranked = [name for name in objectives if any(name in point for point in front)]
-    if any(name not in best for name in ranked):
-        return None
-    for point in front:
-        if all(name in point for name in ranked):
-            signs = [1 if objectives[name] == "maximize" else -1 for name in ranked]
-            gains = [sign * (point[name] - best[name]) for name, sign in zip(ranked, signs, strict=True)]
-            if min(gains) >= 0 < max(gains):
-                return point
-    return None
+    points = [Figures(point) for point in front]
+    rival = goals.among(points).beating(Figures(best), points)
+    return None if rival is None else front[points.index(rival)]
 
 
 def cause(best: Mapping[str, float], point: Mapping[str, float]) -> str:

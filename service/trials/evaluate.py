@@ -17,14 +17,17 @@ from ray.exceptions import RayActorError, RayError
 from search_spaces.layout import Layout
 from service.problem import Problem
 from service.remote import call
-from service.result import Proxy, TrialResult
+from service.result import Proxy, Purpose, TrialResult
+from service.step import Step
 from service.trials import probe, short
 from service.trials.bench import Bench
 from service.trials.extrapolation import SPENT, over_depth
 from service.trials.gang import Pool
 from service.trials.windows import Nodes
 from trainables.measure import Protocol
-from trainables.trial import TrialRequest
+from trainables.program import TrialRequest
+from trainables.status import Status
+from trainables.training import Training
 
 LEASE_S = 3600.0
 """How long a trial waits for a gang whose workers are up."""
@@ -38,19 +41,16 @@ def evaluate(
     telemetry: Nodes,
     environment: Mapping[str, str],
 ) -> None:
-    """A Tune function trainable: report the `TrialResult` of the layout of `step`, once; nothing if the pool is lost.
-
-    Beside the layout's fields, `step` has the trial's `purpose` and the `front` to hold it against.
-    """
+    """A Tune function trainable: report the `TrialResult` of a `Step` as a dict, once; nothing if the pool is lost."""
     trial_id = ray.tune.get_context().get_trial_id()
     assert trial_id is not None
-    layout = Layout.from_dict(step)
-    purpose, front = step.get("purpose", "search"), step.get("front", ())
+    wanted = Step.from_dict(step)
+    layout, purpose, front = wanted.layout, wanted.purpose, wanted.front
     try:
         mailbox = ray.get(call(pool, Pool.lease, trial_id, LEASE_S))
     except RayActorError:
         return
-    lost = partial(TrialResult, trial_id, layout, "crash", purpose=purpose, infrastructure=True)
+    lost = partial(TrialResult, trial_id, layout, Status.CRASH, purpose=purpose, infrastructure=True)
     try:
         if mailbox is None:
             result = lost(
@@ -70,7 +70,7 @@ def run(
     bench: Bench,
     trial_id: str,
     layout: Layout,
-    purpose: str = "search",
+    purpose: Purpose = Purpose.SEARCH,
     front: Sequence[Mapping[str, float]] = (),
 ) -> TrialResult:
     """Run a layout on the bench.
@@ -78,7 +78,7 @@ def run(
     `front`: the objectives of layouts that a trial which explores should not be far behind. Where the problem asks for
     it, a trial that explores and may not fit in memory is probed before: `probe_time_s` is what that took.
     """
-    depths = probe.depths(layout, bench.problem) if purpose == "search" else None
+    depths = probe.depths(layout, bench.problem) if purpose == Purpose.SEARCH else None
     if depths is None:
         return run_at_depths(bench, trial_id, layout, purpose, front)
     refused, seconds = run_probe(bench, trial_id, layout, depths)
@@ -89,12 +89,12 @@ def run(
 
 
 def run_at_depths(
-    bench: Bench, trial_id: str, layout: Layout, purpose: str, front: Sequence[Mapping[str, float]]
+    bench: Bench, trial_id: str, layout: Layout, purpose: Purpose, front: Sequence[Mapping[str, float]]
 ) -> TrialResult:
     """Run the layout at the model's depth, held against `front`, or at those of its proxies, deepest first."""
     if bench.problem.depth_proxy is None:
         request = make_request(trial_id, layout, bench.problem, purpose)
-        return replace(bench.run(request, front if purpose == "search" else ()), purpose=purpose)
+        return replace(bench.run(request, front if purpose == Purpose.SEARCH else ()), purpose=purpose)
     proxies: list[Proxy] = []
     for layers in reversed(bench.problem.depth_proxy):
         smaller = bench.at_depth(layers)
@@ -129,10 +129,10 @@ def run_probe(bench: Bench, trial_id: str, layout: Layout, depths: tuple[int, in
     if (reason := probe.refusal(layout, bench.problem, *proxies)) is None:
         return None, seconds
     spent: dict[str, float | None] = {"probe_time_s": seconds}
-    return TrialResult(trial_id, layout, "oom", reason, spent, proxies=tuple(proxies)), seconds
+    return TrialResult(trial_id, layout, Status.OOM, reason, spent, proxies=tuple(proxies)), seconds
 
 
-def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: str = "search") -> TrialRequest:
+def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpose = Purpose.SEARCH) -> TrialRequest:
     """The trial as a gang gets it: finalists in full and in windows of their own, others short where that saves time.
 
     The two windows of a short trial last half as long each; a finalist that was explored by such a trial gets as many
@@ -141,7 +141,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: str =
     timing = asdict(problem.measurement)
     deadline_s, short_trials = timing.pop("deadline_s"), timing.pop("short_trials")
     sizes = (short.batches(layout) if short_trials else None) or ()
-    if purpose == "finalist":
+    if purpose == Purpose.FINALIST:
         timing["window_s"] = problem.finalists.window_s
         deadline_s *= layout.global_batch_size / max(sizes, default=layout.global_batch_size)
         sizes = ()
@@ -150,11 +150,8 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: str =
     return TrialRequest(
         trial_id=trial_id,
         layout=layout,
-        model=problem.shape,
-        data=problem.data,
-        sequence_length=problem.sequence_length,
+        program=Training(problem.shape, problem.data, problem.sequence_length, problem.seed),
         protocol=Protocol(**timing),
         deadline_s=deadline_s,
-        seed=problem.seed,
         batches=sizes,
     )

@@ -9,26 +9,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from service.metrics import Method, Part, made_of
 from service.problem import Problem
 from service.result import Proxy, TrialResult
+from service.trials.figures import of_step
+from trainables.status import Status
 
-STEP = (
-    "tokens_per_s",
-    "tokens_per_s_per_gpu",
-    "mfu",
-    "step_time_s",
-    "joules_per_token",
-    "energy_per_step_j",
-)
-"""What follows from the time and the energy of a step."""
+OVER_DEPTH = made_of(Part.TIME, Part.ENERGY, Part.MEMORY)
+OVER_BATCH = made_of(Part.TIME, Part.ENERGY, Part.POWER)
+"""The metrics that follow from two smaller runs, over layers and over microbatches."""
 
-OVER_DEPTH = (*STEP, "peak_memory_gib")
-OVER_BATCH = (*STEP, "mean_power_w")
-
-SPENT = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s", "breakdown_time_s")
+SPENT = made_of(Part.HELD)
 """What a trial took of its gang: the sum over its runs."""
 
 
@@ -79,17 +73,17 @@ def over_depth(trial_id: str, spec: Problem, shallow: Proxy, deep: Proxy) -> Tri
     growth = Growth((shallow.layers, deep.layers), layers, "layers")
     problems = [f"at {run.layers} layers: {run.result.cause}" for run in runs if run.result.cause]
     try:
-        found = of_step(spec, growth, runs)
+        metrics = followed(spec, growth, runs)
     except NoLine as error:
-        return TrialResult(trial_id, deep.result.layout, "invalid", str(error), proxies=runs)
-    found["peak_memory_gib"] = peak_memory(layers, shallow, deep)
+        return TrialResult(trial_id, deep.result.layout, Status.INVALID, str(error), proxies=runs)
+    metrics["peak_memory_gib"] = peak_memory(layers, shallow, deep)
     spent: dict[str, float | None] = {name: sum(run.result.metrics.get(name) or 0.0 for run in runs) for name in SPENT}
     return replace(
         deep.result,
         trial_id=trial_id,
         cause="; ".join(problems) or None,
-        metrics=deep.result.metrics | found | spent,
-        methods=deep.result.methods | _methods("extrapolated", found, runs),
+        metrics=deep.result.metrics | metrics | spent,
+        methods=deep.result.methods | _methods(Method.EXTRAPOLATED, metrics, runs),
         proxies=runs,
     )
 
@@ -104,35 +98,40 @@ def over_batch(spec: Problem, result: TrialResult, few: Proxy, many: Proxy) -> T
     batches = few.result.layout.global_batch_size, many.result.layout.global_batch_size
     growth = Growth(batches, result.layout.global_batch_size, "sequences")
     try:
-        found = of_step(spec, growth, runs)
+        metrics = followed(spec, growth, runs)
     except NoLine as error:
-        return TrialResult(result.trial_id, result.layout, "invalid", str(error), proxies=runs)
-    rate, energy = found["tokens_per_s"], found["joules_per_token"]
+        return TrialResult(result.trial_id, result.layout, Status.INVALID, str(error), proxies=runs)
+    rate, energy = metrics["tokens_per_s"], metrics["joules_per_token"]
     assert rate is not None, "a line that leads on has a speed"
-    found["mean_power_w"] = energy and energy * rate
+    metrics["mean_power_w"] = energy and energy * rate
     uncertain = growth.error([run.result.step_times_s for run in runs]) * rate / spec.tokens_per_step
     return replace(
         result,
-        metrics=result.metrics | found | {"extrapolation_error": uncertain},
-        methods=result.methods | _methods("short", found, runs),
+        metrics=result.metrics | metrics | {"extrapolation_error": uncertain},
+        methods=result.methods | _methods(Method.SHORT, metrics, runs),
         proxies=runs,
     )
 
 
-def of_step(spec: Problem, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
-    """The metrics of `STEP` of `spec`'s own model and batch; None where a run lacks what it takes. Raises `NoLine`."""
+def followed(spec: Problem, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
+    """What is made of a step's time and energy, of `spec`'s own model and batch; None where a run lacks what it takes.
+
+    Raises `NoLine`.
+    """
     metrics = [run.result.metrics for run in runs]
     tokens = [run.result.layout.global_batch_size * spec.sequence_length for run in runs]
     rates = [of_run["tokens_per_s"] for of_run in metrics]
     seconds = growth.follow("mean time", [rate and count / rate for count, rate in zip(tokens, rates, strict=True)])
     assert seconds is not None, "every run that ended well has a speed"
     joules = growth.follow("energy", [of_run.get("energy_per_step_j") for of_run in metrics])
-    return {
-        **spec.speed(spec.tokens_per_step / seconds, runs[0].result.layout.num_gpus),
-        "step_time_s": growth.follow("median time", [of_run["step_time_s"] for of_run in metrics]),
-        "joules_per_token": joules and joules / spec.tokens_per_step,
-        "energy_per_step_j": joules,
-    }
+    return of_step(
+        spec,
+        runs[0].result.layout.num_gpus,
+        spec.tokens_per_step,
+        mean_s=seconds,
+        median_s=growth.follow("median time", [of_run["step_time_s"] for of_run in metrics]),
+        energy_j=joules,
+    )
 
 
 def peak_memory(layers: int, shallow: Proxy, deep: Proxy) -> float | None:
@@ -145,7 +144,8 @@ def peak_memory(layers: int, shallow: Proxy, deep: Proxy) -> float | None:
     return max(lines, default=None)
 
 
-def _methods(method: str, found: dict[str, float | None], runs: Sequence[Proxy]) -> dict[str, str]:
-    """`method` for what was found, but `estimated` stays so: it says more against a figure."""
-    guessed = {name for run in runs for name, how in run.result.methods.items() if how == "estimated"}
-    return {name: "estimated" if name in guessed else method for name, value in found.items() if value is not None}
+def _methods(method: Method, metrics: Mapping[str, float | None], runs: Sequence[Proxy]) -> dict[str, Method]:
+    """`method` for the metrics that are there, but what was estimated stays so: it says more against a figure."""
+    guessed = {name for run in runs for name, how in run.result.methods.items() if how == Method.ESTIMATED}
+    present = [name for name, value in metrics.items() if value is not None]
+    return {name: Method.ESTIMATED if name in guessed else method for name in present}

@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from service.metrics import Method, Part, made_of
 from service.problem import Problem
 from service.result import RankRecord
 from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Timing
-from trainables.trial import RankReport
+from trainables.program import RankReport
 
 
 def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRecord, ...]:
@@ -35,12 +36,12 @@ def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRe
 
 def breakdown_metrics(ranks: tuple[RankRecord, ...]) -> dict[str, float | None]:
     """Each time of the breakdown as the mean over the ranks, and the most idle and most held-up ranks' own."""
-    found = [asdict(rank.breakdown) for rank in ranks if rank.breakdown is not None]
-    if not found:
+    by_rank = [asdict(rank.breakdown) for rank in ranks if rank.breakdown is not None]
+    if not by_rank:
         return {}
-    means = {f"breakdown_{name}": statistics.fmean(times[name] for times in found) for name in found[0]}
+    means = {f"breakdown_{name}": statistics.fmean(times[name] for times in by_rank) for name in by_rank[0]}
     most = ("idle_s", "exposed_communication_s")
-    return means | {f"breakdown_max_{name}": max(times[name] for times in found) for name in most}
+    return means | {f"breakdown_max_{name}": max(times[name] for times in by_rank) for name in most}
 
 
 def breakdown_problems(outcomes: list[Outcome]) -> list[str]:
@@ -54,6 +55,21 @@ def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> li
     if idle is None:
         return [*summary.problems, *summary.saturated, "no idle_energy_j: the node's GPUs are not all the gang's"]
     return [*summary.problems, *summary.saturated, *(f"idle {problem}" for problem in idle.problems)]
+
+
+def of_step(
+    spec: Problem, gpus: int, tokens: int, *, mean_s: float, median_s: float | None, energy_j: float | None
+) -> dict[str, float | None]:
+    """The metrics made of the time and energy of a step of so many `tokens` on so many GPUs; None is missing.
+
+    All that is extrapolated or bounded goes by these two alone: `mean_s` and `median_s`, in seconds, and `energy_j`.
+    """
+    return {
+        **spec.speed(tokens / mean_s, gpus),
+        "step_time_s": median_s,
+        "joules_per_token": None if energy_j is None else energy_j / tokens,
+        "energy_per_step_j": energy_j,
+    }
 
 
 def metrics(
@@ -70,10 +86,14 @@ def metrics(
     """
     steps, energy_j = len(timing.window_steps_s), summary.energy_j
     return {
-        **spec.speed(steps * tokens / sum(timing.window_steps_s), len(reports)),
-        "step_time_s": statistics.median(timing.window_steps_s),
-        "joules_per_token": None if energy_j is None else energy_j / (steps * tokens),
-        "energy_per_step_j": None if energy_j is None else energy_j / steps,
+        **of_step(
+            spec,
+            len(reports),
+            tokens,
+            mean_s=sum(timing.window_steps_s) / steps,
+            median_s=statistics.median(timing.window_steps_s),
+            energy_j=None if energy_j is None else energy_j / steps,
+        ),
         "idle_energy_j": idle_energy_j(idle) if reports[0].device is not None else None,
         **summary.metrics(),
     }
@@ -107,11 +127,11 @@ def idle_energy_j(idle: WindowSummary | None) -> float | None:
     return idle.energy_j if idle.devices else 0.0
 
 
-def methods(summary: WindowSummary, idle: WindowSummary | None) -> dict[str, str]:
+def methods(summary: WindowSummary, idle: WindowSummary | None) -> dict[str, Method]:
     """How the energy and throttle figures that are known were obtained, by metric."""
-    found = summary.methods()
+    how = summary.methods()
     if summary.energy_j is not None and summary.energy_method is not None:
-        found |= dict.fromkeys(("joules_per_token", "energy_per_step_j"), summary.energy_method)
+        how |= dict.fromkeys(made_of(Part.ENERGY), summary.energy_method)
     if idle is not None and idle.energy_j is not None and idle.energy_method is not None:
-        found["idle_energy_j"] = idle.energy_method
-    return found
+        how["idle_energy_j"] = idle.energy_method
+    return {metric: Method(method) for metric, method in how.items()}

@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ray.train.torch import TorchTrainer
 from service.problem import Cluster
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
+from trainables.platforms.base import platform_of
 from trainables.worker import GangTorchConfig, worker_loop
 
 CLOSE_TIMEOUT_S = 30.0
@@ -35,22 +36,28 @@ class Gang:
     thread starts another. A mailbox that dies is started again, empty; its workers fail, and join it when they are up.
     """
 
-    def __init__(self, name: str, size: int, cluster: Cluster, storage: Path, telemetry: Fleet) -> None:
+    def __init__(
+        self, name: str, size: int, cluster: Cluster, storage: Path, telemetry: Fleet, preload: Sequence[str]
+    ) -> None:
+        """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them."""
         actor: Any = ray.remote(Mailbox)
-        self.mailbox: ActorHandle = actor.options(
+        self.mailbox: ActorHandle[Mailbox] = actor.options(
             num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
         ).remote(size)
         self._closing = False
-        use_gpu = cluster.accelerator != "cpu"
+        resources = resources_per_worker(cluster)
         # Ray Train looks for dead workers every 2 s unless told otherwise.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-        self._trainer = lambda: TorchTrainer(
+        self._trainer: Callable[[], Any] = lambda: TorchTrainer(
             worker_loop,
-            train_loop_config={"mailbox": self.mailbox, "telemetry": telemetry, "use_gpu": use_gpu},
+            train_loop_config={
+                "mailbox": self.mailbox,
+                "telemetry": telemetry,
+                "accelerator": cluster.device,
+                "preload": preload,
+            },
             torch_config=GangTorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=size, use_gpu=use_gpu, resources_per_worker=resources_per_worker(cluster)
-            ),
+            scaling_config=ScalingConfig(num_workers=size, use_gpu="GPU" in resources, resources_per_worker=resources),
             run_config=RunConfig(name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)),
         )
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -93,13 +100,13 @@ class Pool:
     gets such a gang.
     """
 
-    def __init__(self, mailboxes: list[ActorHandle]) -> None:
+    def __init__(self, mailboxes: list[ActorHandle[Mailbox]]) -> None:
         self._starting = list(mailboxes)
-        self._free: asyncio.Queue[ActorHandle] = asyncio.Queue()
-        self._lent: dict[str, ActorHandle] = {}
+        self._free: asyncio.Queue[ActorHandle[Mailbox]] = asyncio.Queue()
+        self._lent: dict[str, ActorHandle[Mailbox]] = {}
         self._offers: set[asyncio.Task[None]] = set()
 
-    async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle | None:
+    async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle[Mailbox] | None:
         """A gang's mailbox for one trial, once one is free; None if none was in time."""
         while self._starting:
             self._offer(self._starting.pop())
@@ -132,13 +139,16 @@ class Pool:
         task.add_done_callback(self._offers.discard)
 
 
-def start_pool(gangs: Sequence[Gang]) -> ActorHandle:
+def start_pool(gangs: Sequence[Gang]) -> ActorHandle[Pool]:
     """The actor that lends these gangs."""
     actor: Any = ray.remote(Pool)
-    return actor.options(num_cpus=0, resources=ON_HEAD, max_concurrency=1000).remote([gang.mailbox for gang in gangs])
+    options = {"num_cpus": 0, "resources": ON_HEAD, "max_concurrency": 1000}
+    pool: ActorHandle[Pool] = actor.options(**options).remote([gang.mailbox for gang in gangs])
+    return pool
 
 
 def resources_per_worker(cluster: Cluster) -> dict[str, float]:
     """What Ray reserves for one worker of a gang."""
-    resources: dict[str, Any] = {"CPU": cluster.cpus_per_worker}
-    return resources if cluster.accelerator == "cpu" else resources | {"GPU": 1}
+    resources = {"CPU": cluster.cpus_per_worker}
+    device = platform_of(cluster.device).ray_resource
+    return resources if device is None else resources | {device: 1}

@@ -13,7 +13,7 @@ from service.problem import Problem
 from service.result import Proxy
 from service.trials.extrapolation import line
 from trainables.measure import Protocol
-from trainables.trial import TrialRequest
+from trainables.program import TrialRequest
 
 LAYERS_PER_STAGE = (4, 8)
 """With fewer, blocks still fit in what the loss has given back, and a line through them is too steep: by two and four
@@ -32,7 +32,7 @@ def depths(layout: Layout, spec: Problem) -> tuple[int, int] | None:
 
 
 def probing(request: TrialRequest) -> TrialRequest:
-    """The same trial as no more than a few steps, of the smallest batch to which it would come."""
+    """The trial cut down to a few steps, of the smallest batch to which it would come."""
     return replace(request, protocol=STEPS, batches=request.batches[-1:])
 
 

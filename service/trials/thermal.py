@@ -33,6 +33,6 @@ def judged(result: TrialResult, samples: pa.Table) -> TrialResult:
     cause = result.cause
     if abs(rise) > STEADY_C:
         moved = "warmed" if rise > 0 else "cooled"
-        told = f"not at thermal steady state: a GPU {moved} by {abs(rise):.1f} degC in the window"
-        cause = f"{cause}; {told}" if cause else told
+        notice = f"not at thermal steady state: a GPU {moved} by {abs(rise):.1f} degC in the window"
+        cause = f"{cause}; {notice}" if cause else notice
     return replace(result, metrics=result.metrics | {"gpu_temp_rise_c": rise}, cause=cause)

@@ -1,22 +1,114 @@
-"""The devices of this node."""
+"""The devices of this node: each module of this package is a vendor's, and holds all that is known of its devices.
+
+A vendor is one module with a `VENDOR`. Modules are found by looking into the package, so that there is no list of them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol, runtime_checkable
 
-from telemetry.devices import amd, nvidia, replay
-from telemetry.devices.base import Device, DeviceInfo
-from telemetry.devices.cpu import CpuDevice, cpu_uuid
 
-__all__ = ["CpuDevice", "Device", "DeviceInfo", "cpu_uuid", "discover"]
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What does not change while a device is watched.
+
+    `kind` is its vendor's. `energy_method` is `counter` where the hardware counts its energy, `shared` where
+    `energy_mj` and power are its equal part of what all devices of a `card` are counted for together (exact over all of
+    them, a guess for one), `estimated` where they are a model's. The peaks are of one direction, of PCIe and of all
+    links to other GPUs together; None where there is no such fabric or its speed is not known.
+    """
+
+    uuid: str
+    index: int
+    name: str
+    kind: str
+    energy_method: str
+    card: str | None = None
+    driver_version: str | None = None
+    power_limit_w: float | None = None
+    pcie_peak_bytes_per_s: float | None = None
+    link_peak_bytes_per_s: float | None = None
+
+
+class Device(Protocol):
+    """One device of this node."""
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def read(self, full: bool) -> dict[str, Any]:
+        """One sample: columns of `telemetry.samples.SCHEMA`; what the device cannot say is None or left out.
+
+        What takes the driver milliseconds is read only if `full`, and then first, next to the sample's time: counters,
+        of which readings around a window are enough. May raise anything: that sample is null then.
+        """
+        ...
+
+
+@runtime_checkable
+class Refreshing(Protocol):
+    """A device whose counters are refreshed now and then, at moments that it has to look for."""
+
+    def align(self, until_ns: int) -> None:
+        """Look for such a moment, if that is due. Called after every reading, with the time before which to be done."""
+        ...
+
+
+class Precedence(IntEnum):
+    """Whose devices a node is watched by: all those of the first of these that has any here."""
+
+    RECORDED = 1
+    """In place of what is here, because someone asked for it."""
+    GPU = 2
+    HOST = 3
+    """The machine itself, where nothing else is."""
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """What is known of one kind of device, `DeviceInfo.kind` and column `kind` of the samples.
+
+    `discover` gives those of this node that answer, none where its driver or binding is missing, and warns of one that
+    is there and does not answer. It is called with the id of the process whose tree is the work to be watched, for
+    devices that can tell a process's part.
+
+    `throttle_bits` are masks of the column `throttle_reasons` by cause (`telemetry.samples.THROTTLE_CAUSES`); bits in
+    none of them stand for no cause. They say what throttles a device that has no counter of it.
+    """
+
+    kind: str
+    discover: Callable[[int], Sequence[Device]]
+    precedence: Precedence = Precedence.GPU
+    throttle_bits: Mapping[str, int] = field(default_factory=dict)
+
+
+def vendors() -> list[Vendor]:
+    """Those of all modules of this package. Raises AttributeError for a module without a `VENDOR`."""
+    names = [f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)]
+    return [importlib.import_module(name).VENDOR for name in names]
 
 
 def discover(process_root: int | None = None) -> list[Device]:
-    """All NVIDIA and AMD GPUs of this node, or the CPU as the one device where there are none; those of a trace if
-    the environment names one (`telemetry.devices.replay`).
+    """The devices of this node: those of a trace if the environment names one (`telemetry.devices.replay`), else all
+    its GPUs, else its CPUs as one device.
 
-    `process_root` is the process whose tree counts as "the process" in the CPU's utilisation; default this one.
+    `process_root` is the process whose tree counts as "the process" in the CPU's utilisation; default this one. Raises
+    what `telemetry.devices.replay.load_tracks` raises of a trace that cannot be played.
     """
-    if replayed := replay.discover():
-        return [*replayed]
-    return [*nvidia.discover(), *amd.discover()] or [CpuDevice(process_root or os.getpid())]
+    root = os.getpid() if process_root is None else process_root
+    for precedence in Precedence:
+        here = [vendor for vendor in vendors() if vendor.precedence is precedence]
+        if devices := [device for vendor in here for device in vendor.discover(root)]:
+            return devices
+    return []
+
+
+def throttle_bits(kind: str | None) -> Mapping[str, int]:
+    """Masks of `throttle_reasons` by cause, for a kind of device; none for a kind that is not known here."""
+    return next((vendor.throttle_bits for vendor in vendors() if vendor.kind == kind), {})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo, Vendor
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,13 @@ class AmdDevice:
         self.info = DeviceInfo(
             uuid=uuid,
             index=index,
-            name=_text(asic.get("market_name")) or "AMD GPU",
+            name=_known_text(asic.get("market_name")) or "AMD GPU",
             kind="amd",
             energy_method="counter" if dies == 1 else "shared" if card else "estimated",
             card=card,
-            driver_version=_text(driver.get("driver_version")),
+            driver_version=_known_text(driver.get("driver_version")),
             power_limit_w=None if limit_w is None else limit_w / self._dies,
-            link_peak_bytes_per_s=_link_peak(self._table.read()),
+            link_peak_bytes_per_s=_xgmi_peak(self._table.read()),
         )
 
     def read(self, full: bool) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class AmdDevice:
         if table is None:
             return {}
         memory = self._ask(self._amdsmi.amdsmi_get_gpu_memory_usage, self._amdsmi.AmdSmiMemoryType.VRAM)
-        activity = _within(table.average_gfx_activity, _MAX_PERCENT)
+        activity = _at_most(table.average_gfx_activity, _MAX_PERCENT)
         limit_c, gpu_temp_c = self._limit_c, _hottest([table.temperature_hotspot]) or _hottest([table.temperature_edge])
         throttled = self._throttled.advance(table, now_ns)
         return (
@@ -109,7 +109,7 @@ class AmdDevice:
             | (self._errors() if full else {})
             | {
                 "sm_clock_mhz": _gfx_clock_mhz(table),
-                "memory_clock_mhz": _within(table.current_uclk, _MAX_MHZ),
+                "memory_clock_mhz": _at_most(table.current_uclk, _MAX_MHZ),
                 "gpu_temp_c": gpu_temp_c,
                 "gpu_temp_margin_c": None if gpu_temp_c is None or limit_c is None else limit_c - gpu_temp_c,
                 "hbm_temp_c": _hottest([table.temperature_mem, *table.temperature_hbm]),
@@ -123,7 +123,7 @@ class AmdDevice:
 
     def _socket_reading(self, table: Any) -> dict[str, Any]:
         """Power and energy of the socket, per die. None of a partition, whose readings are those of the whole GPU."""
-        if _within(table.num_partition, 64) not in (None, 0, 1):
+        if _at_most(table.num_partition, 64) not in (None, 0, 1):
             if not self._partitioned:
                 self._partitioned = True
                 logger.warning("%s is a partition: power, energy and links of its GPU are left out", self.info.uuid)
@@ -131,8 +131,8 @@ class AmdDevice:
         ticks = _counter(table.energy_accumulator)
         if ticks == 0:  # the die that leaves it to the other one: its power is 0 as well
             return {}
-        average_w = _within(table.average_socket_power, _MAX_W)
-        present_w = _within(table.current_socket_power, _MAX_W)
+        average_w = _at_most(table.average_socket_power, _MAX_W)
+        present_w = _at_most(table.current_socket_power, _MAX_W)
         power_w = average_w if present_w is None else present_w
         return {
             "energy_mj": None if ticks is None else ticks * 15_259 // (1_000_000 * self._dies),  # 15.259 uJ each
@@ -145,7 +145,7 @@ class AmdDevice:
         cap = (self._ask(self._amdsmi.amdsmi_get_power_cap_info) or {}).get("power_cap")
         if not cap:
             return None
-        return _within(cap if cap <= _MAX_W else cap / 1e6, _MAX_W)
+        return _at_most(cap if cap <= _MAX_W else cap / 1e6, _MAX_W)
 
     def _slowdown_temp_c(self) -> float | None:
         """The hottest spot's limit, which amdsmi gives in degrees or in thousandths by version."""
@@ -226,7 +226,7 @@ class _ThrottledTime:
         return {column: round(self._total_ns.get(column, 0.0)) for column in known}
 
 
-def _within(value: float, most: float) -> float | None:
+def _at_most(value: float, most: float) -> float | None:
     return value if 0 <= value <= most else None
 
 
@@ -241,7 +241,7 @@ def _hottest(temperatures: Iterable[float]) -> float | None:
 
 def _gfx_clock_mhz(table: Any) -> float | None:
     clocks = [clock for clock in table.current_gfxclks if clock <= _MAX_MHZ]
-    return sum(clocks) / len(clocks) if clocks else _within(table.current_gfxclk, _MAX_MHZ)
+    return sum(clocks) / len(clocks) if clocks else _at_most(table.current_gfxclk, _MAX_MHZ)
 
 
 def _link_bytes(kib_by_link: Iterable[int]) -> int | None:
@@ -250,7 +250,7 @@ def _link_bytes(kib_by_link: Iterable[int]) -> int | None:
     return sum(known) * KIB if known else None
 
 
-def _link_peak(table: Any | None) -> float | None:
+def _xgmi_peak(table: Any | None) -> float | None:
     """Bytes a second that all xGMI links carry in one direction: Gbit/s a lane times lanes, of the links that are up.
 
     None before metrics table 1.7, which does not say which links are.
@@ -261,7 +261,7 @@ def _link_peak(table: Any | None) -> float | None:
     return up * table.xgmi_link_width * table.xgmi_link_speed * 1e9 / 8 or None
 
 
-def _text(value: str | None) -> str | None:
+def _known_text(value: str | None) -> str | None:
     return None if value in (None, "", "N/A") else value
 
 
@@ -274,32 +274,26 @@ def torch_uuid(hip_uuid: str) -> str | None:
     return f"GPU-{UUID(bytes=digits[1].encode())}" if digits else None
 
 
-def discover() -> list[AmdDevice]:
+class _Gpu(NamedTuple):
+    """A GPU before it is watched. One that is `silent` leaves its power and energy to the other die of its card."""
+
+    bus_address: str
+    number: int
+    handle: Any
+    hip_name: str | None
+    two_dies: bool
+    silent: bool
+
+
+def discover(process_root: int) -> list[AmdDevice]:
     """All GPUs that AMD SMI shows and that answer, by PCI address; none where there is no driver or no binding."""
     amdsmi = _binding()
     if amdsmi is None:
         return []
-    try:
-        amdsmi.amdsmi_init()
-        handles = amdsmi.amdsmi_get_processor_handles()
-    except amdsmi.AmdSmiException as error:
-        if getattr(error, "err_code", None) != amdsmi.amdsmi_wrapper.AMDSMI_STATUS_DRIVER_NOT_LOADED:
-            logger.warning("AMD SMI does not answer, no AMD GPU is watched: %s", _line(error))
-        return []
-    found = []
-    for index, handle in enumerate(handles):
-        try:
-            bus_address = amdsmi.amdsmi_get_gpu_device_bdf(handle)
-            two_dies = amdsmi.amdsmi_get_gpu_asic_info(handle)["device_id"] in _TWO_DIES
-            hip_uuid = amdsmi.amdsmi_get_gpu_enumeration_info(handle)["hip_uuid"]
-        except (amdsmi.AmdSmiException, ValueError) as error:
-            logger.warning("AMD GPU %d does not answer and is not watched: %s", index, _line(error))
-            continue
-        silent = two_dies and not _reports_power(amdsmi, handle)
-        found.append(_Found(bus_address, index, handle, torch_uuid(hip_uuid), two_dies, silent))
-    same = Counter(gpu.hip_name for gpu in found)
+    gpus = _gpus(amdsmi)
+    same = Counter(gpu.hip_name for gpu in gpus)
     devices = []
-    for card in _cards(found):
+    for card in _cards(gpus):
         reporter = None
         for gpu in card:
             unique = gpu.hip_name if same[gpu.hip_name] == 1 else None
@@ -312,19 +306,33 @@ def discover() -> list[AmdDevice]:
     return devices
 
 
-class _Found(NamedTuple):
-    bus_address: str
-    number: int
-    handle: Any
-    hip_name: str | None
-    two_dies: bool
-    silent: bool
+def _gpus(amdsmi: Any) -> list[_Gpu]:
+    """The GPUs that answer, in AMD SMI's order."""
+    try:
+        amdsmi.amdsmi_init()
+        handles = amdsmi.amdsmi_get_processor_handles()
+    except amdsmi.AmdSmiException as error:
+        if getattr(error, "err_code", None) != amdsmi.amdsmi_wrapper.AMDSMI_STATUS_DRIVER_NOT_LOADED:
+            logger.warning("AMD SMI does not answer, no AMD GPU is watched: %s", _line(error))
+        return []
+    gpus = []
+    for index, handle in enumerate(handles):
+        try:
+            bus_address = amdsmi.amdsmi_get_gpu_device_bdf(handle)
+            two_dies = amdsmi.amdsmi_get_gpu_asic_info(handle)["device_id"] in _TWO_DIES
+            hip_uuid = amdsmi.amdsmi_get_gpu_enumeration_info(handle)["hip_uuid"]
+        except (amdsmi.AmdSmiException, ValueError) as error:
+            logger.warning("AMD GPU %d does not answer and is not watched: %s", index, _line(error))
+            continue
+        silent = two_dies and not _reports_power(amdsmi, handle)
+        gpus.append(_Gpu(bus_address, index, handle, torch_uuid(hip_uuid), two_dies, silent))
+    return gpus
 
 
-def _cards(found: list[_Found]) -> list[list[_Found]]:
+def _cards(gpus: list[_Gpu]) -> list[list[_Gpu]]:
     """GPUs in the order of their PCI addresses; a die that is silent joins the one before it that is not."""
-    cards: list[list[_Found]] = []
-    for gpu in sorted(found, key=lambda gpu: gpu.bus_address):
+    cards: list[list[_Gpu]] = []
+    for gpu in sorted(gpus, key=lambda gpu: gpu.bus_address):
         if gpu.silent and cards and len(cards[-1]) == 1 and cards[-1][0].two_dies and not cards[-1][0].silent:
             cards[-1].append(gpu)
         else:
@@ -345,7 +353,7 @@ def _binding() -> Any | None:
         if Path("/dev/kfd").exists():
             logger.warning("AMD's GPU driver is here, amdsmi is not: no AMD GPU is watched; pip install 'wattune[amd]'")
         return None
-    if not any(_loads(path) for path in _library_paths(package.origin)):
+    if not any(_is_loadable(path) for path in _library_paths(package.origin)):
         logger.warning(
             "amdsmi is installed but ROCm's %s is not found, no AMD GPU is watched: set ROCM_PATH or uninstall amdsmi",
             _LIBRARY,
@@ -366,7 +374,7 @@ def _library_paths(package: str | None) -> list[str]:
     return [_LIBRARY, *paths, *([str(Path(package).with_name(_LIBRARY))] if package else [])]
 
 
-def _loads(path: str) -> bool:
+def _is_loadable(path: str) -> bool:
     try:
         ctypes.CDLL(path)
     except OSError:
@@ -376,3 +384,7 @@ def _loads(path: str) -> bool:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+VENDOR = Vendor(kind="amd", discover=discover, throttle_bits={"power_cap": 0xFFFF, "sw_thermal": 0xFFFF << 32})
+"""The bits are those of AMD SMI's `indep_throttle_status`. Limits of current, between these two, are no cause."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo, Precedence, Vendor
 
 logger = logging.getLogger(__name__)
 
@@ -212,3 +212,11 @@ def _processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def discover(process_root: int) -> list[CpuDevice]:
+    """All CPUs of this node as one device."""
+    return [CpuDevice(process_root)]
+
+
+VENDOR = Vendor(kind="cpu", discover=discover, precedence=Precedence.HOST)

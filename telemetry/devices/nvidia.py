@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo, Vendor
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class NvidiaDevice:
             driver_version=driver_version,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
             pcie_peak_bytes_per_s=_answer(nvml, lambda: _pcie_peak(nvml, handle)),
-            link_peak_bytes_per_s=_answer(nvml, lambda: _link_peak(nvml, handle)),
+            link_peak_bytes_per_s=_answer(nvml, lambda: _nvlink_peak(nvml, handle)),
         )
         fields, costly = dict(_FIELDS), dict(_COSTLY_FIELDS)
         for column, field_id in throttle_field_ids(driver_version).items():
@@ -454,7 +454,7 @@ def _pcie_peak(nvml: Any, handle: Any) -> float | None:
     return lane * width if lane and width else None
 
 
-def _link_peak(nvml: Any, handle: Any) -> float | None:
+def _nvlink_peak(nvml: Any, handle: Any) -> float | None:
     """Of all active NVLinks together; None if there are none, or one of unknown speed."""
     links = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if _link_is_active(nvml, handle, link)]
     speeds = {"common": _Field(_COMMON_LINK_SPEED_FIELD)}
@@ -469,7 +469,7 @@ def _link_is_active(nvml: Any, handle: Any, link: int) -> bool:
     return bool(_answer(nvml, lambda: nvml.nvmlDeviceGetNvLinkState(handle, link)))
 
 
-def discover() -> list[NvidiaDevice]:
+def discover(process_root: int) -> list[NvidiaDevice]:
     """All GPUs that NVML shows and that answer; none where there is no driver or no binding."""
     try:
         import pynvml
@@ -490,3 +490,11 @@ def discover() -> list[NvidiaDevice]:
         except pynvml.NVMLError as error:
             logger.warning("GPU %d does not answer and is not watched: %s", index, error)
     return devices
+
+
+VENDOR = Vendor(
+    kind="nvidia",
+    discover=discover,
+    throttle_bits={"power_cap": 0x4, "sw_thermal": 0x20, "hw_thermal": 0x40, "hw_brake": 0x80},
+)
+"""The bits are NVML's clocks event reasons (nvml.h: nvmlClocksEventReason*)."""

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo, Precedence, Vendor
 from telemetry.samples import COUNTERS, MEANS
 from telemetry.store import read_samples
 
@@ -63,7 +63,7 @@ class Track:
         self.held_ns = 2 * period_ns
         self.lap_ns = end_ns - begin_ns + period_ns
         self.count = len(time_ns)
-        self._since_ns = (time_ns - begin_ns).data
+        self._since_ns: Sequence[int] = (time_ns - begin_ns).data
         names = [name for name in rows.column_names if name not in _NOT_PLAYED and rows[name].null_count < self.count]
         self.columns = [_column(rows, name) for name in names]
         self.states = [column for column in self.columns if column[0] not in (*COUNTERS, *MEANS)]
@@ -153,7 +153,7 @@ def _growth_per_lap(time_ns: np.ndarray, rows: pa.Table, lap_ns: int, device: st
     return growth
 
 
-def load(path: Path, loop: bool = False) -> list[Track]:
+def load_tracks(path: Path, loop: bool = False) -> list[Track]:
     """Every device of a trace, by its first appearance. Those of one recorded node start and end together.
 
     Raises OSError if there is no such file, ValueError if it holds no samples or cannot be looped.
@@ -172,8 +172,8 @@ def load(path: Path, loop: bool = False) -> list[Track]:
     return tracks
 
 
-def discover() -> list[ReplayDevice]:
-    """The devices of the trace that the environment names; none if it names none. Raises as `load`.
+def discover(process_root: int) -> list[ReplayDevice]:
+    """The devices of the trace that the environment names; none if it names none. Raises as `load_tracks`.
 
     This machine's name is added to theirs: a trace may be played on several, and is not mistaken for what is there.
     """
@@ -182,5 +182,9 @@ def discover() -> list[ReplayDevice]:
         return []
     logger.warning("telemetry is played back from %s: nothing here is measured", trace)
     here = socket.gethostname()
-    tracks = load(Path(trace), loop=os.environ.get(LOOP) == "1")
+    tracks = load_tracks(Path(trace), loop=os.environ.get(LOOP) == "1")
     return [ReplayDevice(track, f"{track.info.uuid}@{here}") for track in tracks]
+
+
+VENDOR = Vendor(kind="replay", discover=discover, precedence=Precedence.RECORDED)
+"""Its devices are of the kinds that were recorded."""

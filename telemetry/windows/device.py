@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from telemetry import counters
-from telemetry.devices.base import DeviceInfo
-from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_BITS, THROTTLE_CAUSES, TRAFFIC
+from telemetry.devices import DeviceInfo, throttle_bits
+from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_CAUSES, TRAFFIC
 
 STEADY_POWER = ("power_average_w", "power_w")
 """Sampled power for the energy of a window, of which a device may lack the first. Instant power, at 10 Hz, beats with
@@ -34,7 +35,7 @@ FABRICS = ("pcie", "link")
 
 THERMAL = ("sw_thermal", "hw_thermal")
 POWER = ("power_cap", "hw_brake")
-"""Causes that bits tell of together."""
+"""Causes of one kind: a device's bits may not tell them apart."""
 
 _READINGS = (*GAUGES, *MEANS, *COUNTERS, "throttle_reasons")
 
@@ -87,6 +88,7 @@ class DeviceWindow:
 
     @property
     def mean_power_w(self) -> float | None:
+        """Energy by time, in W."""
         return None if self.energy_j is None else self.energy_j / self.duration_s
 
 
@@ -98,7 +100,11 @@ def device_window(
     infos: Mapping[str, DeviceInfo],
     together: Collection[str],
 ) -> DeviceWindow:
-    """The window of one device by its samples `rows`, in order of time; `together` are all devices of the window."""
+    """What happened to one device from `start_ns` to `end_ns` of its node's monotonic clock.
+
+    `rows` are its samples by `telemetry.samples.SCHEMA`, in order of time; `infos` is by UUID, of all devices of the
+    node, as far as they are known; `together` are the UUIDs of all devices of the window.
+    """
     samples = _Samples(rows, start_ns, end_ns)
     power_column = _first_of(STEADY_POWER, rows)
     drawn_j = partial(_drawn_j, [_readings_of(rows, column) for column in INSTANT_POWER])
@@ -117,7 +123,7 @@ def device_window(
     clock = samples.ask("sm_clock_mhz", counters.sampled)
     temperature = samples.ask("gpu_temp_c", counters.sampled)
     hbm_temperature = samples.ask("hbm_temp_c", counters.sampled)
-    bytes_per_s, utilisation = _traffic(samples, infos.get(device))
+    bytes_per_s, utilisation = _traffic_by_fabric(samples, infos.get(device))
     window = DeviceWindow(
         device=device,
         duration_s=samples.duration_s,
@@ -143,10 +149,10 @@ def device_window(
         sample_count=samples.count_inside(),
         problems=(),
     )
-    told = [*_events(samples), *_disagreement(window, power_column)]
+    problems = [*samples.refusals, *_errors(samples), *_disagreement(window, power_column)]
     if not window.sample_count:
-        told.append("has no readings in the window")
-    return replace(window, problems=tuple(f"{device}: {problem}" for problem in [*samples.refusals, *told]))
+        problems.append("has no readings in the window")
+    return replace(window, problems=tuple(f"{device}: {problem}" for problem in problems))
 
 
 def power_readings(rows: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +160,8 @@ def power_readings(rows: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     return _readings_of(rows, _first_of(INSTANT_POWER, rows))
 
 
-def ratio(integrated_j: float | None, counted_j: float | None) -> float | None:
+def energy_ratio(integrated_j: float | None, counted_j: float | None) -> float | None:
+    """Integrated power over counted energy, near 1 where both are right; None unless both are known."""
     return integrated_j / counted_j if integrated_j is not None and counted_j else None
 
 
@@ -175,7 +182,8 @@ class _Samples:
         return [f"{', '.join(columns)} {reason}" for reason, columns in self._refused.items()]
 
     def has(self, column: str) -> bool:
-        return self._rows[column].null_count < self._rows.num_rows
+        """Whether the device has ever said anything in this column."""
+        return _has_values(self._rows, column)
 
     def ask(self, column: str, figure: Figure[T]) -> T | None:
         """None for a column that the device does not have, and with a refusal for readings that do not support it."""
@@ -200,8 +208,8 @@ class _Samples:
 
     def flagged(self, causes: Collection[str]) -> tuple[float, float, float] | None:
         """Seconds in which any bit of these causes was set, by the share of samples, and their bounds."""
-        bits = THROTTLE_BITS.get(self.latest("kind"), {})
-        mask = sum(bits.get(cause, 0) for cause in causes)
+        bits = throttle_bits(self.latest("kind"))
+        mask = reduce(or_, (bits.get(cause, 0) for cause in causes))
 
         def seconds(time_ns: np.ndarray, value: np.ndarray, start_ns: int, end_ns: int) -> tuple[float, float, float]:
             return counters.seconds_set(time_ns, (value & np.uint64(mask)) != 0, start_ns, end_ns)
@@ -210,14 +218,16 @@ class _Samples:
 
     def latest(self, column: str) -> Any:
         """The last value up to the window's end, None if there is none."""
-        values = self._rows.filter(pc.field("time_ns") <= self._end_ns)[column].drop_null()
-        return values[-1].as_py() if len(values) else None
+        known = self._rows.select(["time_ns", column]).drop_null()
+        count = int(np.searchsorted(known["time_ns"].to_numpy(), self._end_ns, side="right"))
+        return known[column][count - 1].as_py() if count else None
 
     def count_inside(self) -> int:
         """Samples in the window that hold any reading."""
-        rows = self._rows.filter((pc.field("time_ns") >= self._start_ns) & (pc.field("time_ns") <= self._end_ns))
-        held = [rows[column].is_valid().to_numpy() for column in _READINGS if rows[column].null_count < rows.num_rows]
-        return int(np.count_nonzero(np.any(held, axis=0))) if held else 0
+        held = [self._rows[column].is_valid().to_numpy() for column in _READINGS if self.has(column)]
+        time_ns = self._rows["time_ns"].to_numpy()
+        inside = (time_ns >= self._start_ns) & (time_ns <= self._end_ns)
+        return int(np.count_nonzero(inside & np.any(held, axis=0))) if held else 0
 
 
 def _energy_method(
@@ -229,25 +239,26 @@ def _energy_method(
         card = infos[device].card if device in infos else None
         whole = card is not None and all(uuid in together for uuid, info in infos.items() if info.card == card)
         method = "counter" if whole else "estimated"
-    counted = rows["energy_mj"].null_count < rows.num_rows
-    return "integrated" if method == "counter" and not counted else method
+    return "integrated" if method == "counter" and not _has_values(rows, "energy_mj") else method
 
 
 def _lost_to_heat(
     samples: _Samples, throttle_s: Mapping[str, float | None]
 ) -> tuple[float | None, tuple[float, float] | None, str | None]:
     """Seconds, their bounds and how they were got."""
-    counters = [cause for cause in THERMAL if samples.has(f"throttle_{cause}_ns")]
-    if not counters:
+    counted = [cause for cause in THERMAL if samples.has(f"throttle_{cause}_ns")]
+    if not counted:
         flagged = samples.flagged(THERMAL)
         return (None, None, None) if flagged is None else (flagged[0], flagged[1:], "sampled")
-    seconds = [known for cause in counters if (known := throttle_s[cause]) is not None]
-    if len(seconds) < len(counters):
+    seconds = [known for cause in counted if (known := throttle_s[cause]) is not None]
+    if len(seconds) < len(counted):
         return None, None, None
     return max(seconds), (max(seconds), min(sum(seconds), samples.duration_s)), "counter"
 
 
-def _traffic(samples: _Samples, info: DeviceInfo | None) -> tuple[dict[str, float | None], dict[str, float | None]]:
+def _traffic_by_fabric(
+    samples: _Samples, info: DeviceInfo | None
+) -> tuple[dict[str, float | None], dict[str, float | None]]:
     """Bytes per second by column, and by fabric the share of its peak in the busier direction."""
     rates: dict[str, float | None] = {}
     shares: dict[str, float | None] = {}
@@ -261,24 +272,31 @@ def _traffic(samples: _Samples, info: DeviceInfo | None) -> tuple[dict[str, floa
     return rates, shares
 
 
-def _events(samples: _Samples) -> list[str]:
-    told = []
+def _errors(samples: _Samples) -> list[str]:
+    """The device's errors in the window, as problems."""
+    problems = []
     if errors := samples.count("ecc_uncorrected", counters.events):
-        told.append(f"ecc_uncorrected grew by {errors}: memory errors that were not corrected")
+        problems.append(f"ecc_uncorrected grew by {errors}: memory errors that were not corrected")
     if errors := samples.ask("xid_errors", counters.events):
-        told.append(f"xid_errors grew by {errors}, the last XID {samples.latest('xid')}")
-    return told
+        problems.append(f"xid_errors grew by {errors}, the last XID {samples.latest('xid')}")
+    return problems
 
 
 def _disagreement(window: DeviceWindow, power_column: str) -> list[str]:
-    share = ratio(window.integrated_j, window.energy_j)
-    if share is None or window.duration_s < MIN_RATIO_S or RATIO_BOUNDS[0] <= share <= RATIO_BOUNDS[1]:
+    """A problem if integrated power and the energy counter are farther apart than RATIO_BOUNDS."""
+    ratio = energy_ratio(window.integrated_j, window.energy_j)
+    if ratio is None or window.duration_s < MIN_RATIO_S or RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1]:
         return []
-    return [f"{power_column} gives, integrated, {share:.3f} times the energy of energy_mj"]
+    return [f"{power_column} gives, integrated, {ratio:.3f} times the energy of energy_mj"]
 
 
 def _first_of(columns: tuple[str, ...], rows: pa.Table) -> str:
-    return next((column for column in columns if rows[column].null_count < rows.num_rows), columns[0])
+    """The first of these columns that the device has; the very first where it has none."""
+    return next((column for column in columns if _has_values(rows, column)), columns[0])
+
+
+def _has_values(rows: pa.Table, column: str) -> bool:
+    return bool(rows[column].null_count < rows.num_rows)
 
 
 def _drawn_j(powers: Sequence[tuple[np.ndarray, np.ndarray]], start_ns: int, end_ns: int) -> float | None:
@@ -297,5 +315,6 @@ def _readings_of(rows: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _refreshed_ns(rows: pa.Table) -> np.ndarray:
     """When the value of each reading of the energy counter was new: where that is not known, when it was read."""
-    known = rows.filter(pc.field("energy_mj").is_valid())
-    return pc.coalesce(known["energy_ns"], known["time_ns"]).to_numpy()
+    known = rows.select(["energy_mj", "energy_ns", "time_ns"]).filter(rows["energy_mj"].is_valid())
+    refreshed_ns: np.ndarray = pc.coalesce(known["energy_ns"], known["time_ns"]).to_numpy()
+    return refreshed_ns

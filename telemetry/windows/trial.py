@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from telemetry.counters import MAX_GAP_NS, Unusable, integral
-from telemetry.devices.base import DeviceInfo
+from telemetry.devices import DeviceInfo
 from telemetry.sampler import FULL_PERIOD_S
 from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
-from telemetry.windows.device import FABRICS, DeviceWindow, device_window, power_readings, ratio
+from telemetry.windows.device import FABRICS, DeviceWindow, device_window, energy_ratio, power_readings
 
 MARGIN_BEFORE_NS = round(FULL_PERIOD_S * 1e9) + 2 * MAX_GAP_NS
 MARGIN_AFTER_NS = 2 * MAX_GAP_NS
@@ -46,6 +46,7 @@ class WindowSummary:
 
     @property
     def device_seconds(self) -> float:
+        """Sum of the devices' windows."""
         return math.fsum(window.duration_s for window in self.devices)
 
     @property
@@ -55,10 +56,12 @@ class WindowSummary:
 
     @property
     def energy_j(self) -> float | None:
+        """Sum over devices, in J."""
         return _total(window.energy_j for window in self.devices)
 
     @property
     def energy_by_device_j(self) -> dict[str, float | None]:
+        """J by the device's UUID."""
         return {window.device: window.energy_j for window in self.devices}
 
     @property
@@ -69,7 +72,7 @@ class WindowSummary:
     @property
     def energy_ratio(self) -> float | None:
         """Integrated power over the energy by the counters; None unless every device has both."""
-        return ratio(_total(window.integrated_j for window in self.devices), self.energy_j)
+        return energy_ratio(_total(window.integrated_j for window in self.devices), self.energy_j)
 
     @property
     def mean_power_w(self) -> float | None:
@@ -78,6 +81,7 @@ class WindowSummary:
 
     @property
     def power_spread_w(self) -> float | None:
+        """The highest device's mean power less the lowest one's."""
         return _spread(window.mean_power_w for window in self.devices)
 
     @property
@@ -116,6 +120,7 @@ class WindowSummary:
 
     @property
     def mean_sm_clock_mhz(self) -> float | None:
+        """Mean over device-seconds."""
         return self._mean(lambda window: window.mean_sm_clock_mhz)
 
     @property
@@ -125,18 +130,22 @@ class WindowSummary:
 
     @property
     def sm_clock_spread_mhz(self) -> float | None:
+        """The fastest device's mean clock less the slowest one's."""
         return _spread(window.mean_sm_clock_mhz for window in self.devices)
 
     @property
     def mean_gpu_temp_c(self) -> float | None:
+        """Mean over device-seconds."""
         return self._mean(lambda window: window.mean_gpu_temp_c)
 
     @property
     def peak_gpu_temp_c(self) -> float | None:
+        """The hottest sample of any device."""
         return _max(window.peak_gpu_temp_c for window in self.devices)
 
     @property
     def gpu_temp_spread_c(self) -> float | None:
+        """The hottest device's mean temperature less the coolest one's."""
         return _spread(window.mean_gpu_temp_c for window in self.devices)
 
     @property
@@ -146,14 +155,17 @@ class WindowSummary:
 
     @property
     def peak_hbm_temp_c(self) -> float | None:
+        """The hottest sample of any device's memory."""
         return _max(window.peak_hbm_temp_c for window in self.devices)
 
     @property
     def tensor_activity(self) -> float | None:
+        """Share of cycles in which tensor cores were busy, mean over device-seconds."""
         return self._mean(lambda window: window.tensor_activity)
 
     @property
     def dram_activity(self) -> float | None:
+        """Share of cycles in which memory was busy, mean over device-seconds."""
         return self._mean(lambda window: window.dram_activity)
 
     @property
@@ -178,21 +190,23 @@ class WindowSummary:
 
     @property
     def saturated(self) -> tuple[str, ...]:
-        """The fabrics that were at over 90% of their peak on average, each with its busiest device."""
-        told = []
+        """A line for each fabric that was at over 90% of its peak on average: its busiest device, and how busy."""
+        lines = []
         for fabric in FABRICS:
             shares = {window.device: share for window in self.devices if (share := window.utilisation[fabric])}
             busiest = max(shares, key=shares.__getitem__, default=None)
             if busiest is not None and shares[busiest] > SATURATED:
-                told.append(f"{busiest}: {fabric} is saturated, at {shares[busiest]:.0%} of its peak")
-        return tuple(told)
+                lines.append(f"{busiest}: {fabric} is saturated, at {shares[busiest]:.0%} of its peak")
+        return tuple(lines)
 
     @property
     def sample_count(self) -> int:
+        """Samples in the window that hold any reading, of all devices."""
         return sum(window.sample_count for window in self.devices)
 
     @property
     def problems(self) -> tuple[str, ...]:
+        """Why figures are missing or want looking at, each with its device."""
         return tuple(problem for window in self.devices for problem in window.problems)
 
     def metrics(self) -> dict[str, float | None]:
@@ -242,6 +256,7 @@ class WindowSummary:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> WindowSummary:
+        """What `to_dict` made, before or after a way through JSON."""
         devices = []
         for device in value["devices"]:
             bounds = device["thermal_throttle_s"]
@@ -285,7 +300,7 @@ def summarise(
     names = list(dict.fromkeys(devices))
     windows, powers = [], []
     for device in names:
-        rows = table.filter(pc.field("device") == device).sort_by("time_ns")
+        rows = table.filter(pc.equal(table["device"], device)).sort_by("time_ns")
         windows.append(device_window(device, rows, start_ns, end_ns, known, names))
         powers.append(power_readings(rows))
     return WindowSummary(devices=tuple(windows), peak_power_w=_peak_power_w(powers, start_ns, end_ns))

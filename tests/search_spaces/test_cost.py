@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.layout import RECOMPUTE, SCHEDULES, Layout
+from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.roofline import GATHERED_ATTENTION
 from search_spaces.space import enumerate_space
@@ -66,7 +66,7 @@ AXES: dict[str, list[Any]] = {
     "zero_stage": [0, 1, 2, 3],
     "data_parallel_replicate_size": [1, 2],
     "micro_batch_size": [1, 2],
-    "recompute": list(RECOMPUTE),
+    "recompute": ["none", "selective", "full"],
     "offload_optimizer": [False, True],
     "compile": [False, True],
     "precision": ["bf16", "fp32", "fp8"],

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.committed import BENCHMARKS
-from benchmarks.memory import Point, points, tabled
+from benchmarks import DATA
+from benchmarks.judge.memory import MeasuredMemory, measured_memory, tabled
+from search_spaces.engines.deepspeed import ZERO3_BYTES
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.memory import (
-    DEEPSPEED_ZERO3_BYTES,
     MEASURED_SHARE,
     OUTSIDE_BYTES,
     SAFE_SHARE,
@@ -87,7 +87,7 @@ def test_states_of_deepspeed(
     shape = PRESETS["llama3-8b"]
     (rank,) = ranks_of(layout_of("deepspeed", dp=8, zero_stage=zero, reduce_precision=reduced, compile=True))
     table = shape.vocab * shape.hidden + shape.hidden
-    gathered = 2 * (table + shape.block_parameters) + DEEPSPEED_ZERO3_BYTES * table if zero == 3 else 0
+    gathered = 2 * (table + shape.block_parameters) + ZERO3_BYTES * table if zero == 3 else 0
     assert rank.parameters == parameters * shape.parameters + gathered
     assert rank.gradients == gradients * shape.parameters
     assert rank.optimizer == optimizer * shape.parameters
@@ -440,11 +440,11 @@ def test_nothing_is_learnt_of_machines_whose_memory_is_not_known() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Point]:
-    return points()
+def measured() -> list[MeasuredMemory]:
+    return measured_memory()
 
 
-def test_committed_measurements(measured: list[Point]) -> None:
+def test_committed_measurements(measured: list[MeasuredMemory]) -> None:
     """Of layouts that do not spread experts; see docs/memory.md for those that do."""
     errors = {point: abs(point.error) for point in measured if point.error is not None and not point.spread_experts}
     assert len(errors) >= 40
@@ -455,7 +455,7 @@ def test_committed_measurements(measured: list[Point]) -> None:
     assert max(errors.values()) < 0.09
 
 
-def test_what_ran_out_is_never_called_safe(measured: list[Point]) -> None:
+def test_what_ran_out_is_never_called_safe(measured: list[MeasuredMemory]) -> None:
     ran_out = [point for point in measured if point.reserved_gib is None]
     assert len(ran_out) == 3
     assert min(point.share for point in ran_out) > 1
@@ -464,7 +464,7 @@ def test_what_ran_out_is_never_called_safe(measured: list[Point]) -> None:
 
 def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     """Context parallelism and pipeline schedules, on two GPUs."""
-    sweep = tabled(BENCHMARKS / "data" / "llama3_12l_2xh200.csv")
+    sweep = tabled(DATA / "llama3_12l_2xh200.csv")
     new = [point for point in sweep if not point.fitted]
     assert len(new) == 69
     assert not any(point.ran_out for point in new)
@@ -475,7 +475,7 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
 
 
 def test_a_sweep_of_layouts_that_are_not_compiled() -> None:
-    sweep = tabled(BENCHMARKS / "data" / "llama3_12l_4xh200.csv")
+    sweep = tabled(DATA / "llama3_12l_4xh200.csv")
     errors = [abs(point.error) for point in sweep if point.error is not None]
     assert len(errors) > 100
     assert statistics.mean(errors) < 0.03

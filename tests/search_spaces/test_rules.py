@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from search_spaces.engines import ENGINES
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
-from search_spaces.rules import RULES, refusal
+from search_spaces.rules import all_rules, refusal
 from search_spaces.workload import Workload
 
 BASE = Layout("megatron", 4, 16)
@@ -67,15 +68,15 @@ CASES: dict[str, list[Case]] = {
     ],
     "sequence_divides": [
         Case(
-            {"tensor_parallel_size": 2, "sequence_parallel": True},
             {"tensor_parallel_size": 2},
+            {"tensor_parallel_size": 2, "sequence_parallel": False},
             "sequence of 129",
             work={"sequence_length": 129},
         ),
         Case({"context_parallel_size": 2}, {}, "sequence of 130 .* 4 pieces", work={"sequence_length": 130}),
         Case(
-            {"num_gpus": 8, "tensor_parallel_size": 4, "context_parallel_size": 2, "sequence_parallel": True},
             {"num_gpus": 8, "tensor_parallel_size": 4, "context_parallel_size": 2},
+            {"num_gpus": 8, "tensor_parallel_size": 4, "context_parallel_size": 2, "sequence_parallel": False},
             "sequence of 36 cannot be split over 4 GPUs",
             model={"heads": 8, "kv_heads": 4},
             work={"sequence_length": 36},
@@ -352,7 +353,7 @@ CASES: dict[str, list[Case]] = {
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(CASES) == {rule.__name__ for rule in RULES}
+    assert set(CASES) == {rule.__name__ for rule in all_rules(ENGINES.values())}
 
 
 @pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, cases in CASES.items() for case in cases])

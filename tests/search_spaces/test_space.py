@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search_spaces.engines import ENGINES, engine_of
 from search_spaces.hardware import ACCELERATORS, Accelerator
-from search_spaces.layout import BUCKET_SIZE, PRECISIONS, RECOMPUTE, REDUCE_PRECISIONS, SCHEDULES, Layout
+from search_spaces.layout import AXES, BUCKET_SIZE, SCHEDULES, Layout
 from search_spaces.models import PRESETS
-from search_spaces.rules import RULES, RULES_BY_AXIS, refusal
+from search_spaces.rules import all_rules, refusal, rules_at
 from search_spaces.space import canonical, enumerate_space
 from search_spaces.workload import Workload
 
@@ -34,16 +35,16 @@ VALUES: dict[str, list[Any]] = {
     "data_parallel_replicate_size": [1, 2, 4],
     "expert_parallel_size": [1, 2],
     "offload_optimizer": [False, True],
-    "precision": list(PRECISIONS),
+    "precision": ["bf16", "fp32", "fp8"],
     "compile": [False, True],
     "sequence_parallel": [True, False],
     "async_tensor_parallel": [False, True],
     "rank_order": [None, (0, 1, 2, 3), (1, 0), (3, 2, 1, 0)],
-    "recompute": list(RECOMPUTE),
+    "recompute": ["none", "selective", "full"],
     "overlap_grad_reduce": [True, False],
     "overlap_param_gather": [True, False],
     "bucket_size": [BUCKET_SIZE, 10_000_000],
-    "reduce_precision": list(REDUCE_PRECISIONS),
+    "reduce_precision": ["fp32", "bf16"],
 }
 FIXED: dict[str, list[Any]] = {name: values[:1] for name, values in VALUES.items()}
 
@@ -85,7 +86,7 @@ def brute_force(axes: dict[str, list[Any]], work: Workload) -> list[Layout]:
 
 def test_every_axis_is_tried() -> None:
     assert {*VALUES, "global_batch_size"} == {field.name for field in fields(Layout)}
-    assert set(VALUES) == set(RULES_BY_AXIS)
+    assert set(VALUES) == set(AXES)
 
 
 @settings(max_examples=100, deadline=None)
@@ -139,7 +140,7 @@ def test_counts_are_those_of_looking_at_every_combination(axes: dict[str, list[A
     assert space.distinct == len(distinct)
     assert set(space.layouts) == {point for point, why in refusals.items() if why is None}
     assert space.refused == dict(Counter(why[0] for why in refusals.values() if why))
-    assert set(space.reasons) == set(space.refused) <= {rule.__name__ for rule in RULES}
+    assert set(space.reasons) == set(space.refused) <= {rule.__name__ for rule in all_rules(ENGINES.values())}
     assert space.layouts == enumerate_space(axes, work).layouts
 
 
@@ -203,7 +204,8 @@ def test_rules_read_only_axes_that_are_settled(layout: Layout, work: Workload) -
     """A rule that read a later axis would judge its default instead of its value."""
     point = canonical(layout, work)
     settled: dict[str, Any] = {}
-    for axis, rules in RULES_BY_AXIS.items():
+    for axis in AXES:
+        rules = rules_at(axis, engine_of(layout))
         settled[axis] = getattr(point, axis)
         early = Layout(global_batch_size=layout.global_batch_size, **({"num_gpus": point.num_gpus} | settled))
         why = refusal(early, work, rules)
@@ -239,7 +241,7 @@ def test_what_comes_after_a_refusal_is_not_told_apart() -> None:
         "pipeline_parallel_size": [2],
         "pipeline_schedule": ["1f1b"],
         "zero_stage": [2],
-        "recompute": list(RECOMPUTE),
+        "recompute": ["none", "selective", "full"],
         "compile": [False, True],
     }
     space = enumerate_space(axes, Workload(PRESETS["tiny-llama"], 128, 16))

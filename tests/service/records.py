@@ -6,22 +6,23 @@ from datetime import UTC, datetime
 from typing import Any
 
 from search_spaces.layout import Layout
+from service.metrics import DIRECTIONS, Direction, Method
 from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
 from service.spec import make_problem
 
 CONFIG = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
-DEFAULT = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
+DEFAULT = {name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token", "throttle_ratio")}
 
 
 def trial(trial_id: str, energy: str = "counter", status: str = "ok", **metrics: float) -> TrialRecord:
-    methods = {"joules_per_token": energy} if "joules_per_token" in metrics else {}
+    methods = {"joules_per_token": Method(energy)} if "joules_per_token" in metrics else {}
     return TrialRecord(trial_id, CONFIG.label, CONFIG, status, None, metrics, methods, f"run-{trial_id}")
 
 
 def search(
-    *trials: TrialRecord, objectives: dict[str, str] | None = None, constraints: tuple[str, ...] = ()
+    *trials: TrialRecord, objectives: dict[str, Direction] | None = None, constraints: tuple[str, ...] = ()
 ) -> SearchRecord:
     facts = {"model": "tiny-llama", "accelerator": "cpu", "data": "synthetic"}
     objectives = DEFAULT if objectives is None else objectives

@@ -23,6 +23,7 @@ from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
 from service.spec import make_problem
+from trainables.status import Status
 
 ROOMS = ("service", "trainables", "search_spaces", "telemetry")
 TINY: dict[str, Any] = {
@@ -147,8 +148,8 @@ def searched(home: Home) -> str:
     tracker.start_search("tiny-1", problem, {})
     fast, big = problem.legal.layouts
     for result in (
-        TrialResult("t0", fast, "ok", None, {"tokens_per_s": 20.0}),
-        TrialResult("t1", big, "oom", "rank 0: out of memory"),
+        TrialResult("t0", fast, Status.OK, None, {"tokens_per_s": 20.0}),
+        TrialResult("t1", big, Status.OOM, "rank 0: out of memory"),
     ):
         tracker.start_trial(result.trial_id, result.layout)
         tracker.finish_trial(result)

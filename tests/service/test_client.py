@@ -12,6 +12,7 @@ from service import InputError, Wattune, load_spec, parse_spec
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
+from trainables.status import Status
 
 FAST = Layout("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")
 FRUGAL = Layout("megatron", 2, 16, micro_batch_size=4, zero_stage=3, precision="fp32")
@@ -38,7 +39,7 @@ def wattune(home: Home) -> Wattune:
     for trial_id, layout, speed, energy in (("t0", FAST, 20.0, 3.0), ("t1", FRUGAL, 10.0, 1.0)):
         tracker.start_trial(trial_id, layout)
         metrics: dict[str, float | None] = {"tokens_per_s": speed, "joules_per_token": energy}
-        tracker.finish_trial(TrialResult(trial_id, layout, "ok", None, metrics))
+        tracker.finish_trial(TrialResult(trial_id, layout, Status.OK, None, metrics))
     return Wattune()
 
 

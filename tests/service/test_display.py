@@ -10,16 +10,19 @@ import pytest
 
 from search_spaces.layout import Layout
 from service.display import Display
+from service.goals import Goals
+from service.metrics import DIRECTIONS, Method
 from service.problem import Budget
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
+from trainables.status import Status
 
-OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
+GOALS = Goals({name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token", "throttle_ratio")})
 CONFIG = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True)
 
 
-def ok(rate: float, joules: float | None, method: str = "counter") -> TrialResult:
+def ok(rate: float, joules: float | None, method: Method = Method.COUNTER) -> TrialResult:
     metrics = {"tokens_per_s": rate, "joules_per_token": joules, "throttle_ratio": None}
-    return TrialResult("t", CONFIG, "ok", metrics=metrics, methods={"joules_per_token": method})
+    return TrialResult("t", CONFIG, Status.OK, metrics=metrics, methods={"joules_per_token": method})
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -27,7 +30,7 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def make(trials: int = 10, began_ago_s: float = 0.0, wall_time_s: float | None = None) -> Display:
-    return Display(OBJECTIVES, Budget(wall_time_s=wall_time_s), trials, began=time.monotonic() - began_ago_s)
+    return Display(GOALS, Budget(wall_time_s=wall_time_s), trials, began=time.monotonic() - began_ago_s)
 
 
 def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +45,8 @@ def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trial 1 of at most 10; best so far: 1,234 tokens/s, 0.0665 J/token; about" in search
 
 
-@pytest.mark.parametrize("status", ["oom", "hang", "crash", "invalid"])
-def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: str) -> None:
+@pytest.mark.parametrize("status", [Status.OOM, Status.HANG, Status.CRASH, Status.INVALID])
+def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: Status) -> None:
     make().finished(TrialResult("t", CONFIG, status, "rank 1 ran out of memory"), 9)
     trial, search = lines_of(capsys)
     assert re.search(rf"\] {status} +megatron 4gpu .*: rank 1 ran out of memory$", trial)
@@ -54,22 +57,22 @@ def test_best_so_far_is_by_each_objective(capsys: pytest.CaptureFixture[str]) ->
     progress = make()
     for rate, joules in ((100.0, 0.3), (200.0, 0.5), (150.0, 0.2)):
         progress.finished(ok(rate, joules), 7)
-    progress.finished(TrialResult("t", CONFIG, "crash", "gone"), 6)
+    progress.finished(TrialResult("t", CONFIG, Status.CRASH, "gone"), 6)
     assert "best so far: 200 tokens/s, 0.2 J/token;" in lines_of(capsys)[-1]
     assert progress.best == {"tokens_per_s": 200.0, "joules_per_token": 0.2}
 
 
 def test_estimated_figures_carry_a_star(capsys: pytest.CaptureFixture[str]) -> None:
-    make().finished(ok(100.0, 0.3, "estimated"), 9)
+    make().finished(ok(100.0, 0.3, Method.ESTIMATED), 9)
     trial, search = lines_of(capsys)
     assert trial.endswith(": 100 tokens/s, 0.3* J/token")
     assert "best so far: 100 tokens/s, 0.3* J/token;" in search
-    make().finished(ok(100.0, 0.3, "counter"), 9)
+    make().finished(ok(100.0, 0.3), 9)
     assert "*" not in "".join(lines_of(capsys))
 
 
 def test_extrapolated_figures_carry_a_tilde(capsys: pytest.CaptureFixture[str]) -> None:
-    make().finished(ok(100.0, 0.3, "extrapolated"), 9)
+    make().finished(ok(100.0, 0.3, Method.EXTRAPOLATED), 9)
     trial, search = lines_of(capsys)
     assert trial.endswith(": 100 tokens/s, 0.3~ J/token")
     assert "best so far: 100 tokens/s, 0.3~ J/token;" in search
@@ -96,9 +99,9 @@ def test_time_left(capsys: pytest.CaptureFixture[str], elapsed_s: float, budget:
     assert lines_of(capsys)[-1].endswith(left)
 
 
-@pytest.mark.parametrize("purpose", ["sentinel", "finalist", "calibration"])
+@pytest.mark.parametrize("purpose", [Purpose.SENTINEL, Purpose.FINALIST, Purpose.CALIBRATION])
 def test_trials_that_do_not_explore_say_so_and_count_for_the_time_only(
-    capsys: pytest.CaptureFixture[str], purpose: str
+    capsys: pytest.CaptureFixture[str], purpose: Purpose
 ) -> None:
     progress = make(5, 30.0)
     progress.finished(ok(100.0, 0.3), 4)
@@ -113,7 +116,7 @@ def test_trials_that_do_not_explore_say_so_and_count_for_the_time_only(
 
 def test_a_failure_of_the_machines_is_told_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     progress = make()
-    progress.retried(TrialResult("t", CONFIG, "crash", "a node was lost", infrastructure=True))
+    progress.retried(TrialResult("t", CONFIG, Status.CRASH, "a node was lost", infrastructure=True))
     (line,) = lines_of(capsys)
     assert line.endswith(f"crash  {CONFIG.label}: a node was lost; it is run again")
     assert progress.done == 0

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from benchmarks import cost as benchmark
+from benchmarks.judge import cost as benchmark
 from search_spaces import memory
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS
@@ -20,10 +20,12 @@ from search_spaces.workload import Workload
 from service.errors import InputError
 from service.fitting import SPREADS, Observation, design, fit, load, observations, save
 from service.home import Home
+from service.metrics import Method
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import TrialResult
 from tests.service.records import problem
+from trainables.status import Status
 
 
 def sheet() -> Coefficients:
@@ -58,7 +60,7 @@ def measured(layout: Layout, truth: Coefficients, noise: random.Random | None = 
 
 def error(observed: list[Observation], calibration: Coefficients) -> float:
     """Mean relative error in step time."""
-    return statistics.mean(abs(benchmark.errors(one, calibration)[0]) for one in observed)
+    return statistics.mean(abs(benchmark.relative_errors(one, calibration)[0]) for one in observed)
 
 
 def test_every_coefficient_has_a_spread() -> None:
@@ -125,7 +127,7 @@ def test_committed_measurements_are_foretold() -> None:
     known = [one for one in benchmark.records() if one.layout.expert_parallel_size == 1]
     told, held_out = known[::2], known[1::2]
     fitted = fit(told, SHEET)
-    slower, hotter = zip(*(benchmark.errors(one, fitted) for one in held_out), strict=True)
+    slower, hotter = zip(*(benchmark.relative_errors(one, fitted) for one in held_out), strict=True)
     assert statistics.mean(map(abs, slower)) < 0.04
     assert statistics.mean(abs(error) for error in hotter if error is not None) < 0.04
 
@@ -136,11 +138,11 @@ def test_observations_of_a_search(home: Home) -> None:
     tracker = Tracker(home.tracking_uri, home)
     tracker.start_search("alpha", problem(), {})
     for result in (
-        TrialResult("alpha-0", layout, "ok", None, both, {"mean_power_w": "counter"}),
-        TrialResult("alpha-1", layout, "oom", "rank 0: out of memory"),
-        TrialResult("alpha-2", layout, "ok", None, both, {"mean_power_w": "estimated"}),
-        TrialResult("alpha-3", layout, "ok", None, both, {"step_time_s": "extrapolated"}),
-        TrialResult("alpha-4", layout, "ok", None, {"step_time_s": 3.0}),
+        TrialResult("alpha-0", layout, Status.OK, None, both, {"mean_power_w": Method.COUNTER}),
+        TrialResult("alpha-1", layout, Status.OOM, "rank 0: out of memory"),
+        TrialResult("alpha-2", layout, Status.OK, None, both, {"mean_power_w": Method.ESTIMATED}),
+        TrialResult("alpha-3", layout, Status.OK, None, both, {"step_time_s": Method.EXTRAPOLATED}),
+        TrialResult("alpha-4", layout, Status.OK, None, {"step_time_s": 3.0}),
     ):
         tracker.start_trial(result.trial_id, layout)
         tracker.finish_trial(result)

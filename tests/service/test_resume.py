@@ -22,11 +22,12 @@ from service.errors import InputError
 from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.sampling.agenda import SearchAgenda, Step, settled
 from service.sampling.study import SearchStudy
 from service.search import results_of, resume
 from service.spec import load_spec, parse_spec
+from trainables.status import Status
 
 SPEC: dict[str, Any] = {
     "name": "resumed",
@@ -56,11 +57,11 @@ def spec_file(tmp_path: Path) -> Path:
 def broken_off(home: Home, spec_file: Path) -> tuple[str, list[TrialResult]]:
     """What a driver leaves that was killed: one trial recorded, one in the spool only, one under way."""
     spec = load_spec(spec_file)
-    study = SearchStudy("s1", spec.legal.layouts, spec.objectives, [], "tpe", 0, home.optuna_storage)
+    study = SearchStudy("s1", spec.legal.layouts, spec.goals, "tpe", 0, home.optuna_storage)
     tracker = Tracker(home.tracking_uri, home)
     tracker.start_search("s1", spec, {})
     results = []
-    for i, (status, cause) in enumerate([("ok", None), ("crash", "a worker died"), ("ok", None)]):
+    for i, (status, cause) in enumerate([(Status.OK, None), (Status.CRASH, "a worker died"), (Status.OK, None)]):
         layout = study.ask()
         assert layout is not None
         tracker.start_trial(f"t{i}", layout)
@@ -88,7 +89,7 @@ def test_the_record_is_taken_up_where_it_was(home: Home, broken_off: tuple[str, 
     with home.driving(search):
         assert Wattune().status(search).status == "running"
         tracker.start_trial("t3", results[2].layout)
-        tracker.finish_trial(TrialResult("t3", results[2].layout, "ok"))
+        tracker.finish_trial(TrialResult("t3", results[2].layout, Status.OK))
         tracker.finish_search("finished", {"search_time_s": 120.0})
     parent = client.get_run(record.run_id)
     assert (parent.info.status, parent.data.metrics["search_time_s"]) == ("FINISHED", 120.0)
@@ -103,9 +104,9 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
     tracker = Tracker(home.tracking_uri, home)
     tracker.resume_search(Results(home.tracking_uri).search(search))
     later = [
-        replace(results[2], trial_id="t3", status="crash", metrics={}, infrastructure=True),
-        replace(results[0], trial_id="t4", purpose="sentinel"),
-        replace(results[0], trial_id="t5", purpose="finalist"),
+        replace(results[2], trial_id="t3", status=Status.CRASH, metrics={}, infrastructure=True),
+        replace(results[0], trial_id="t4", purpose=Purpose.SENTINEL),
+        replace(results[0], trial_id="t5", purpose=Purpose.FINALIST),
     ]
     for result in later:
         tracker.start_trial(result.trial_id, result.layout, result.purpose)
@@ -120,12 +121,12 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
     ]
 
     spec = parse_spec(yaml.safe_dump(SPEC | {"finalists": {"count": 4, "repeats": 3}, "sentinel_every": 5}))
-    study = SearchStudy(search, spec.legal.layouts, spec.objectives, [], "tpe", 0, home.optuna_storage)
+    study = SearchStudy(search, spec.legal.layouts, spec.goals, "tpe", 0, home.optuna_storage)
     study.recall([result for result in settled(found) if result.purpose == "search"])
     assert study.ask() == results[2].layout, "handed out, with no result that counts"
     course = SearchAgenda(study, spec, results=found)
     steps = [course.next("t6"), course.next("t7")]
-    assert steps == [Step(results[0].layout, "finalist")] * 2, "of one layout, measured once of three times"
+    assert steps == [Step(results[0].layout, Purpose.FINALIST)] * 2, "of one layout, measured once of three times"
     assert course.next("t8") is None
 
 

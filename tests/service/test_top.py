@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from service import top
 from service.cli import main
 from telemetry.actor import NodeState, Work, start_telemetry, stop_telemetry
-from telemetry.devices import DeviceInfo, cpu_uuid
+from telemetry.devices import DeviceInfo
+from telemetry.devices.cpu import cpu_uuid
 
 
 def gpu(index: int, method: str = "counter") -> DeviceInfo:

@@ -3,7 +3,7 @@
    FAKE_INIT    what amdsmi_init returns
    FAKE_HIDDEN  place on the bus of a GPU that is not shown   FAKE_DEAD   of one that never answers
    FAKE_LOST    metrics reads of a GPU before it falls off the bus
-   FAKE_HANG    the metrics read of a GPU that takes 1.2 s
+   FAKE_HANG    the metrics read of a GPU that takes 0.4 s
    FAKE_RESET   metrics reads of a GPU before its counters start again
    FAKE_ENERGY  the energy accumulator at the start           FAKE_BUSY   share of the ticks throttled, in percent
    FAKE_FIELDS  "all", "none" (every field and query not supported), "odd" (units that are not the documented ones),
@@ -147,7 +147,7 @@ int amdsmi_get_gpu_metrics_info(void *handle, Metrics *answer) {
     Metrics table, *metrics = &table;
     int gpu = place(handle);
     long read = ++reads[gpu];
-    if (read == number("FAKE_HANG", "-1")) usleep(1200000);
+    if (read == number("FAKE_HANG", "-1")) usleep(400000);
     if (state(handle)) return state(handle);
     memset(metrics, 0xFF, sizeof *metrics);
     long since = read <= number("FAKE_RESET", "1000000") ? read : read - number("FAKE_RESET", "1000000");

@@ -4,7 +4,7 @@
    FAKE_LOST    index of the GPU that has fallen off the bus; 100 more: its fields say so one by one
    FAKE_FIELDS  "all", "none" (every field and query NotSupported), "odd" (values that must not be believed),
                 "mig" (what a GPU in MIG mode refuses is refused)
-   FAKE_HANG    seconds that a batched call takes, of GPU 0 alone
+   FAKE_HANG    seconds that the next batched call of GPU 0 takes, and that one alone
    FAKE_GPM     1 if the GPU has GPM, 2 if its samples take 60 ms, 3 if it fails
    FAKE_ENERGY, FAKE_CAP, FAKE_PCIE, FAKE_TENSOR, FAKE_ECC   what counters and GPM have come to
    FAKE_REFRESH ms after which a counter of 700 W is refreshed, every 100 ms by the monotonic clock, or every FAKE_PERIOD
@@ -51,6 +51,11 @@ static int state(void *device) {
     return fields_are("none") ? NOT_SUPPORTED : SUCCESS;
 }
 static int state_unless_mig(void *device) { return fields_are("mig") ? NOT_SUPPORTED : state(device); }
+static void hang(void) {
+    double seconds = atof(setting("FAKE_HANG", "0"));
+    unsetenv("FAKE_HANG");
+    usleep(1000000 * seconds);
+}
 static int driver_is_renumbered(void) {
     int major = 0, minor = 0;
     sscanf(setting("FAKE_DRIVER", "580.65.06"), "%d.%d", &major, &minor);
@@ -203,7 +208,7 @@ int nvmlDeviceGetFieldValues(void *device, int length, FieldValue *fields) {
     FILE *log = calls();
     for (int i = 0; i < length; i++) fprintf(log, "%u%c", fields[i].fieldId, i < length - 1 ? ' ' : '\n');
     fclose(log);
-    if (index_of(device) == 0) usleep(1000000 * atof(setting("FAKE_HANG", "0")));
+    if (index_of(device) == 0) hang();
     if (lost(device) && !lost_by_field()) return GPU_IS_LOST;
     for (int i = 0; i < length; i++) {
         FieldValue *field = &fields[i];

@@ -8,16 +8,17 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
 from telemetry.actor import Fleet, Telemetry, Work, find_telemetry, start_telemetry, stop_telemetry
-from telemetry.devices import CpuDevice, cpu_uuid
+from telemetry.devices.cpu import CpuDevice, cpu_uuid
+from telemetry.samples import SCHEMA
 from telemetry.stream import subscribe
 from telemetry.windows.trial import WindowSummary
 
@@ -71,7 +72,7 @@ def test_one_actor_a_node_answers_for_a_window_stamped_elsewhere(actors: Fleet) 
 
     samples = ray.get(actor.samples.remote(start_ns, end_ns, devices), timeout=30)
     assert samples.num_rows == summary.sample_count
-    assert 5 * len(devices) <= samples.num_rows <= 11 * len(devices)
+    assert len(devices) <= samples.num_rows <= 11 * len(devices)
     assert set(samples["node"].to_pylist()) == {node_id}
     assert ray.get(actor.samples.remote(start_ns, end_ns, ["GPU-elsewhere"]), timeout=30).num_rows == 0
 
@@ -101,7 +102,7 @@ def test_an_actor_that_is_killed_answers_again_for_what_was_before_and_subscribe
     stream = subscribe(actors, {node_id: 0}, period_s=0.5)
     received = [next(stream)]
     start_ns = now()
-    while received[-1].cursor_ns < start_ns + 4 * 10**9:
+    while received[-1].cursor_ns < start_ns + 3 * 10**9:
         received.append(next(stream))
     os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
     killed_ns = now()
@@ -117,8 +118,8 @@ def test_an_actor_that_is_killed_answers_again_for_what_was_before_and_subscribe
         received.append(next(stream))
     times = [time_ns for delivery in received for time_ns in delivery.batch["time_ns"].to_pylist()]
     assert times == sorted(set(times))
-    (told,) = [delivery.missing_ns for delivery in received if delivery.missing_ns]
-    assert told[0] < killed_ns < told[1]
+    (missing_ns,) = [delivery.missing_ns for delivery in received if delivery.missing_ns]
+    assert missing_ns[0] < killed_ns < missing_ns[1]
     # Whoever comes later gets all that is on disk, and is told of the same hole, or of a longer one.
     replayed = []
     for delivery in subscribe(actors, {node_id: 0}):
@@ -126,27 +127,32 @@ def test_an_actor_that_is_killed_answers_again_for_what_was_before_and_subscribe
         if delivery.cursor_ns >= received[-1].cursor_ns:
             break
     assert {time_ns for delivery in replayed for time_ns in delivery.batch["time_ns"].to_pylist()} >= {
-        time_ns for time_ns in times if not told[0] - 2 * 10**9 < time_ns < told[1]
+        time_ns for time_ns in times if not missing_ns[0] - 2 * 10**9 < time_ns < missing_ns[1]
     }
-    (told_later,) = [delivery.missing_ns for delivery in replayed if delivery.missing_ns]
-    assert told_later[0] <= told[0] < told[1] == told_later[1]
+    (missing_later_ns,) = [delivery.missing_ns for delivery in replayed if delivery.missing_ns]
+    assert missing_later_ns[0] <= missing_ns[0] < missing_ns[1] == missing_later_ns[1]
 
 
-def test_what_memory_has_dropped_is_answered_from_disk(start: Start, tmp_path: Path) -> None:
+def test_what_memory_has_dropped_is_answered_from_disk(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telemetry.actor.SPOOL_PERIOD_S", 0.2)
     began_ns = now()
     telemetry = start(tmp_path, kept_s=0.5)
-    time.sleep(3)
-    times = telemetry.samples(began_ns, now(), [cpu_uuid()])["time_ns"].to_pylist()
+    times: list[int] = []
+    while len(times) < 12:
+        time.sleep(0.2)
+        times = telemetry.samples(began_ns, now(), [cpu_uuid()])["time_ns"].to_pylist()
     assert times[0] - began_ns < 10**9
-    assert 20 <= len(times) <= 31
-    assert max(b - a for a, b in pairwise(times)) < 5 * 10**8
+    assert telemetry._buffer.after(0)[0].first_ns > times[0]  # the first are on disk alone
     cursor_ns, pulled = times[0] - 1, []
     while cursor_ns < times[-1]:
         piece = telemetry.pull(cursor_ns)
         assert piece.missing_ns is None or cursor_ns < times[0]
-        pulled += piece.messages
+        pulled += [pa.ipc.read_record_batch(message, SCHEMA) for message in piece.messages]
         cursor_ns = piece.cursor_ns
     assert len(pulled) >= 3
+    assert [time_ns for batch in pulled for time_ns in batch["time_ns"].to_pylist()][: len(times)] == times
     shutil.rmtree(tmp_path)
     assert telemetry.pull(cursor_ns).missing_ns is None  # all later ones are in memory
 
@@ -155,6 +161,7 @@ def test_what_memory_has_dropped_is_answered_from_disk(start: Start, tmp_path: P
 def test_a_disk_that_fails_ends_spooling_with_one_line_and_gaps_are_told(
     trouble: str, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("telemetry.actor.SPOOL_PERIOD_S", 0.2)
     root, limits = tmp_path, resource.getrlimit(resource.RLIMIT_FSIZE)
     if trouble == "the disk is full":  # as the kernel tells it: a write that takes half, then an error
         resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, limits[1]))
@@ -164,13 +171,13 @@ def test_a_disk_that_fails_ends_spooling_with_one_line_and_gaps_are_told(
     try:
         with caplog.at_level(logging.ERROR):
             telemetry = start(root, kept_s=1)
-            time.sleep(3.5)
+            time.sleep(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "telemetry.actor"]
     assert "is no longer written to" in line
     end_ns = now()
-    assert telemetry.samples(end_ns - 8 * 10**8, end_ns, [cpu_uuid()]).num_rows >= 5
+    assert telemetry.samples(end_ns - 8 * 10**8, end_ns, [cpu_uuid()]).num_rows
     pieces = [telemetry.pull(1)]
     while pieces[-1].more:
         pieces.append(telemetry.pull(pieces[-1].cursor_ns))
@@ -202,7 +209,7 @@ def test_a_subscriber_that_is_slow_misses_nothing(actors: Fleet) -> None:
         assert delivery.node_id == node_id
         assert delivery.missing_ns is None
         times += delivery.batch["time_ns"].to_pylist()
-        if len(times) > 25:
+        if len(times) > 15:
             break
         time.sleep(1)
     devices = ray.get(actor.describe.remote())["devices"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def gpus() -> list[NvidiaDevice]:
-    found = discover()
-    if not found:
+    gpus = discover(os.getpid())
+    if not gpus:
         pytest.skip("no NVIDIA GPU")
-    return found
+    return gpus
 
 
 @pytest.fixture(scope="module")
@@ -245,12 +246,12 @@ def test_the_energy_counter_is_refreshed_when_it_is_said_to_be(gpus: list[Nvidia
     away_ms = []
     for number in range(20):
         time.sleep(0.2 + 0.013 * number)
-        told_ns = gpus[0].read(True)["energy_ns"]
+        refreshed_ns = gpus[0].read(True)["energy_ns"]
         before = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         asked_ns = time.monotonic_ns()
         while nvml.nvmlDeviceGetTotalEnergyConsumption(handle) == before:
             time.sleep(0.001)
             asked_ns = time.monotonic_ns()
-        away_ms.append((asked_ns - told_ns + REFRESH_NS // 2) % REFRESH_NS / 1e6 - REFRESH_NS / 2e6)
-    print(f"refreshes are seen {min(away_ms):+.1f} to {max(away_ms):+.1f} ms from when they are told")
+        away_ms.append((asked_ns - refreshed_ns + REFRESH_NS // 2) % REFRESH_NS / 1e6 - REFRESH_NS / 2e6)
+    print(f"refreshes are seen {min(away_ms):+.1f} to {max(away_ms):+.1f} ms from when they are said to be")
     assert sorted(map(abs, away_ms))[15] < 8

@@ -10,7 +10,7 @@ import pytest
 
 from telemetry import devices
 from telemetry.devices import replay
-from telemetry.devices.replay import ReplayDevice, TraceEnded, Track, load
+from telemetry.devices.replay import ReplayDevice, TraceEnded, Track, load_tracks
 from telemetry.sampler import Sampler
 from telemetry.samples import SCHEMA, SampleBuffer
 from telemetry.store import write_samples
@@ -65,7 +65,7 @@ def device_of(recorded: list[dict[str, Any]], clock: Clock, loop: bool = False) 
 def test_each_recorded_device_plays_what_it_was(tmp_path: Path) -> None:
     clock = Clock()
     path = trace(tmp_path, rows(), rows(device="GPU-b", late_ns=4_000_000, energy_method="estimated", index=None))
-    first, second = (ReplayDevice(track, clock=clock) for track in load(path))
+    first, second = (ReplayDevice(track, clock=clock) for track in load_tracks(path))
     assert (first.info.uuid, first.info.index, first.info.kind) == ("GPU-a", 3, "nvidia")
     assert (first.info.energy_method, second.info.energy_method) == ("counter", "estimated")
     assert (second.info.uuid, second.info.index) == ("GPU-b", 0)
@@ -177,7 +177,7 @@ def test_a_loop_has_no_seam() -> None:
 def test_looped_devices_of_a_node_stay_together(tmp_path: Path) -> None:
     clock = Clock()
     path = trace(tmp_path, rows(20), rows(15, device="GPU-b"))
-    first, second = (ReplayDevice(track, clock=clock) for track in load(path, loop=True))
+    first, second = (ReplayDevice(track, clock=clock) for track in load_tracks(path, loop=True))
     clock.now_ns += 10 * 2 * SECOND + TENTH
     assert first.read(full=False)["power_w"] == second.read(full=False)["power_w"] == 501.0
     clock.now_ns += 18 * TENTH  # where the trace has nothing of the second
@@ -239,9 +239,9 @@ def test_a_trace_that_cannot_be_looped_is_refused_and_plays_once() -> None:
 
 def test_a_trace_without_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no sample to play"):
-        load(trace(tmp_path))
+        load_tracks(trace(tmp_path))
     with pytest.raises(FileNotFoundError):
-        load(tmp_path / "missing.parquet")
+        load_tracks(tmp_path / "missing.parquet")
 
 
 def test_the_environment_puts_a_trace_in_place_of_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_the_environment_puts_a_trace_in_place_of_the_devices(tmp_path: Path, mo
 
 def test_a_played_trace_is_sampled_like_a_device(tmp_path: Path) -> None:
     """Under the sampler's own clock; after the end samples are null."""
-    (device,) = map(ReplayDevice, load(trace(tmp_path, rows(5))))
+    (device,) = map(ReplayDevice, load_tracks(trace(tmp_path, rows(5))))
     buffer = SampleBuffer(1000)
     sampler = Sampler([device], buffer, "here", period_s=0.05)
     sampler.start()

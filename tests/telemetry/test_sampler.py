@@ -7,12 +7,11 @@ import time
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
-import pytest
 
-from telemetry.devices import CpuDevice, cpu_uuid
-from telemetry.devices.base import DeviceInfo
-from telemetry.devices.cpu import IDLE_WATTS_PER_CPU, WATTS_PER_BUSY_CPU
+from telemetry.devices import DeviceInfo
+from telemetry.devices.cpu import IDLE_WATTS_PER_CPU, WATTS_PER_BUSY_CPU, CpuDevice, cpu_uuid
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer
 from telemetry.windows.trial import summarise
@@ -41,14 +40,20 @@ class Slow:
         return {}
 
 
-def watch(device: Any, seconds: float, period_s: float) -> tuple[int, SampleBuffer]:
+def watch(device: Any, count: int, period_s: float) -> pa.Table:
+    """The first samples of a device, `count` or more."""
     buffer = SampleBuffer(capacity_rows=10_000)
     sampler = Sampler([device], buffer, "n", period_s)
-    began = time.monotonic_ns()
     sampler.start()
-    time.sleep(seconds)
+    while (samples := buffer.between(0, time.monotonic_ns())).num_rows < count:
+        time.sleep(period_s)
     sampler.stop()
-    return began, buffer
+    return samples
+
+
+def late_ns(times: np.ndarray, period_ns: int) -> np.ndarray:
+    """How far each sample is from the grid of the first one, however many ticks were skipped."""
+    return (times - times[0] + period_ns // 2) % period_ns - period_ns // 2
 
 
 def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
@@ -59,7 +64,7 @@ def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
     sampler.start()
     time.sleep(0.5)
     start_ns = time.monotonic_ns()
-    spinning = "import time\nwhile time.process_time() < 2.5: pass"
+    spinning = "import time\nwhile time.process_time() < 1.5: pass"
     subprocess.run([sys.executable, "-c", spinning], check=True)  # in this process it would hold the sampler up
     end_ns = time.monotonic_ns()
     assert buffer.wait_for(end_ns + 200_000_000, timeout_s=5)
@@ -67,8 +72,7 @@ def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
 
     rows = buffer.between(began, time.monotonic_ns())
     times = rows["time_ns"].to_numpy()
-    late_ns = (times - times[0] + 25_000_000) % 50_000_000 - 25_000_000
-    assert np.median(np.abs(late_ns)) < 10_000_000  # on the grid of the first tick, however many were skipped
+    assert np.median(np.abs(late_ns(times, 50_000_000))) < 10_000_000
     assert set(rows["device"].to_pylist()) == {cpu_uuid()}
     assert set(rows["energy_method"].to_pylist()) == {"estimated"}
     assert pc.max(rows["process_cpu_utilisation"]).as_py() > 0.2 / (os.cpu_count() or 1)
@@ -80,19 +84,16 @@ def test_the_real_cpu_device_is_sampled_on_schedule_and_summarised() -> None:
     assert summary.energy_method == "estimated"
     assert summary.energy_j is not None
     idle_j = IDLE_WATTS_PER_CPU * cpus * seconds
-    assert idle_j + WATTS_PER_BUSY_CPU * 2 < summary.energy_j < 1.1 * (idle_j + WATTS_PER_BUSY_CPU * cpus * seconds)
+    assert idle_j + WATTS_PER_BUSY_CPU * 1.2 < summary.energy_j < 1.1 * (idle_j + WATTS_PER_BUSY_CPU * cpus * seconds)
     assert summary.problems == ()
 
 
 def test_a_failing_read_leaves_a_row_of_nulls() -> None:
-    began, buffer = watch(Failing(), 0.3, 0.02)
-    power = buffer.between(began, time.monotonic_ns())["power_w"].to_pylist()
-    assert len(power) >= 6
+    power = watch(Failing(), 6, 0.02)["power_w"].to_pylist()
     assert power[:6] == [1.0, None, 1.0, None, 1.0, None]
 
 
 def test_missed_ticks_are_skipped_and_the_schedule_holds() -> None:
-    began, buffer = watch(Slow(), 0.65, 0.05)
-    times = buffer.between(began, time.monotonic_ns())["time_ns"].to_numpy()
-    assert 3 <= len(times) <= 8
-    assert np.median(np.diff(times)) == pytest.approx(100e6, abs=30e6)  # each second tick
+    times = watch(Slow(), 7, 0.05)["time_ns"].to_numpy()
+    assert np.min(np.diff(times)) > 70e6  # each second tick, or a later one
+    assert np.median(np.abs(late_ns(times, 50_000_000))) < 10_000_000

@@ -65,15 +65,15 @@ def test_a_segment_torn_anywhere_gives_what_was_before(tmp_path: Path) -> None:
     (segment,) = recording.folder.iterdir()
     whole = segment.read_bytes()
     message = batches(100, 110)[0].message.size
-    found = set()
+    lengths = set()
     for length in range(0, len(whole), 97):
         segment.write_bytes(whole[:length])
         read = times(spool.read(recording.folder))
         assert read == list(range(100, 100 + len(read)))
         held = max((length - (len(whole) - 4 * message)) // message, 0)
         assert len(read) == 10 * held
-        found.add(len(read))
-    assert found == {0, 10, 20, 30}
+        lengths.add(len(read))
+    assert lengths == {0, 10, 20, 30}
 
 
 def test_segments_are_bounded_and_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +106,9 @@ def test_a_recording_is_carried_on_after_its_writer_died(tmp_path: Path) -> None
     segment.write_bytes(segment.read_bytes()[:-5])
     second = Spool(tmp_path, "a")
     second.write(batches(150, 170))
-    found = list(spool.after(second.folder, 0))
-    assert [sealed.first_ns for sealed in found] == [100, 110, 150, 160]
-    assert [sealed.follows_ns for sealed in found] == [None, 109, None, 159]
+    read = list(spool.after(second.folder, 0))
+    assert [sealed.first_ns for sealed in read] == [100, 110, 150, 160]
+    assert [sealed.follows_ns for sealed in read] == [None, 109, None, 159]
 
 
 def test_columns_of_another_version_are_refused(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ while True:
 def test_all_that_was_written_survives_a_killed_writer(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
-        told = [int(writer.stdout.readline()) for _ in range(20)]
+        written = [int(writer.stdout.readline()) for _ in range(20)]
         os.kill(writer.pid, signal.SIGKILL)
-        told += [int(line) for line in writer.stdout if line.endswith("\n")]
-    assert times(spool.read(tmp_path / boot_id() / "a"))[: len(told)] == told
+        written += [int(line) for line in writer.stdout if line.endswith("\n")]
+    assert times(spool.read(tmp_path / boot_id() / "a"))[: len(written)] == written
 
 
 def test_what_a_slow_disk_did_not_take_is_told(tmp_path: Path) -> None:

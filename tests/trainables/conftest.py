@@ -11,14 +11,16 @@ import pytest
 from torch.distributed import TCPStore
 
 from trainables.child import Nursery, Outcome
-from trainables.trial import Place, TrialRequest
+from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.program import Place, TrialRequest
+from trainables.training import Training
 
 RunRanks = Callable[[TrialRequest], list[Outcome]]
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Nursery:
-    return Nursery(use_gpu=False)
+    return Nursery(CPU, Training.preload())
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +36,7 @@ def run_ranks(nursery: Nursery, store: TCPStore) -> RunRanks:
         failed, began = threading.Event(), time.monotonic()
 
         def rank_outcome(rank: int) -> Outcome:
-            place = Place(rank, rank, "127.0.0.1", store.port, use_gpu=False)
+            place = Place(rank, rank, "127.0.0.1", store.port, CPU)
             trial = nursery.trial(request, place, lambda: time.monotonic() - began, failed.is_set)
             with trial as outcome:
                 if outcome.status != "ok":

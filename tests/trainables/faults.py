@@ -1,7 +1,6 @@
 """Trials of which some fail, one after the other on one nursery, and what they leave behind.
 
-Faults are put into the fork server by way of its list of modules to preload: `run_trial` there, for a trial named after
-a fault, first sets one of torch's own global hooks in the last rank's process.
+A trial that fails is of a program of its own, which first sets one of torch's global hooks in the last rank's process.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,16 @@ from trainables import child
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
 from trainables.model import Block
-from trainables.trial import Place, Progress, RankReport, TrialRequest
+from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.program import Place, Progress, RankReport, TrialRequest
+from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 SHARDED = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32", zero_stage=3)
 PIPELINE = replace(SHARDED, zero_stage=0, pipeline_parallel_size=2)
 PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
-REQUEST = TrialRequest("good", SHARDED, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=60, seed=0)
+TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
+REQUEST = TrialRequest("good", SHARDED, TRAINING, PROTOCOL, deadline_s=60)
 
 FAULTS = {"backward": SHARDED, "killed": PIPELINE, "forward": SHARDED, "optimizer": SHARDED}
 STEPS_BEFORE = 3
@@ -73,17 +75,16 @@ def arm(fault: str) -> None:
         register_module_forward_hook(in_block)
 
 
-_run_trial = child.run_trial
+@dataclass(frozen=True)
+class Faulty(Training):
+    """A training whose last rank fails after a while, in the place that `fault` names."""
 
+    fault: str = ""
 
-def run_trial(request: TrialRequest, place: Place, tell: Callable[[Progress], None]) -> RankReport:
-    fault = request.trial_id.split()[0]
-    if fault in FAULTS and place.rank == 1:
-        arm(fault)
-    return _run_trial(request, place, tell)
-
-
-child.run_trial = run_trial
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        if place.rank == 1:
+            arm(self.fault)
+        return super().run(request, place, on_progress)
 
 
 def left_behind() -> dict[str, int]:
@@ -103,15 +104,14 @@ def left_behind() -> dict[str, int]:
 
 def main(count: int) -> None:
     """Run a good trial, `count` of which every third fails, and a good one; print what was seen, as JSON."""
-    child.PRELOAD.append("tests.trainables.faults")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    nursery = child.Nursery(use_gpu=False)
+    nursery = child.Nursery(CPU, [*Training.preload(), __name__])
 
     def run(request: TrialRequest) -> list[child.Outcome]:
         failed, began = threading.Event(), time.monotonic()
 
         def one(rank: int) -> child.Outcome:
-            place = Place(rank, rank, "127.0.0.1", store.port, use_gpu=False)
+            place = Place(rank, rank, "127.0.0.1", store.port, CPU)
             with nursery.trial(request, place, lambda: time.monotonic() - began, failed.is_set) as outcome:
                 if outcome.status != "ok":
                     failed.set()
@@ -134,7 +134,14 @@ def main(count: int) -> None:
             good(f"good {number}")
             continue
         fault = list(FAULTS)[number // 3 % len(FAULTS)]
-        outcomes = run(replace(REQUEST, trial_id=f"{fault} {number}", layout=FAULTS[fault]))
+        outcomes = run(
+            replace(
+                REQUEST,
+                trial_id=f"{fault} {number}",
+                layout=FAULTS[fault],
+                program=Faulty(**vars(TRAINING), fault=fault),
+            )
+        )
         seen.append([fault, *[outcome.status for outcome in outcomes], outcomes[1].cause])
     at_last = good("good at last")
     print(json.dumps({"failed": seen, "step_s": [at_first, at_last], "left": [before, left_behind()]}))

@@ -15,7 +15,7 @@ from trainables.breakdown import (
     MEMORY_COPY,
     Breakdown,
     break_down,
-    collective,
+    collective_category,
     kernel_category,
     operator_category,
     own_times,
@@ -96,7 +96,7 @@ def test_operators_are_known_by_their_names(name: str, category: str | None) -> 
 
 
 def test_a_collective_is_read_from_gloo_s_names_as_well() -> None:
-    found = [collective(f"gloo:{name}") for name in ("all_reduce", "all_gather", "send", "recv", "all_to_all")]
+    found = [collective_category(f"gloo:{name}") for name in ("all_reduce", "all_gather", "send", "recv", "all_to_all")]
     assert found == ["all_reduce", "all_gather", "send_recv", "send_recv", "all_to_all"]
 
 

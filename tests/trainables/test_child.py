@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -17,18 +17,22 @@ from torch.distributed import TCPStore
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from trainables.child import Nursery, Outcome, describe, is_out_of_memory
+from trainables.child import ABORTED, Nursery, Outcome, error_line, is_out_of_memory
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
-from trainables.trial import Place, TrialRequest
+from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.program import InvalidTrial, Place, Progress, RankProgram, RankReport, TrialRequest
+from trainables.status import Status
+from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
+LAYOUT = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
 SHORT = Protocol(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
-REQUEST = TrialRequest("short", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
+TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
+REQUEST = TrialRequest("short", LAYOUT, TRAINING, SHORT, deadline_s=120)
 TRAINING_FOREVER = replace(REQUEST, trial_id="endless", protocol=ENDLESS)
-WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(CONFIG, num_gpus=2))  # the other rank never comes
+WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(LAYOUT, num_gpus=2))  # the other rank never comes
 
 
 def trial_processes(worker: psutil.Process) -> list[psutil.Process]:
@@ -59,7 +63,7 @@ def run(nursery: Nursery, store: TCPStore) -> Iterator[Callable[..., Outcome]]:
 
     def run_rank_0(request: TrialRequest, aborted: Callable[[], bool] = lambda: False) -> Outcome:
         began = time.monotonic()
-        place = Place(0, 0, "127.0.0.1", store.port, use_gpu=False)
+        place = Place(0, 0, "127.0.0.1", store.port, CPU)
         request = replace(request, trial_id=f"{request.trial_id} {began}")
         with nursery.trial(request, place, lambda: time.monotonic() - began, aborted) as outcome:
             return outcome
@@ -75,9 +79,32 @@ def test_a_child_reports(run: Callable[..., Outcome]) -> None:
     assert len(outcome.report.losses) == 20
 
 
+@dataclass(frozen=True)
+class Sums(RankProgram):
+    """A program that is no training: it sums what it is given, and is invalid where that comes to nothing."""
+
+    numbers: tuple[float, ...]
+
+    @staticmethod
+    def preload() -> list[str]:
+        return []
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        on_progress(Progress("sum"))
+        if not sum(self.numbers):
+            raise InvalidTrial("nothing to report")
+        return RankReport(place.rank, {}, None, {}, self.numbers, (sum(self.numbers),), None, {})
+
+
+def test_a_child_runs_any_program(run: Callable[..., Outcome]) -> None:
+    outcome = run(replace(REQUEST, program=Sums((1.0, 2.0))))
+    assert outcome == Outcome(Status.OK, None, "sum", RankReport(0, {}, None, {}, (1.0, 2.0), (3.0,), None, {}))
+    assert run(replace(REQUEST, program=Sums((1.0, -1.0)))) == Outcome(Status.INVALID, "nothing to report", "sum")
+
+
 def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store: TCPStore) -> None:
-    request = replace(REQUEST, trial_id="kept", data="/nowhere.npy")
-    with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, False), lambda: 0, lambda: False) as outcome:
+    request = replace(REQUEST, trial_id="kept", program=replace(TRAINING, data="/nowhere.npy"))
+    with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, CPU), lambda: 0, lambda: False) as outcome:
         assert outcome.status == "crash"
         time.sleep(0.5)
         (child,) = trial_processes(psutil.Process())
@@ -86,16 +113,16 @@ def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store:
 
 
 def test_an_error_is_a_crash_with_its_phase_and_text(run: Callable[..., Outcome]) -> None:
-    outcome = run(replace(REQUEST, data="/nowhere.npy"))
+    outcome = run(replace(REQUEST, program=replace(TRAINING, data="/nowhere.npy")))
     assert replace(outcome, traceback=None) == Outcome(
-        "crash", "build: DataError: /nowhere.npy does not exist", "build"
+        Status.CRASH, "build: DataError: /nowhere.npy does not exist", "build"
     )
     assert outcome.traceback is not None
     assert "open_tokens" in outcome.traceback
 
 
 def test_a_model_too_large_for_memory_is_out_of_memory(run: Callable[..., Outcome]) -> None:
-    outcome = run(replace(REQUEST, model=replace(MODEL, vocab=2**40)))
+    outcome = run(replace(REQUEST, program=replace(TRAINING, model=replace(MODEL, vocab=2**40))))
     assert outcome.status == "oom"
     assert outcome.phase == "build"
 
@@ -109,7 +136,7 @@ def test_a_killed_child_is_a_crash_with_signal_and_phase(run: Callable[..., Outc
     killer.start()
     outcome = run(TRAINING_FOREVER)
     killer.join()
-    assert outcome == Outcome("crash", "the process was killed by SIGKILL in phase warmup", "warmup")
+    assert outcome == Outcome(Status.CRASH, "the process was killed by SIGKILL in phase warmup", "warmup")
 
 
 @pytest.mark.parametrize(
@@ -128,13 +155,13 @@ def test_the_deadline_ends_a_hang_and_tells_where_it_was(
     assert outcome.cause == f"no result after 6 s, in phase {phase}"
     assert outcome.traceback is not None
     assert f"in {function}" in outcome.traceback
-    assert "in run_trial" in outcome.traceback
+    assert "in run" in outcome.traceback
     assert time.monotonic() - began < 30
 
 
 def test_a_rank_is_stopped_when_the_trial_is_aborted(run: Callable[..., Outcome]) -> None:
     outcome = run(TRAINING_FOREVER, aborted=lambda: is_training(psutil.Process()))
-    assert outcome == Outcome("aborted", None, "warmup")
+    assert outcome == Outcome(ABORTED, None, "warmup")
 
 
 WORKER = """
@@ -142,13 +169,15 @@ import sys
 from tests.trainables.test_child import TRAINING_FOREVER, WAITING_FOREVER
 from torch.distributed import TCPStore
 from trainables.child import Nursery
-from trainables.trial import Place
+from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.program import Place
+from trainables.training import Training
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 request = {"train": TRAINING_FOREVER, "wait": WAITING_FOREVER}[sys.argv[1]]
-nursery = Nursery(use_gpu=False)
+nursery = Nursery(CPU, Training.preload())
 print("ready", flush=True)
-with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, False), lambda: 0, lambda: False):
+with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, CPU), lambda: 0, lambda: False):
     pass
 """
 
@@ -211,6 +240,6 @@ def test_running_out_of_host_memory_is_known_by_torch_s_own_error() -> None:
 
 def test_a_description_is_one_line_from_the_root() -> None:
     error = chained(RuntimeError("backward failed"), ValueError("the reason\nand much more"))
-    assert describe(error, "warmup") == "warmup: ValueError: the reason"
-    assert describe(KeyError(), "build") == "build: KeyError: no message"
-    assert len(describe(ValueError("x" * 9999), "build")) < 400
+    assert error_line(error, "warmup") == "warmup: ValueError: the reason"
+    assert error_line(KeyError(), "build") == "build: KeyError: no message"
+    assert len(error_line(ValueError("x" * 9999), "build")) < 400

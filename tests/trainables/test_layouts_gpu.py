@@ -55,7 +55,7 @@ def test_layouts_train_alike(tmp_path: Path) -> None:
         files.append(tmp_path / f"{name}.yaml")
         files[-1].write_text(spec(name, model, space))
     out = tmp_path / "results.jsonl"
-    subprocess.run([sys.executable, "-m", "benchmarks.layouts", *files, "--out", out], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.measure.layouts", *files, "--out", out], check=True)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert {(result["status"], result["cause"]) for result in results} == {("ok", None)}
     for mixture in (True, False):

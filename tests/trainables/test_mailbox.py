@@ -9,19 +9,20 @@ import pytest
 
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
-from trainables.child import Outcome
+from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member, Order
 from trainables.measure import Protocol, Stretch
-from trainables.trial import Progress, TrialRequest
+from trainables.program import Progress, TrialRequest
+from trainables.status import Status
+from trainables.training import Training
 
 T = TypeVar("T")
 Evaluated = tuple[list[Outcome], list[Member], float]
 
-OK = Outcome("ok", phase="report")
-CONFIG = Layout("megatron", 2, 4, precision="fp32")
-REQUEST = TrialRequest(
-    "t0", CONFIG, PRESETS["tiny-llama"], "synthetic", 32, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60, seed=0
-)
+OK = Outcome(Status.OK, phase="report")
+LAYOUT = Layout("megatron", 2, 4, precision="fp32")
+TRAINING = Training(PRESETS["tiny-llama"], "synthetic", 32, seed=0)
+REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60)
 
 
 def member(rank: int, store_port: int = 4000) -> Member:
@@ -37,7 +38,7 @@ async def gang(size: int = 2, incarnation: str = "first") -> Mailbox:
 
 def lost(cause: str) -> Outcome:
     """What befalls a trial whose gang is gone; what its ranks say themselves is never put down to the machines."""
-    return Outcome("crash", cause, infrastructure=True)
+    return Outcome(Status.CRASH, cause, infrastructure=True)
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
@@ -104,7 +105,7 @@ async def test_ranks_beyond_the_trial_s_are_left_out() -> None:
     assert outcomes == [OK, OK]
     assert len(members) == 3
     assert await waits(idle)
-    asyncio.create_task(mailbox.evaluate(replace(REQUEST, layout=replace(CONFIG, num_gpus=3))))  # noqa: RUF006
+    asyncio.create_task(mailbox.evaluate(replace(REQUEST, layout=replace(LAYOUT, num_gpus=3))))  # noqa: RUF006
     order = await soon(idle)
     assert order is not None
     assert order.number == 2
@@ -117,24 +118,24 @@ async def test_a_rank_that_failed_stops_the_others_and_is_named() -> None:
     number = (await take(mailbox, 0, 0)).number
     stopped = asyncio.create_task(mailbox.aborted(number))
     assert await waits(stopped)
-    await mailbox.hand_in(1, number, Outcome("oom", "warmup: OutOfMemoryError: CUDA out of memory", "warmup"))
+    await mailbox.hand_in(1, number, Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup"))
     await soon(stopped)
     assert await waits(trial)  # until rank 0 is free, too
-    await mailbox.hand_in(0, number, Outcome("aborted", None, "warmup"))
+    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "warmup"))
     outcomes, *_ = await soon(trial)
-    assert outcomes == [Outcome("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
+    assert outcomes == [Outcome(Status.OOM, "rank 1: warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
 
 
 @in_a_loop
 async def test_a_worker_that_took_another_rank_is_named_by_both() -> None:
     mailbox = await gang()
-    permuted = replace(REQUEST, layout=replace(CONFIG, rank_order=(1, 0)))
+    permuted = replace(REQUEST, layout=replace(LAYOUT, rank_order=(1, 0)))
     trial = asyncio.create_task(mailbox.evaluate(permuted))
     number = (await take(mailbox, 0, 0)).number
-    await mailbox.hand_in(1, number, Outcome("oom", "memory", "warmup"))
-    await mailbox.hand_in(0, number, Outcome("aborted", None, "warmup"))
+    await mailbox.hand_in(1, number, Outcome(Status.OOM, "memory", "warmup"))
+    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "warmup"))
     outcomes, *_ = await soon(trial)
-    assert outcomes == [Outcome("oom", "rank 0 on worker 1: memory", "warmup")]
+    assert outcomes == [Outcome(Status.OOM, "rank 0 on worker 1: memory", "warmup")]
 
 
 @in_a_loop
@@ -142,8 +143,8 @@ async def test_the_first_failure_is_the_cause() -> None:
     mailbox = await gang()
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 0, 0)).number
-    await mailbox.hand_in(1, number, Outcome("oom", "memory", "warmup"))
-    await mailbox.hand_in(0, number, Outcome("crash", "Connection closed by peer", "warmup"))
+    await mailbox.hand_in(1, number, Outcome(Status.OOM, "memory", "warmup"))
+    await mailbox.hand_in(0, number, Outcome(Status.CRASH, "Connection closed by peer", "warmup"))
     outcomes, *_ = await soon(trial)
     assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("oom", "rank 1: memory")]
 
@@ -195,7 +196,7 @@ async def test_a_trial_given_up_crashes_and_leaves_the_gang_usable() -> None:
     assert outcomes == [lost("its time was up")]
     await soon(watch)
     for rank in range(2):
-        await mailbox.hand_in(rank, number, Outcome("aborted"))  # too late to matter
+        await mailbox.hand_in(rank, number, Outcome(ABORTED))  # too late to matter
     for rank in range(2):
         await mailbox.hand_in(rank, (await take(mailbox, rank, number)).number, OK)
     assert (await soon(following))[0] == [OK, OK]
@@ -250,7 +251,7 @@ async def test_a_trial_that_is_pruned_ends_its_ranks_and_no_other_trial() -> Non
     await mailbox.prune("another", "dominated")
     assert await waits(watch)
     await mailbox.prune("t0", "dominated")
-    assert (await soon(trial))[0] == [Outcome("pruned", "dominated", "window")]
+    assert (await soon(trial))[0] == [Outcome(Status.PRUNED, "dominated", "window")]
     await soon(watch)
     await mailbox.prune("t0", "dominated")  # it is over
     following = asyncio.create_task(mailbox.evaluate(REQUEST))
@@ -264,10 +265,10 @@ async def test_a_failure_comes_before_pruning() -> None:
     mailbox = await gang()
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 0, 0)).number
-    await mailbox.hand_in(1, number, Outcome("oom", "memory", "window"))
+    await mailbox.hand_in(1, number, Outcome(Status.OOM, "memory", "window"))
     await mailbox.prune("t0", "dominated")
-    await mailbox.hand_in(0, number, Outcome("aborted", None, "window"))
-    assert (await soon(trial))[0] == [Outcome("oom", "rank 1: memory", "window")]
+    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "window"))
+    assert (await soon(trial))[0] == [Outcome(Status.OOM, "rank 1: memory", "window")]
 
 
 @in_a_loop

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from search_spaces.layout import BUCKET_SIZE, ENGINES, SCHEDULES, Layout
+from search_spaces.engines import ENGINES
+from search_spaces.layout import BUCKET_SIZE, SCHEDULES, Layout
 from search_spaces.models import ModelShape
 from search_spaces.rules import Workload, refusal
 from search_spaces.space import enumerate_space
@@ -25,7 +26,8 @@ from trainables.data import SYNTHETIC, open_tokens
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, learning_rate
 from trainables.measure import Protocol
 from trainables.model import Parts, Stage, language_model_loss
-from trainables.trial import RankReport, TrialRequest
+from trainables.program import RankReport, TrialRequest
+from trainables.training import Training
 
 LLAMA = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)  # four heads share two key-value heads
 GPT = ModelShape("gpt", 2, 64, 4, 4, 256, 512, 64)
@@ -127,7 +129,7 @@ def request(layout: Layout, model: ModelShape) -> TrialRequest:
         steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=STEPS - 2
     )
     name = f"{layout.label} {model}"
-    return TrialRequest(name, layout, model, SYNTHETIC, SEQUENCE_LENGTH, protocol, deadline_s=200, seed=0)
+    return TrialRequest(name, layout, Training(model, SYNTHETIC, SEQUENCE_LENGTH, seed=0), protocol, deadline_s=200)
 
 
 def reports(outcomes: list[Outcome]) -> list[RankReport]:

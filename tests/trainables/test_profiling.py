@@ -13,21 +13,27 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
 from trainables import profiling
+from trainables.breakdown import Profile
 from trainables.data import SYNTHETIC
 from trainables.measure import Protocol
-from trainables.profiling import Profile, profile_step
-from trainables.trial import RankReport, TrialRequest
+from trainables.platforms.base import Platform
+from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.platforms.cuda import PLATFORM as CUDA
+from trainables.profiling import profile_step
+from trainables.program import RankReport, TrialRequest
+from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+LAYOUT = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 PROTOCOL = Protocol(2, 0.5, 0.2, 0.2, 7, breakdown=True)
-REQUEST = TrialRequest("profiled", CONFIG, MODEL, SYNTHETIC, 32, PROTOCOL, deadline_s=120, seed=0)
+TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
+REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROTOCOL, deadline_s=120)
 
 
-def alone(step: Callable[[], object], use_gpu: bool = False) -> Profile:
+def alone(step: Callable[[], object], platform: Platform = CPU) -> Profile:
     """Profile a step of a trial on one rank."""
-    layout = replace(CONFIG, num_gpus=1)
-    return profile_step(step, layout, use_gpu, meet=lambda: None, slowest=lambda seconds: seconds)
+    layout = replace(LAYOUT, num_gpus=1)
+    return profile_step(step, layout, platform, meet=lambda: None, slowest=lambda seconds: seconds)
 
 
 def train(device: str) -> None:
@@ -62,9 +68,9 @@ def check(report: RankReport) -> None:
 @pytest.mark.parametrize(
     ("layout", "communication"),
     [
-        (replace(CONFIG, zero_stage=3), ["all_gather_s", "reduce_scatter_s"]),
-        (replace(CONFIG, pipeline_parallel_size=2), ["send_recv_s"]),
-        (replace(CONFIG, engine="deepspeed", zero_stage=0), ["all_reduce_s"]),
+        (replace(LAYOUT, zero_stage=3), ["all_gather_s", "reduce_scatter_s"]),
+        (replace(LAYOUT, pipeline_parallel_size=2), ["send_recv_s"]),
+        (replace(LAYOUT, engine="deepspeed", zero_stage=0), ["all_reduce_s"]),
     ],
     ids=lambda value: value.label if isinstance(value, Layout) else "",
 )
@@ -101,7 +107,7 @@ def test_a_profiler_that_fails_leaves_the_step_and_its_reason(method: str, monke
     done: list[str] = []
     try:
         found = profile_step(
-            lambda: done.append("step"), CONFIG, False, lambda: done.append("meet"), lambda seconds: seconds
+            lambda: done.append("step"), LAYOUT, CPU, lambda: done.append("meet"), lambda seconds: seconds
         )
     finally:
         if method == "__exit__":
@@ -186,7 +192,7 @@ def test_kernels_of_one_name_are_told_apart_by_the_call_that_launched_them() -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_the_kernels_of_a_gpu_are_seen() -> None:
     train("cuda")
-    found = alone(lambda: train("cuda"), use_gpu=True)
+    found = alone(lambda: train("cuda"), CUDA)
     assert found.problem is None
     times = found.breakdown
     assert times is not None

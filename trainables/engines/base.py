@@ -1,4 +1,4 @@
-"""The protocol that both engines speak, and what a trial gives them."""
+"""The protocol that engines speak, and what a trial gives them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def learning_rate(model: ModelShape) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's share of a trial; `rank` is in the trial's own world of `config.num_gpus` processes."""
+    """One rank's share of a trial; `rank` is in the trial's own world of `layout.num_gpus` processes."""
 
     layout: Layout
     model: ModelShape
@@ -50,7 +50,7 @@ class StepOutput:
     grad_norm: Tensor
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """A model laid out over the ranks, ready to train."""
 
     data_parallel_rank: int

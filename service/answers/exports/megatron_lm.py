@@ -7,6 +7,7 @@ at github.com/NVIDIA/Megatron-LM, commit d98e8a6.
 from __future__ import annotations
 
 from search_spaces.layout import Layout
+from service.answers.exports import Export
 
 
 def arguments(layout: Layout) -> list[str]:
@@ -19,7 +20,7 @@ def arguments(layout: Layout) -> list[str]:
         *("--micro-batch-size", str(layout.micro_batch_size)),
         *("--global-batch-size", str(layout.global_batch_size)),
     ]
-    if layout.sequence_parallel:
+    if layout.splits_sequence:
         args += ["--sequence-parallel"]
     if layout.async_tensor_parallel:
         args += ["--tp-comm-overlap"]
@@ -86,3 +87,6 @@ def _precision(layout: Layout) -> list[str]:
     fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"] if layout.precision == "fp8" else []
     reduce = ["--grad-reduce-in-bf16"] if layout.reduce_precision == "bf16" else []
     return ["--bf16", *fp8, *reduce]
+
+
+EXPORT = Export(("megatron",), "megatron_lm", arguments, not_expressible)

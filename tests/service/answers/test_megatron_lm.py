@@ -22,7 +22,6 @@ ALWAYS = (
         ({"precision": "fp32"}, ""),
         ({"precision": "fp8"}, "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"),
         ({"reduce_precision": "bf16"}, "--bf16 --grad-reduce-in-bf16"),
-        ({"sequence_parallel": True, "async_tensor_parallel": True}, "--sequence-parallel --tp-comm-overlap --bf16"),
         ({"virtual_pipeline_stages": 2}, "--num-virtual-stages-per-pipeline-rank 2 --bf16"),
         ({"stage_layers": (1, 3)}, "--pipeline-model-parallel-layout Et|t*3L --bf16"),
         ({"overlap_grad_reduce": True}, "--overlap-grad-reduce --bf16"),
@@ -52,7 +51,15 @@ def test_arguments(changes: dict[str, Any], added: str) -> None:
     assert " ".join(arguments(replace(BASE, **changes))) == f"{ALWAYS} {added}".strip()
 
 
-def test_sizes() -> None:
+@pytest.mark.parametrize(
+    ("changes", "added"),
+    [
+        ({"sequence_parallel": False}, ""),
+        ({}, "--sequence-parallel "),
+        ({"async_tensor_parallel": True}, "--sequence-parallel --tp-comm-overlap "),
+    ],
+)
+def test_sizes(changes: dict[str, Any], added: str) -> None:
     layout = replace(
         BASE,
         tensor_parallel_size=2,
@@ -61,9 +68,9 @@ def test_sizes() -> None:
         micro_batch_size=2,
         precision="fp32",
     )
-    assert " ".join(arguments(layout)) == (
+    assert " ".join(arguments(replace(layout, **changes))) == (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 4 "
-        "--expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 64 --cp-comm-type all_gather "
+        f"--expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 64 {added}--cp-comm-type all_gather "
         "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.layout import Layout
-from service.answers import candidates, export, overview, ranking
+from service.answers import candidates, overview, ranking
 from service.answers.candidates import Candidate
 from service.errors import InputError
+from service.metrics import Method
 from service.record.results import TrialRecord
+from service.result import Purpose
 from tests.service.records import CONFIG, DEFAULT, search, trial
 
 
@@ -60,7 +61,7 @@ def test_an_estimate_is_never_ranked_against_a_measured_figure() -> None:
 
 
 def test_figures_of_depth_proxies_are_never_ranked_against_measured_ones() -> None:
-    proxies = {"tokens_per_s": "extrapolated", "joules_per_token": "extrapolated"}
+    proxies = dict.fromkeys(("tokens_per_s", "joules_per_token"), Method.EXTRAPOLATED)
     thought = replace(trial("thought", tokens_per_s=1e9, joules_per_token=0.01, throttle_ratio=0), methods=proxies)
     slower = replace(thought, trial_id="slower", metrics=thought.metrics | {"tokens_per_s": 1e8})
     record = search(thought, FAST, FRUGAL)
@@ -79,8 +80,8 @@ def test_figures_of_depth_proxies_are_never_ranked_against_measured_ones() -> No
 
 
 def test_an_extrapolation_is_ranked_before_an_estimate() -> None:
-    thought = replace(FAST, trial_id="thought", methods={"joules_per_token": "extrapolated"})
-    guessed = replace(FRUGAL, trial_id="guessed", methods={"joules_per_token": "estimated"})
+    thought = replace(FAST, trial_id="thought", methods={"joules_per_token": Method.EXTRAPOLATED})
+    guessed = replace(FRUGAL, trial_id="guessed", methods={"joules_per_token": Method.ESTIMATED})
     assert ranking.best(search(thought, guessed), minimize="joules_per_token").trials == (thought,)
 
 
@@ -149,29 +150,6 @@ def test_unknown_metrics_and_empty_choices_are_refused() -> None:
         ranking.best(record, maximize="tokens_per_s", minimize="joules_per_token")
 
 
-def test_export_holds_what_launching_needs() -> None:
-    exported = json.loads(json.dumps(export.export(search(FAST), ranking.best(search(FAST)))))
-    assert Layout.from_dict(exported["config"]) == CONFIG
-    assert (exported["search_id"], exported["trial_id"]) == ("s1", "fast")
-    assert exported["workload"]["model"] == "tiny-llama"
-    assert exported["metrics"]["tokens_per_s"] == 100
-    assert exported["methods"] == {"joules_per_token": "counter"}
-    assert exported["deepspeed"]["zero_optimization"]["stage"] == 2
-    assert exported["deepspeed"]["train_micro_batch_size_per_gpu"] == 4
-    assert set(exported["not_expressible"]) == {"recompute"}
-    assert "megatron_lm" not in exported
-
-
-def test_export_of_a_megatron_layout_has_its_arguments() -> None:
-    layout = Layout("megatron", 8, 16, tensor_parallel_size=2, pipeline_parallel_size=4, compile=True)
-    record = search(replace(FAST, layout=layout))
-    exported = export.export(record, ranking.best(record))
-    arguments = " ".join(exported["megatron_lm"])
-    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in arguments
-    assert set(exported["not_expressible"]) == {"compile"}
-    assert "deepspeed" not in exported
-
-
 figures = st.dictionaries(st.sampled_from([*DEFAULT, "mfu"]), st.integers(0, 3).map(float))
 outcomes = st.lists(
     st.tuples(
@@ -189,7 +167,7 @@ def test_whatever_was_recorded_the_answers_are_comparable_and_agree(
 ) -> None:
     trials = [trial(str(i), energy, status, **values) for i, (status, energy, values) in enumerate(recorded)]
     record = search(*trials)
-    ok = candidates.explored(record)
+    ok = candidates.explored(record.trials)
     objectives = [name for name in DEFAULT if any(name in one.metrics for one in ok)]
     front = ranking.pareto(record)
     assert all(one in ok and set(objectives) <= set(one.metrics) for one in front)
@@ -209,7 +187,9 @@ def test_whatever_was_recorded_the_answers_are_comparable_and_agree(
 TP, PP = (Layout("megatron", 4, 8, tensor_parallel_size=tp, pipeline_parallel_size=4 // tp) for tp in (4, 1))
 
 
-def again(layout: Layout, *speeds: float, purpose: str = "finalist", energy: float = 1.0) -> list[TrialRecord]:
+def again(
+    layout: Layout, *speeds: float, purpose: Purpose = Purpose.FINALIST, energy: float = 1.0
+) -> list[TrialRecord]:
     """Trials of one layout, of which all but the first search trial, of 100 tokens/s, are repeats."""
     explored = trial(f"{layout.label}-search", tokens_per_s=100, joules_per_token=energy, throttle_ratio=0)
     repeats = [
@@ -222,7 +202,7 @@ def again(layout: Layout, *speeds: float, purpose: str = "finalist", energy: flo
 
 
 def test_a_finalist_is_the_mean_of_its_repeats_without_its_search_trial() -> None:
-    (only,) = candidates.candidates(search(*again(TP, 80, 82, 84)))
+    (only,) = candidates.candidates(search(*again(TP, 80, 82, 84)).trials)
     assert only.layout == TP
     assert only.purpose == "finalist"
     assert [one.metrics["tokens_per_s"] for one in only.trials] == [80, 82, 84]
@@ -235,15 +215,15 @@ def test_a_finalist_is_the_mean_of_its_repeats_without_its_search_trial() -> Non
 
 def test_a_single_measurement_has_no_interval() -> None:
     assert candidates.confidence_interval([7.0]) == (7.0, None)
-    assert candidates.candidates(search(*again(TP, 80)))[0].intervals == {}
+    assert candidates.candidates(search(*again(TP, 80)).trials)[0].intervals == {}
 
 
 def test_repeats_are_averaged_over_what_is_the_least_in_doubt() -> None:
     trials = again(TP, 80, 82)
     trials[2] = replace(
-        trials[2], metrics=trials[2].metrics | {"joules_per_token": 9}, methods={"joules_per_token": "estimated"}
+        trials[2], metrics=trials[2].metrics | {"joules_per_token": 9}, methods={"joules_per_token": Method.ESTIMATED}
     )
-    (only,) = candidates.candidates(search(*trials))
+    (only,) = candidates.candidates(trials)
     assert only.metrics["joules_per_token"] == 1
     assert only.methods == {"joules_per_token": "counter"}
     assert only.metrics["tokens_per_s"] == 81
@@ -274,9 +254,9 @@ def test_a_condition_on_what_no_finalist_has_is_not_taken_for_met() -> None:
 
 
 def test_a_layout_whose_repeats_all_failed_stays_as_it_was_explored() -> None:
-    trials = [replace(one, status="crash") if one.purpose == "finalist" else one for one in again(TP, 80, 82)]
+    trials = [replace(one, status="crash") if one.purpose == Purpose.FINALIST else one for one in again(TP, 80, 82)]
     record = search(*trials)
-    assert [one.purpose for one in candidates.candidates(record)] == ["search"]
+    assert [one.purpose for one in candidates.candidates(record.trials)] == ["search"]
     assert overview.notices(record) == [f"{TP.label}: of 2 repeats, 2 crash"]
 
 
@@ -289,10 +269,10 @@ def test_finalists_within_their_intervals_are_not_called_better() -> None:
     assert not [notice for notice in overview.notices(apart) if "noise" in notice]
 
 
-@pytest.mark.parametrize("purpose", ["sentinel", "calibration"])
-def test_other_purposes_are_not_ranked(purpose: str) -> None:
+@pytest.mark.parametrize("purpose", [Purpose.SENTINEL, Purpose.CALIBRATION])
+def test_other_purposes_are_not_ranked(purpose: Purpose) -> None:
     record = search(*again(TP, 1e9, 1e9, purpose=purpose))
-    assert [one.metrics["tokens_per_s"] for one in candidates.candidates(record)] == [100]
+    assert [one.metrics["tokens_per_s"] for one in candidates.candidates(record.trials)] == [100]
     assert overview.describe(record).repeats == {purpose: 2}
 
 
@@ -303,7 +283,7 @@ def test_what_was_stopped_early_is_not_ranked() -> None:
 
 
 def test_short_trials_are_ranked_with_whole_ones_and_told() -> None:
-    short = replace(FAST, trial_id="short", methods={"tokens_per_s": "short"})
+    short = replace(FAST, trial_id="short", methods={"tokens_per_s": Method.SHORT})
     record = search(short, FRUGAL)
     assert ids(ranking.pareto(record)) == ["short", "frugal"]
     assert overview.notices(record) == [

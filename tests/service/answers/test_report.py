@@ -12,10 +12,11 @@ import pytest
 from search_spaces.layout import Layout
 from search_spaces.space import Space
 from service.answers.report import ENOUGH_TRIALS, Refusal, report, text
+from service.metrics import DIRECTIONS
 from service.record.results import TrialRecord
 from tests.service.records import STARTED, search, trial
 
-TWO = {"tokens_per_s": "maximize", "joules_per_token": "minimize"}
+TWO = {name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token")}
 
 
 def timed(number: int, speed: float, energy: float, **changes: object) -> TrialRecord:

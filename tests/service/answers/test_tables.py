@@ -1,19 +1,21 @@
 from __future__ import annotations
 
-import pytest
-
+from search_spaces.layout import Layout
 from service.answers.candidates import Candidate
-from service.answers.tables import breakdown_table, candidates_table, number
+from service.answers.tables import breakdown_table, candidates_table
+from service.result import Purpose
 from tests.service.records import CONFIG, search
 
+TP = Layout("megatron", 2, 16, tensor_parallel_size=2)
 
-def layout(label: str, **metrics: float) -> Candidate:
-    return Candidate(label, CONFIG, metrics, {}, ())
+
+def measured(layout: Layout, **metrics: float) -> Candidate:
+    return Candidate(layout, metrics, {}, ())
 
 
 def test_a_breakdown_is_shown_as_shares_of_the_step() -> None:
-    measured = layout(
-        "dp2",
+    whole = measured(
+        CONFIG,
         breakdown_span_s=2.0,
         breakdown_matmul_s=1.0,
         breakdown_attention_s=0.25,
@@ -22,41 +24,26 @@ def test_a_breakdown_is_shown_as_shares_of_the_step() -> None:
         breakdown_exposed_communication_s=0.125,
         breakdown_idle_s=0.115,
     )
-    table = breakdown_table([measured, layout("pp2", tokens_per_s=1.0)])
+    table = breakdown_table([whole, measured(TP, tokens_per_s=1.0)])
     assert table is not None
     heading, _, *rows = table.splitlines()
     assert heading.split("  ")[0] == "share of a step"
-    assert [row.split() for row in rows] == [["dp2", "50.0%", "12.5%", "25.0%", "0.5%", "6.2%", "5.8%"]]
+    assert [row.removeprefix(CONFIG.label).split() for row in rows] == [
+        ["50.0%", "12.5%", "25.0%", "0.5%", "6.2%", "5.8%"]
+    ]
 
 
 def test_without_a_breakdown_nothing_is_shown() -> None:
-    assert breakdown_table([layout("dp2", tokens_per_s=1.0)]) is None
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "half_width", "shown"),
-    [
-        ("tokens_per_s", 10452.3, 21.4, "10,452 ± 21"),
-        ("tokens_per_s", 10452.3, 213.0, "10,452 ± 213"),
-        ("tokens_per_s", 10452.34, 2.14, "10,452.3 ± 2.1"),
-        ("joules_per_token", 0.066123, 0.000121, "0.06612 ± 0.00012"),
-        ("throttle_ratio", 0.0123, 0.004, "1.23% ± 0.40%"),
-        ("throttle_ratio", 0.0, 0.0, "0.00%"),
-        ("tokens_per_s", 10452.3, None, "10,452"),
-    ],
-)
-def test_an_interval_has_two_digits(metric: str, value: float, half_width: float | None, shown: str) -> None:
-    assert number(metric, value, None, half_width) == shown
-    assert number(metric, value, "estimated", half_width) == shown + "*"
+    assert breakdown_table([measured(TP, tokens_per_s=1.0)]) is None
 
 
 def test_a_table_tells_what_was_measured_again() -> None:
     record = search()
-    once = layout("dp2", tokens_per_s=50.0)
-    again = Candidate("tp2", CONFIG, {"tokens_per_s": 100.0}, {}, (), "finalist", {"tokens_per_s": 2.0})
+    once = measured(CONFIG, tokens_per_s=50.0)
+    again = Candidate(TP, {"tokens_per_s": 100.0}, {}, (), Purpose.FINALIST, {"tokens_per_s": 2.0})
     heads, _, *rows = candidates_table(record, [once, again]).splitlines()
     assert heads.split("  ")[0] == "layout"
     assert "measured" in heads
-    assert rows[0].split()[:3] == ["dp2", "once", "50"]
-    assert rows[1].split()[:6] == ["tp2", "again,", "0x", "100.0", "±", "2.0"]
+    assert rows[0].removeprefix(CONFIG.label).split()[:2] == ["once", "50"]
+    assert rows[1].removeprefix(TP.label).split()[:5] == ["again,", "0x", "100.0", "±", "2.0"]
     assert "measured" not in candidates_table(record, [once])

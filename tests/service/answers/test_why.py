@@ -11,8 +11,10 @@ import yaml
 from search_spaces.layout import Layout
 from service.answers.why import SHOWN, parse_choices, text, why
 from service.errors import InputError
+from service.metrics import DIRECTIONS
 from service.problem import Problem
 from service.record.results import TrialRecord
+from service.result import Purpose
 from service.spec import parse_spec
 from tests.service.records import search, trial
 
@@ -45,7 +47,7 @@ RECORD = search(
     of(FAST, tokens_per_s=100, joules_per_token=1),
     of(SLOW, tokens_per_s=50, joules_per_token=1),
     of(BIG, "oom", "rank 0: out of memory"),
-    objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
+    objectives={name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token")},
 )
 
 
@@ -113,7 +115,7 @@ def test_without_a_search_the_answer_is_what_is_legal() -> None:
 def test_a_layout_beaten_by_no_more_than_its_interval_says_so() -> None:
     def again(point: Layout, *speeds: float) -> list[TrialRecord]:
         made = [of(point, tokens_per_s=speed, joules_per_token=1) for speed in speeds]
-        return [replace(one, trial_id=f"{one.trial_id}-{i}", purpose="finalist") for i, one in enumerate(made)]
+        return [replace(one, trial_id=f"{one.trial_id}-{i}", purpose=Purpose.FINALIST) for i, one in enumerate(made)]
 
     def told(*speeds: float) -> str | None:
         record = replace(RECORD, trials=(*again(FAST, 100, 101, 102), *again(SLOW, *speeds)))

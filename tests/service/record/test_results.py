@@ -15,12 +15,14 @@ from search_spaces.layout import Layout
 from service.answers.overview import describe
 from service.errors import InputError
 from service.home import Home
+from service.metrics import Method
 from service.problem import Problem
 from service.record.results import Results
 from service.record.tracking import Tracker
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.spec import parse_spec
 from tests.service.records import problem
+from trainables.status import Status
 
 CONFIG = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 TINY = problem()
@@ -40,8 +42,8 @@ def test_searches_are_listed_with_their_trials_and_best_values(home: Home) -> No
     record(
         home,
         "alpha-1",
-        TrialResult("alpha-1-0", CONFIG, "ok", None, good, {"joules_per_token": "estimated"}),
-        TrialResult("alpha-1-1", CONFIG, "oom", "rank 0: out of memory"),
+        TrialResult("alpha-1-0", CONFIG, Status.OK, None, good, {"joules_per_token": Method.ESTIMATED}),
+        TrialResult("alpha-1-1", CONFIG, Status.OOM, "rank 0: out of memory"),
     )
     record(home, "alpha-2")
     latest, first = map(describe, Results(home.tracking_uri).searches())
@@ -55,7 +57,7 @@ def test_searches_are_listed_with_their_trials_and_best_values(home: Home) -> No
 
 
 def test_finished_searches_of_the_same_are_read_one_by_one_the_latest_first(home: Home) -> None:
-    good = TrialResult("alpha-1-0", CONFIG, "ok", None, {"tokens_per_s": 10.0})
+    good = TrialResult("alpha-1-0", CONFIG, Status.OK, None, {"tokens_per_s": 10.0})
     record(home, "alpha-1", good)
     record(home, "alpha-2")
     record(home, "stopped", status="stopped")
@@ -83,9 +85,9 @@ def test_a_search_is_found_by_a_unique_beginning_of_its_id(home: Home) -> None:
 
 def test_a_record_says_what_for_and_when_a_trial_was_run(home: Home) -> None:
     trials = [
-        TrialResult("alpha-0", CONFIG, "ok", None, {"tokens_per_s": 10.0}),
-        TrialResult("alpha-1", CONFIG, "ok", None, {"tokens_per_s": 11.0}, purpose="finalist"),
-        TrialResult("alpha-2", CONFIG, "crash", "node lost", purpose="finalist", infrastructure=True),
+        TrialResult("alpha-0", CONFIG, Status.OK, None, {"tokens_per_s": 10.0}),
+        TrialResult("alpha-1", CONFIG, Status.OK, None, {"tokens_per_s": 11.0}, purpose=Purpose.FINALIST),
+        TrialResult("alpha-2", CONFIG, Status.CRASH, "node lost", purpose=Purpose.FINALIST, infrastructure=True),
     ]
     record(home, "alpha", *trials)
     read = Results(home.tracking_uri).search("alpha").trials
@@ -119,7 +121,7 @@ def test_asking_an_empty_directory_leaves_it_empty(tmp_path: Path) -> None:
 
 
 def test_an_answer_needs_neither_ray_nor_torch(home: Home) -> None:
-    record(home, "alpha", TrialResult("alpha-0", CONFIG, "ok", None, {"tokens_per_s": 10.0}))
+    record(home, "alpha", TrialResult("alpha-0", CONFIG, Status.OK, None, {"tokens_per_s": 10.0}))
     code = """
 import sys
 from service.answers import ranking

@@ -22,14 +22,16 @@ from mlflow import MlflowClient
 from search_spaces.layout import Layout
 from service.errors import InputError
 from service.home import Home
+from service.metrics import Method
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
-from service.result import PURPOSES, NodeWindow, Proxy, RankRecord, TrialResult
+from service.result import NodeWindow, Proxy, Purpose, RankRecord, TrialResult
 from service.spec import dump_spec
 from telemetry.samples import SCHEMA
 from telemetry.store import read_samples
 from tests.service.records import problem
 from trainables.breakdown import break_down
+from trainables.status import Status
 
 CONFIG = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True)
 ENVIRONMENT = {"torch": "2.13.0", "git_commit": "0123abc"}
@@ -53,9 +55,9 @@ def measured(trial_id: str = "s1-000") -> TrialResult:
     return TrialResult(
         trial_id,
         CONFIG,
-        "ok",
+        Status.OK,
         metrics={"tokens_per_s": 1e5, "joules_per_token": 0.07, "step_time_s": 0.5, "peak_hbm_temp_c": None},
-        methods={"joules_per_token": "counter"},
+        methods={"joules_per_token": Method.COUNTER},
         step_times_s=(0.5, 0.6, 0.4),
         losses=(9.0, 8.0, 7.5, 7.25),
         windows=(NodeWindow("node", 5, 9, ("GPU-a", "GPU-b")),),
@@ -153,7 +155,9 @@ def test_a_failed_trial_keeps_its_cause_and_no_figure_is_made_up(home: Home) -> 
     tracker = start(home)
     tracker.start_trial("s1-000", CONFIG)
     metrics = {"tokens_per_s": None, "final_loss": math.nan, "peak_memory_gib": 139.5}
-    tracker.finish_trial(TrialResult("s1-000", CONFIG, "oom", "rank 2: out of memory", metrics, losses=(9.0, math.nan)))
+    tracker.finish_trial(
+        TrialResult("s1-000", CONFIG, Status.OOM, "rank 2: out of memory", metrics, losses=(9.0, math.nan))
+    )
     (trial,) = read(home).trials
     assert (trial.status, trial.cause) == ("oom", "rank 2: out of memory")
     assert trial.metrics == {"peak_memory_gib": 139.5}
@@ -164,7 +168,9 @@ def test_a_failed_trial_keeps_its_cause_and_no_figure_is_made_up(home: Home) -> 
 
 def test_estimated_energy_is_labelled_where_people_look(home: Home) -> None:
     tracker = start(home)
-    result = TrialResult("s1-000", CONFIG, "ok", None, {"joules_per_token": 1.0}, {"joules_per_token": "estimated"})
+    result = TrialResult(
+        "s1-000", CONFIG, Status.OK, None, {"joules_per_token": 1.0}, {"joules_per_token": Method.ESTIMATED}
+    )
     tracker.start_trial("s1-000", CONFIG)
     tracker.finish_trial(result)
     tags = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags
@@ -174,11 +180,13 @@ def test_estimated_energy_is_labelled_where_people_look(home: Home) -> None:
 
 def test_extrapolated_figures_are_labelled_with_their_depths(home: Home) -> None:
     tracker = start(home)
-    part = TrialResult("s1-000-8-layers", CONFIG, "ok", None, {"tokens_per_s": 9.0})
+    part = TrialResult("s1-000-8-layers", CONFIG, Status.OK, None, {"tokens_per_s": 9.0})
     proxies = (Proxy(8, part), Proxy(16, part))
-    methods = {"tokens_per_s": "extrapolated"}
+    methods = {"tokens_per_s": Method.EXTRAPOLATED}
     tracker.start_trial("s1-000", CONFIG)
-    tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
+    tracker.finish_trial(
+        TrialResult("s1-000", CONFIG, Status.OK, None, {"tokens_per_s": 1.0}, methods, proxies=proxies)
+    )
     (trial,) = read(home).trials
     assert trial.methods == methods
     note = MlflowClient(home.tracking_uri).get_run(trial.run_id).data.tags["mlflow.note.content"]
@@ -188,31 +196,35 @@ def test_extrapolated_figures_are_labelled_with_their_depths(home: Home) -> None
 def test_a_short_trial_is_labelled_with_its_batches(home: Home) -> None:
     tracker = start(home)
     parts = [replace(CONFIG, global_batch_size=batch) for batch in (4, 8)]
-    proxies = tuple(Proxy(8, TrialResult("s1-000", part, "ok")) for part in parts)
-    methods = {"tokens_per_s": "short"}
+    proxies = tuple(Proxy(8, TrialResult("s1-000", part, Status.OK)) for part in parts)
+    methods = {"tokens_per_s": Method.SHORT}
     tracker.start_trial("s1-000", CONFIG)
-    tracker.finish_trial(TrialResult("s1-000", CONFIG, "ok", None, {"tokens_per_s": 1.0}, methods, proxies=proxies))
+    tracker.finish_trial(
+        TrialResult("s1-000", CONFIG, Status.OK, None, {"tokens_per_s": 1.0}, methods, proxies=proxies)
+    )
     note = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id).data.tags["mlflow.note.content"]
     assert "**short** trial: steps of 4 and 8 sequences stand for steps of 16" in note
 
 
 def test_purposes_and_failures_of_the_machines_are_recorded(home: Home) -> None:
     tracker = start(home)
-    for i, purpose in enumerate(PURPOSES):
+    for i, purpose in enumerate(Purpose):
         tracker.start_trial(f"s1-00{i}", CONFIG, purpose)
-    assert [trial.purpose for trial in read(home).trials] == list(PURPOSES)
-    for i, purpose in enumerate(PURPOSES):
-        tracker.finish_trial(TrialResult(f"s1-00{i}", CONFIG, "crash", "why", purpose=purpose, infrastructure=i == 1))
+    assert [trial.purpose for trial in read(home).trials] == list(Purpose)
+    for i, purpose in enumerate(Purpose):
+        tracker.finish_trial(
+            TrialResult(f"s1-00{i}", CONFIG, Status.CRASH, "why", purpose=purpose, infrastructure=i == 1)
+        )
     trials = read(home).trials
-    assert [(trial.purpose, trial.infrastructure) for trial in trials] == [(p, p == PURPOSES[1]) for p in PURPOSES]
+    assert [(trial.purpose, trial.infrastructure) for trial in trials] == [(p, p == Purpose.FINALIST) for p in Purpose]
 
 
 def test_limits_of_a_batch_are_kept(home: Home) -> None:
     tracker = start(home, environment={f"p{i:03d}": "x" * 7000 for i in range(150)})
     tracker.start_trial("s1-000", CONFIG)
-    methods = {f"m{i:03d}": "y" * 9000 for i in range(150)}
+    methods = {f"m{i:03d}": Method.COUNTER for i in range(150)}
     losses = tuple(map(float, range(2500)))
-    result = TrialResult("s1-000", CONFIG, "crash", "z" * 9000, methods=methods, losses=losses)
+    result = TrialResult("s1-000", CONFIG, Status.CRASH, "z" * 9000, methods=methods, losses=losses)
     tracker.finish_trial(result)
     assert tracker.notices == []
     search = read(home)

@@ -11,10 +11,12 @@ import pytest
 import yaml
 
 from service.problem import Problem
-from service.result import TrialResult
-from service.sampling.agenda import RETRIES, Agenda, CalibrationAgenda, SearchAgenda, Spent, Step, settled
+from service.result import Purpose, TrialResult
+from service.sampling.agenda import RETRIES, Agenda, CalibrationAgenda, SearchAgenda, Spent, settled
 from service.sampling.study import SearchStudy
 from service.spec import parse_spec
+from service.step import Step
+from trainables.status import Status
 
 SPEC: dict[str, Any] = {
     "name": "course",
@@ -36,16 +38,16 @@ def spec_of(**changes: Any) -> Problem:
 
 
 def course_of(spec: Problem, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchAgenda:
-    study = SearchStudy("search", spec.legal.layouts, spec.objectives, spec.limits, spec.sampler, spec.seed)
+    study = SearchStudy("search", spec.legal.layouts, spec.goals, spec.sampler, spec.seed)
     study.recall([result for result in settled(results) if result.purpose == "search"])
     return SearchAgenda(study, spec, results=results, **arguments)
 
 
-def outcome(trial_id: str, step: Step, status: str = "ok", **metrics: float) -> TrialResult:
+def outcome(trial_id: str, step: Step, **metrics: float) -> TrialResult:
     """Faster layouts take more energy, so that all are on the front."""
     rate = 100.0 + step.layout.micro_batch_size + 10 * step.layout.zero_stage + 3 * step.layout.tensor_parallel_size
     figures: dict[str, float | None] = {"tokens_per_s": rate, "joules_per_token": rate / 100, **metrics}
-    return TrialResult(trial_id, step.layout, status, metrics=figures if status == "ok" else {}, purpose=step.purpose)
+    return TrialResult(trial_id, step.layout, Status.OK, metrics=figures, purpose=step.purpose)
 
 
 def run(
@@ -131,9 +133,9 @@ def test_each_trial_is_given_the_front_so_far() -> None:
 
 
 def test_the_sentinel_is_the_first_layout_that_ended_well_and_comes_back_again_and_again() -> None:
-    failing = iter(["crash", "oom"])
+    failing = iter([Status.CRASH, Status.OOM])
     course = course_of(spec_of(sentinel_every=3, budget={"trials": 8}))
-    results = run(course, change=lambda result: replace(result, status=next(failing, "ok")))
+    results = run(course, change=lambda result: replace(result, status=next(failing, Status.OK)))
     assert purposes(results) == "ssssss" + "wss"
     assert {result.layout for result in results if result.purpose == "sentinel"} == {results[2].layout}
     asked = [result.layout for result in results if result.purpose == "search"]
@@ -173,12 +175,12 @@ def test_finalists_wait_for_the_trials_under_way() -> None:
     assert course.next("c") is None
     course.take(outcome("b", second, tokens_per_s=2.0, joules_per_token=0.5))
     side_by_side = [course.next("c"), course.next("d")]
-    assert side_by_side == [Step(second.layout, "finalist")] * 2
+    assert side_by_side == [Step(second.layout, Purpose.FINALIST)] * 2
 
 
 def test_a_search_without_a_front_has_no_finalists() -> None:
     course = course_of(spec_of(finalists={"count": 2}, budget={"trials": 2}))
-    assert purposes(run(course, change=lambda result: replace(result, status="oom", metrics={}))) == "ss"
+    assert purposes(run(course, change=lambda result: replace(result, status=Status.OOM, metrics={}))) == "ss"
 
 
 def test_exploring_leaves_the_finalists_their_time() -> None:
@@ -220,7 +222,7 @@ def test_a_search_goes_on_where_it_was(done: int) -> None:
 
 
 def faulty(result: TrialResult) -> TrialResult:
-    return replace(result, status="crash", metrics={}, infrastructure=True)
+    return replace(result, status=Status.CRASH, metrics={}, infrastructure=True)
 
 
 @pytest.mark.parametrize("purpose", ["search", "sentinel", "finalist"])

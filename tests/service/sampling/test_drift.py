@@ -7,6 +7,7 @@ import pytest
 from search_spaces.layout import Layout
 from service.result import NodeWindow, TrialResult
 from service.sampling.drift import Drift, beyond_noise, drift, drifts
+from trainables.status import Status
 
 LAYOUT = Layout("megatron", 1, 8)
 
@@ -14,7 +15,7 @@ LAYOUT = Layout("megatron", 1, 8)
 def run(rate: float, joules: float | None = 1.0, gpu: str = "GPU-a") -> TrialResult:
     windows = (NodeWindow("node", 0, 1, (gpu,)),)
     metrics = {"tokens_per_s": rate, "joules_per_token": joules}
-    return TrialResult("t", LAYOUT, "ok", metrics=metrics, windows=windows)
+    return TrialResult("t", LAYOUT, Status.OK, metrics=metrics, windows=windows)
 
 
 def test_a_move_is_from_the_first_value_to_the_farthest() -> None:

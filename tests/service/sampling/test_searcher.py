@@ -9,10 +9,12 @@ import pytest
 from ray.tune.search import Searcher
 
 from search_spaces.layout import Layout
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.sampling.agenda import CalibrationAgenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.spec import parse_spec
+from service.step import Step
+from trainables.status import Status
 
 SPEC = parse_spec(
     "{name: s, model: tiny-llama, data: synthetic, sequence_length: 64, global_batch_size: 8, "
@@ -27,16 +29,17 @@ def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_ov
     values = searcher.suggest("a")
     assert isinstance(values, dict)
     assert json.loads(json.dumps(values)) == values
-    assert Layout.from_dict(values) == LAYOUT
+    assert Layout.from_dict(values["layout"]) == LAYOUT
     assert (values["purpose"], values["front"]) == ("calibration", [])
+    assert Step.from_dict(values) == Step(LAYOUT, Purpose.CALIBRATION)
     assert searcher.suggest("b") is None, "what becomes of the trial under way may bring another"
-    course.take(TrialResult("a", LAYOUT, "ok", purpose="calibration"))
+    course.take(TrialResult("a", LAYOUT, Status.OK, purpose=Purpose.CALIBRATION))
     assert searcher.suggest("b") == Searcher.FINISHED
 
 
 @pytest.mark.parametrize("reported", [None, {}, {"training_iteration": 0}])
 def test_a_trial_that_reported_nothing_was_lost_with_its_machine(reported: dict[str, Any] | None) -> None:
-    result = outcome_of("a", LAYOUT.to_dict() | {"purpose": "finalist", "front": []}, reported)
+    result = outcome_of("a", Step(LAYOUT, Purpose.FINALIST), reported)
     assert (result.trial_id, result.layout, result.status) == ("a", LAYOUT, "crash")
     assert (result.purpose, result.infrastructure) == ("finalist", True)
     assert result.cause
@@ -44,6 +47,5 @@ def test_a_trial_that_reported_nothing_was_lost_with_its_machine(reported: dict[
 
 
 def test_an_outcome_comes_through_unchanged() -> None:
-    result = TrialResult("a", OTHER, "oom", "out of memory on rank 1", purpose="sentinel")
-    layout = OTHER.to_dict() | {"purpose": "sentinel", "front": []}
-    assert outcome_of("a", layout, {"result": json.dumps(result.to_dict())}) == result
+    result = TrialResult("a", OTHER, Status.OOM, "out of memory on rank 1", purpose=Purpose.SENTINEL)
+    assert outcome_of("a", Step(OTHER, Purpose.SENTINEL), {"result": json.dumps(result.to_dict())}) == result

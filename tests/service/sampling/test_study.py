@@ -16,18 +16,21 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.layout import Layout
+from search_spaces.layout import AXES, Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.models import PRESETS
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
+from service.goals import Goals, parse_constraint
+from service.metrics import DIRECTIONS
 from service.result import TrialResult
 from service.sampling import study as study_module
 from service.sampling.study import STARTUP_TRIALS, SearchStudy, SnappingSampler
 from service.sampling.surrogate import SurrogateSampler
+from trainables.status import Status
 
 SAMPLERS = ["auto", "tpe", "gp", "nsga2", "random"]
-OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
+GOALS = Goals({name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token", "throttle_ratio")})
 
 
 def space(**axes: list[Any]) -> tuple[Layout, ...]:
@@ -71,11 +74,12 @@ def figures(layout: Layout) -> dict[str, float | None]:
 
 def outcome(layout: Layout, status: str = "ok", **changed: float | None) -> TrialResult:
     metrics = figures(layout) | changed if status == "ok" else {}
-    return TrialResult("t", layout, status, None if status == "ok" else "why", metrics)
+    return TrialResult("t", layout, Status(status), None if status == "ok" else "why", metrics)
 
 
 def make(sampler: str, points: tuple[Layout, ...] = POINTS, seed: int = 0, **kwargs: Any) -> SearchStudy:
-    return SearchStudy("search", points, OBJECTIVES, kwargs.pop("limits", []), sampler, seed, **kwargs)
+    limits = tuple(map(parse_constraint, kwargs.pop("constraints", ())))
+    return SearchStudy("search", points, replace(GOALS, limits=limits), sampler, seed, **kwargs)
 
 
 def layout_of(study: SearchStudy, trial: FrozenTrial) -> Layout:
@@ -83,7 +87,7 @@ def layout_of(study: SearchStudy, trial: FrozenTrial) -> Layout:
     values = {
         axis: choices[trial.params[axis]]
         if isinstance(study.distributions[axis], CategoricalDistribution)
-        else choices[[study_module.place(axis, choice) for choice in choices].index(trial.params[axis])]
+        else choices[[AXES[axis].place(choice) for choice in choices].index(trial.params[axis])]
         for axis, choices in study.axes.items()
     }
     return replace(next(iter(study.trials)), **values)
@@ -134,7 +138,7 @@ def test_learns(sampler: str) -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_failures_break_nothing(sampler: str) -> None:
     """The first trials all fail, for all causes; later ones do now and then."""
-    study = make(sampler, limits=[("peak_memory_gib", "<=", 40.0)])
+    study = make(sampler, constraints=["peak_memory_gib<=40.0"])
     statuses = ["oom", "crash", "hang", "invalid"] * 3 + ["ok", "ok", "oom", "ok", "crash", "ok"]
     for status in statuses:
         layout = study.ask()
@@ -185,24 +189,33 @@ def test_one_missing_value_is_not_the_best_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value", "excess"),
+    ("constraint", "value", "excess"),
     [
-        (("peak_memory_gib", "<=", 40.0), 60.0, 0.5),
-        (("peak_memory_gib", "<=", 40.0), 30.0, -0.25),
-        (("tokens_per_s", ">=", 200.0), 100.0, 0.5),
-        (("tokens_per_s", ">=", 200.0), 300.0, -0.5),
-        (("throttle_ratio", "<=", 0.0), 0.1, 0.1),
-        (("peak_memory_gib", "<=", 40.0), None, 0.0),
+        ("peak_memory_gib<=40.0", 60.0, 0.5),
+        ("peak_memory_gib<=40.0", 30.0, -0.25),
+        ("tokens_per_s>=200.0", 100.0, 0.5),
+        ("tokens_per_s>=200.0", 300.0, -0.5),
+        ("throttle_ratio<=0.0", 0.1, 0.1),
+        ("peak_memory_gib<=40.0", None, 0.0),
     ],
 )
-def test_limits_become_constraints(limit: tuple[str, str, float], value: float | None, excess: float) -> None:
-    study = make("tpe", limits=[limit])
+def test_constraints_are_told(constraint: str, value: float | None, excess: float) -> None:
+    study = make("tpe", constraints=[constraint])
     layout = study.ask()
     assert layout is not None
-    study.tell(layout, outcome(layout, "ok", **{limit[0]: value}))
+    study.tell(layout, outcome(layout, "ok", **{constraint.partition("=")[0][:-1]: value}))
     (trial,) = study.study.get_trials()
-    assert trial.constraints[f"{limit[0]}{limit[1]}{limit[2]}"] == pytest.approx(excess)
+    assert trial.constraints[constraint] == pytest.approx(excess)
     assert bool(study.study.best_trials) == (excess <= 0)
+
+
+def test_a_value_that_others_have_and_a_constraint_needs_is_missed() -> None:
+    study = make("tpe", constraints=["peak_memory_gib<=40.0"])
+    for gib, violated in ((None, False), (30.0, False), (None, True)):
+        layout = study.ask()
+        assert layout is not None
+        study.tell(layout, outcome(layout, peak_memory_gib=gib))
+        assert (study.study.get_trials()[-1].constraints["peak_memory_gib<=40.0"] > 0) == violated
 
 
 @pytest.mark.parametrize("sampler", ["tpe", pytest.param("gp", marks=pytest.mark.slow)])
@@ -211,7 +224,7 @@ def test_keeps_away_from_what_violates(sampler: str) -> None:
     points = space(
         tensor_parallel_size=[1, 2, 4], zero_stage=[0, 2, 3], micro_batch_size=[1, 2, 4], compile=[True, False]
     )
-    asked = run(make(sampler, points, limits=[("peak_memory_gib", "<=", 20.0)]), 18)
+    asked = run(make(sampler, points, constraints=["peak_memory_gib<=20.0"]), 18)
     within = [layout.tensor_parallel_size == 4 for layout in asked]
     assert sum(within[STARTUP_TRIALS:]) / len(within[STARTUP_TRIALS:]) > len(
         [p for p in points if p.tensor_parallel_size == 4]
@@ -220,7 +233,7 @@ def test_keeps_away_from_what_violates(sampler: str) -> None:
 
 def test_storage_keeps_the_trials(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path}/optuna.db"
-    study = make("tpe", limits=[("peak_memory_gib", "<=", 40.0)], storage=storage)
+    study = make("tpe", constraints=["peak_memory_gib<=40.0"], storage=storage)
     asked = run(study, 3)
     oom = study.ask()
     assert oom is not None
@@ -418,7 +431,7 @@ def share(memory: MemoryModel, layout: Layout) -> float:
 def test_what_does_not_fit_comes_last(sampler: str) -> None:
     points, memory = tight()
     exceeding = {point for point in points if share(memory, point) > 1}
-    study = SearchStudy("search", points, OBJECTIVES, [], sampler, 0, memory=memory)
+    study = SearchStudy("search", points, GOALS, sampler, 0, memory=memory)
     asked = []
     while (layout := study.ask()) is not None:
         study.tell(layout, outcome(layout, peak_memory_gib=None))
@@ -431,13 +444,13 @@ def test_memory_is_as_well_known_after_a_break_as_before(tmp_path: Path) -> None
     """One of the results had not been told."""
     points, memory = tight()
     fitting, storage = [point for point in points if share(memory, point) < 0.9], f"sqlite:///{tmp_path}/optuna.db"
-    study = SearchStudy("search", points, OBJECTIVES, [], "auto", 0, storage, first=fitting[:3], memory=memory)
+    study = SearchStudy("search", points, GOALS, "auto", 0, storage, first=fitting[:3], memory=memory)
     told, untold, _ = (study.ask() for _ in range(3))
     assert told is not None
     assert untold is not None
     results = [outcome(layout, peak_memory_gib=share(memory, layout) * 150) for layout in (told, untold)]
     study.tell(told, results[0])
-    again = SearchStudy("search", points, OBJECTIVES, [], "auto", 0, storage, memory=tight()[1])
+    again = SearchStudy("search", points, GOALS, "auto", 0, storage, memory=tight()[1])
     again.recall(results)
     memory.observe(untold, results[1].metrics["peak_memory_gib"])
     assert again.memory is not None
@@ -449,7 +462,7 @@ def test_out_of_memory_is_told_by_how_much_and_teaches_what_fits() -> None:
     fitting = [point for point in points if share(memory, point) <= 1]
     by_share = sorted(fitting, key=lambda point: share(memory, point))
     smallest, failing, largest = by_share[0], by_share[-2], by_share[-1]
-    study = SearchStudy("search", fitting, OBJECTIVES, [], "auto", 0, first=[smallest, failing], memory=memory)
+    study = SearchStudy("search", fitting, GOALS, "auto", 0, first=[smallest, failing], memory=memory)
     for layout, status in ((smallest, "ok"), (failing, "oom")):
         assert study.ask() == layout
         study.tell(layout, outcome(layout, status, peak_memory_gib=None))
@@ -532,5 +545,5 @@ def wanted_by(study: SearchStudy) -> list[tuple[int, ...]]:
 def test_random_draws_evenly() -> None:
     """Also of points with a gap between them, next to which a value drawn on its axis would fall more often."""
     points = [Layout("megatron", 8, 64, tensor_parallel_size=size) for size in (1, 4, 8)]
-    first = Counter(SearchStudy("search", points, OBJECTIVES, [], "random", seed).ask() for seed in range(150))
+    first = Counter(SearchStudy("search", points, GOALS, "random", seed).ask() for seed in range(150))
     assert all(first[point] in range(30, 71) for point in points)

@@ -13,6 +13,7 @@ from search_spaces.coefficients import Coefficients
 from search_spaces.cost import data_sheet, predict
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel, band
+from service.metrics import Direction
 from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
 from service.sampling.warmup import APART, PREDICTED, WINNERS, first_points, open_study, predictions, winners
@@ -70,7 +71,7 @@ def record(layouts: list[Layout]) -> SearchRecord:
         name="earlier",
         status="finished",
         started=datetime(2026, 1, 1, tzinfo=UTC),
-        objectives={"tokens_per_s": "maximize", "joules_per_token": "minimize"},
+        objectives={"tokens_per_s": Direction.MAXIMIZE, "joules_per_token": Direction.MINIMIZE},
         constraints=(),
         params={},
         environment={},
@@ -110,14 +111,14 @@ def test_no_more_searches_are_read_than_winners_are_wanted() -> None:
     points, work = spec().legal.layouts, spec().workload
     safe = [point for point in points if band(point, work) == "fits"]
     searches = iter([record(safe[:3]), record(safe[3:6]), record(safe[6:9])])
-    assert first_points(winners(searches, spec()), {}, spec().objectives, MemoryModel(work)) == safe[:WINNERS]
+    assert first_points(winners(searches, spec()), {}, spec().goals.objectives, MemoryModel(work)) == safe[:WINNERS]
     assert next(searches) == record(safe[6:9])
 
 
 def test_the_best_predicted_come_first_and_are_no_neighbours() -> None:
     points, work, memory = spec().legal.layouts, spec().workload, MemoryModel(spec().workload)
     predicted = predictions(points, work, SHEET)
-    found = first_points([], predicted, spec().objectives, memory)
+    found = first_points([], predicted, spec().goals.objectives, memory)
     safe = [point for point in points if band(point, work) == "fits"]
     assert len(found) == PREDICTED
     assert len(safe) < len(points)
@@ -132,7 +133,7 @@ def test_winners_come_before_them_unless_they_may_not_fit() -> None:
     points, work = spec().legal.layouts, spec().workload
     safe = [point for point in points if band(point, work) == "fits"]
     edge = next(point for point in points if band(point, work) == "borderline")
-    found = first_points([edge, *safe[:6]], {}, spec().objectives, MemoryModel(work))
+    found = first_points([edge, *safe[:6]], {}, spec().goals.objectives, MemoryModel(work))
     assert found == safe[:WINNERS]
 
 
@@ -140,7 +141,7 @@ def test_few_layouts_are_all_begun_with() -> None:
     points, work = spec().legal.layouts, spec().workload
     safe = [point for point in points if band(point, work) == "fits"][:2]
     predicted = predictions(safe, work, SHEET)
-    assert set(first_points([], predicted, spec().objectives, MemoryModel(work))) == set(safe)
+    assert set(first_points([], predicted, spec().goals.objectives, MemoryModel(work))) == set(safe)
 
 
 def test_a_study_begins_with_the_baseline_then_winners_then_predictions(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def test_a_study_begins_with_the_baseline_then_winners_then_predictions(tmp_path
     predicted = predictions(points, chosen.workload, SHEET)
     assert (
         asked[2:]
-        == first_points(safe[9:10] + safe[5:6], predicted, chosen.objectives, MemoryModel(chosen.workload))[2:]
+        == first_points(safe[9:10] + safe[5:6], predicted, chosen.goals.objectives, MemoryModel(chosen.workload))[2:]
     )
 
 

@@ -11,9 +11,10 @@ import pytest
 import ray
 
 from search_spaces.layout import Layout
+from service.metrics import METRICS
 from service.problem import Problem
-from service.result import NodeWindow, TrialResult
-from service.spec import METRICS, make_problem
+from service.result import NodeWindow, Purpose, TrialResult
+from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run
 from service.trials.figures import (
@@ -29,12 +30,13 @@ from service.trials.windows import Span, idle_windows, node_windows
 from telemetry.samples import THROTTLE_CAUSES, TRAFFIC
 from telemetry.windows.device import DeviceWindow
 from telemetry.windows.trial import WindowSummary
-from trainables.breakdown import Breakdown, break_down
-from trainables.child import Outcome
+from trainables.breakdown import Breakdown, Profile, break_down
+from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Protocol, Stretch, Timing
-from trainables.profiling import Profile
-from trainables.trial import Progress, RankReport
+from trainables.program import Progress, RankReport
+from trainables.status import Status
+from trainables.training import Training
 
 SECOND = 1_000_000_000
 
@@ -77,7 +79,7 @@ def ranks(
     """Outcomes by worker."""
     return [
         Outcome(
-            "ok",
+            Status.OK,
             phase="report",
             report=RankReport(
                 rank=layout.worker_rank(rank),
@@ -297,21 +299,21 @@ def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None
 def test_a_request_carries_the_spec_s_own_words() -> None:
     spec = make_spec()
     request = make_request("t1", CONFIG, spec)
-    assert (request.trial_id, request.layout, request.model) == ("t1", CONFIG, spec.shape)
-    assert (request.data, request.sequence_length, request.seed) == ("synthetic", 128, 5)
+    assert (request.trial_id, request.layout) == ("t1", CONFIG)
+    assert request.program == Training(spec.shape, "synthetic", 128, seed=5)
     assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5, breakdown=True)
     assert (request.deadline_s, request.batches) == (99.0, ())
 
 
 def test_many_microbatches_are_timed_by_fewer_but_not_those_of_finalists() -> None:
     many = replace(CONFIG, global_batch_size=128)  # 32 on each replica
-    for purpose in ("search", "sentinel", "calibration"):
+    for purpose in (Purpose.SEARCH, Purpose.SENTINEL, Purpose.CALIBRATION):
         short = make_request("t1", many, make_spec(), purpose)
         assert (short.layout, short.batches, short.protocol.window_s) == (many, (24, 8), 3.5)
-    whole = make_request("t1", many, make_spec(), "finalist")
+    whole = make_request("t1", many, make_spec(), Purpose.FINALIST)
     assert (whole.batches, whole.protocol.window_s) == ((), make_spec().finalists.window_s)
     assert whole.deadline_s == pytest.approx(99.0 * 128 / 24)
-    assert make_request("t1", CONFIG, make_spec(), "finalist").deadline_s == 99.0  # it was in full before, too
+    assert make_request("t1", CONFIG, make_spec(), Purpose.FINALIST).deadline_s == 99.0  # it was in full before, too
     spec = make_spec()
     measurement = replace(spec.measurement, short_trials=False)
     whole = make_request("t1", many, replace(spec, measurement=measurement))
@@ -364,7 +366,7 @@ def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) 
     layout = replace(CONFIG, global_batch_size=128)
     telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
     outcomes = ranks(4, [1.0] * 4, timings=[(24, TIMING), (8, LATER)])
-    result = run(Bench(spec, answering(outcomes), telemetry, {}), "t1", layout, "sentinel")
+    result = run(Bench(spec, answering(outcomes), telemetry, {}), "t1", layout, Purpose.SENTINEL)
     assert (result.status, result.layout, result.purpose) == ("ok", layout, "sentinel")
     # Steps of 24 and of 8 sequences take 2.5 s and 1 s on average.
     assert result.metrics["tokens_per_s"] == pytest.approx(128 * 128 / (2.5 + 1.5 * (128 - 24) / 16))
@@ -403,7 +405,7 @@ def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
-    outcomes = [Outcome("aborted"), Outcome("oom", "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
+    outcomes = [Outcome(ABORTED), Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
     spec, layout = make_spec(), replace(CONFIG, num_gpus=2)
     result = Bench(spec, answering(outcomes), {}, {}).run(make_request("t2", layout, spec))
     assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")
@@ -432,7 +434,7 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
     front[0] |= {"joules_per_token": 0.1, "throttle_ratio": 0.0}
     telemetry = {"a": start(NodeTelemetry, {"GPU-0": 6000.0})}
     steady(mailbox)
-    result = run(Bench(make_spec(), mailbox, telemetry, {}), "t1", layout, "search", front)
+    result = run(Bench(make_spec(), mailbox, telemetry, {}), "t1", layout, Purpose.SEARCH, front)
     assert (result.status, result.purpose, result.infrastructure) == ("pruned", "search", False)
     assert result.cause is not None
     assert result.cause.startswith("dominated: tokens_per_s 206.3, joules_per_token ")
@@ -442,8 +444,8 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("purpose", ["finalist", "sentinel", "calibration"])
-def test_only_trials_that_explore_are_ended_early(purpose: str, ray_session: Any) -> None:
+@pytest.mark.parametrize("purpose", [Purpose.FINALIST, Purpose.SENTINEL, Purpose.CALIBRATION])
+def test_only_trials_that_explore_are_ended_early(purpose: Purpose, ray_session: Any) -> None:
     mailbox, layout = start(Mailbox, 1), replace(CONFIG, num_gpus=1)
     steady(mailbox, lost=True)
     front = [{"tokens_per_s": 1e9, "joules_per_token": 0.0, "throttle_ratio": 0.0}]

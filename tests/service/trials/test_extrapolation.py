@@ -12,13 +12,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from search_spaces.layout import Layout
+from service.metrics import METRICS, Method
 from service.result import Proxy, RankRecord, TrialResult
-from service.spec import METRICS, make_problem
+from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import run
 from service.trials.extrapolation import OVER_BATCH, OVER_DEPTH, SPENT, Growth, line, over_batch, over_depth
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
+from trainables.status import Status
 
 CONFIG = Layout("megatron", 2, 16)
 LAYERS = 32
@@ -57,9 +59,9 @@ def measured(layers: int, step_s: float, joules: float | None, memory_gib: list[
         RankRecord(rank, rank, "node", f"GPU-{rank}", CONFIG.coordinates(rank), gib, None)
         for rank, gib in enumerate(memory_gib)
     )
-    methods = {"joules_per_token": "counter", "throttle_ratio": "counter"}
+    methods = dict.fromkeys(("joules_per_token", "throttle_ratio"), Method.COUNTER)
     result = TrialResult(
-        f"t-{layers}", CONFIG, "ok", None, metrics, methods, (step_s,) * 5, (6.0, 5.0 / layers), ranks=ranks
+        f"t-{layers}", CONFIG, Status.OK, None, metrics, methods, (step_s,) * 5, (6.0, 5.0 / layers), ranks=ranks
     )
     return Proxy(layers, replace(result, **changed))
 
@@ -199,10 +201,10 @@ def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> Non
         order = ray.get(mailbox.next.remote(0, 0))
         ray.get(
             mailbox.hand_in.remote(
-                0, order.number, Outcome("oom", "step: out of memory", "step", traceback="Traceback ...")
+                0, order.number, Outcome(Status.OOM, "step: out of memory", "step", traceback="Traceback ...")
             )
         )
-        return order.request.model.layers
+        return order.request.program.model.layers
 
     asked = work.remote(mailbox)
     result = run(Bench(SPEC, mailbox, {}, {}), "t", replace(CONFIG, num_gpus=1))
@@ -218,17 +220,20 @@ def timed(microbatches: int, step_s: float, joules: float | None, *steps_s: floa
     rate = layout.global_batch_size * 128 / step_s
     metrics: dict[str, float | None] = {"tokens_per_s": rate, "step_time_s": step_s, "energy_per_step_j": joules}
     return Proxy(
-        LAYERS, TrialResult("t", layout, "ok", None, metrics, {"joules_per_token": "counter"}, steps_s or (step_s,) * 5)
+        LAYERS,
+        TrialResult(
+            "t", layout, Status.OK, None, metrics, {"joules_per_token": Method.COUNTER}, steps_s or (step_s,) * 5
+        ),
     )
 
 
 WHOLE = TrialResult(
     "t",
     replace(CONFIG, global_batch_size=512),
-    "ok",
+    Status.OK,
     "GPU-1: was reset",
     {"throttle_ratio": 0.5, "peak_memory_gib": 70.0, "mean_power_w": 1.0, "trial_overhead_s": 3.0},
-    {"throttle_ratio": "counter", "mean_power_w": "counter"},
+    {"throttle_ratio": Method.COUNTER, "mean_power_w": Method.COUNTER},
 )
 LARGE = replace(SPEC, global_batch_size=512, depth_proxy=None)
 

@@ -26,20 +26,22 @@ from service.trials.bench import Bench
 from service.trials.evaluate import run
 from service.trials.gang import Gang, Pool, close_gangs, resources_per_worker, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
-from telemetry.devices import cpu_uuid
+from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Protocol
-from trainables.trial import TrialRequest
+from trainables.program import TrialRequest
+from trainables.training import Training
 
 CLUSTER = Cluster(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
-CONFIG = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
-LONGER = replace(CONFIG, global_batch_size=96)
+LAYOUT = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
+LONGER = replace(LAYOUT, global_batch_size=96)
 SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
-REQUEST = TrialRequest("trial", CONFIG, MODEL, SYNTHETIC, 32, SHORT, deadline_s=120, seed=0)
+TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
+REQUEST = TrialRequest("trial", LAYOUT, TRAINING, SHORT, deadline_s=120)
 
 Begin = Callable[..., Any]
 trial_numbers = itertools.count()
@@ -54,7 +56,7 @@ def telemetry(ray_session: Any) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry)
+    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry, Training.preload())
     yield gang
     close_gangs([gang])
 
@@ -63,7 +65,7 @@ def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def begin(gang: Gang) -> Begin:
     """Send the gang a trial; the answer is a reference to its outcomes, members and seconds."""
 
-    def send(layout: Layout = CONFIG, **changes: Any) -> Any:
+    def send(layout: Layout = LAYOUT, **changes: Any) -> Any:
         name = f"trial-{next(trial_numbers)}"
         return gang.mailbox.evaluate.remote(replace(REQUEST, trial_id=name, layout=layout, **changes))
 
@@ -114,9 +116,9 @@ def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None
     before = {worker.pid for worker in workers()}
     assert len(before) == 2
     layouts = [
-        replace(CONFIG, engine="deepspeed", zero_stage=3),
-        replace(CONFIG, pipeline_parallel_size=2),
-        replace(CONFIG, engine="deepspeed", zero_stage=2),
+        replace(LAYOUT, engine="deepspeed", zero_stage=3),
+        replace(LAYOUT, pipeline_parallel_size=2),
+        replace(LAYOUT, engine="deepspeed", zero_stage=2),
     ]
     for layout in layouts:
         outcomes = outcomes_of(begin(layout))
@@ -184,14 +186,14 @@ def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gan
     while not (name in works and works[name].tokens_per_s) and time.monotonic() < give_up:
         works = {work.trial_id: work for work in ray.get(watching.state.remote()).works}
     work = works[name]
-    assert (work.device, work.layout, work.phase) == (cpu_uuid(), CONFIG.label, "warmup")
+    assert (work.device, work.layout, work.phase) == (cpu_uuid(), LAYOUT.label, "warmup")
     ray.get(gang.mailbox.give_up.remote("seen"))
     assert statuses(trial) == [("crash", "seen")]
 
 
 @pytest.mark.timeout(240)
 def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> None:
-    stages = replace(CONFIG, pipeline_parallel_size=2, stage_layers=(1, 1))
+    stages = replace(LAYOUT, pipeline_parallel_size=2, stage_layers=(1, 1))
     losses = []
     for order, places in ((None, [0, 1]), ((1, 0), [1, 0])):
         reports = [outcome.report for outcome in outcomes_of(begin(replace(stages, rank_order=order)))]
@@ -202,7 +204,7 @@ def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> Non
 
 @pytest.mark.timeout(240)
 def test_a_trial_on_one_rank_leaves_the_other_idle(begin: Begin) -> None:
-    assert statuses(begin(replace(CONFIG, num_gpus=1))) == [("ok", None)]
+    assert statuses(begin(replace(LAYOUT, num_gpus=1))) == [("ok", None)]
     assert statuses(begin()) == [("ok", None)] * 2
 
 
@@ -210,10 +212,10 @@ def test_a_trial_on_one_rank_leaves_the_other_idle(begin: Begin) -> None:
 def test_a_rank_that_runs_out_of_memory_alone_ends_the_trial_with_its_cause(begin: Begin) -> None:
     # Only the first of two pipeline stages holds the table of positions; the second waits for what it never gets.
     too_large = replace(MODEL, family="gpt", kv_heads=4, max_sequence_length=2**40)
-    pipeline = replace(CONFIG, pipeline_parallel_size=2)
+    pipeline = replace(LAYOUT, pipeline_parallel_size=2)
     assert statuses(begin()) == [("ok", None)] * 2
     began = time.monotonic()
-    ((status, cause),) = statuses(begin(pipeline, model=too_large))
+    ((status, cause),) = statuses(begin(pipeline, program=replace(TRAINING, model=too_large)))
     assert status == "oom"
     assert cause is not None
     assert cause.startswith("rank 0: build: RuntimeError: ")
@@ -334,7 +336,7 @@ def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
             raise RuntimeError("no workers today")
 
     monkeypatch.setattr("service.trials.gang.TorchTrainer", Failing)
-    gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"))
+    gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"), [])
     killed(gang.mailbox)
     time.sleep(4)
     close_gangs([gang])
@@ -385,10 +387,10 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
 ) -> None:
     before = set(telemetry)
     # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
-    gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry)
+    gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry, Training.preload())
     pool: Any = start_pool([gang])
     node = join()
-    layout = replace(CONFIG, global_batch_size=96)
+    layout = replace(LAYOUT, global_batch_size=96)
     try:
         mailbox: Any = ray.get(pool.lease.remote("a", 120))
         assert mailbox is not None

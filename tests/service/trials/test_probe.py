@@ -12,7 +12,7 @@ import ray
 from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
 from service.problem import Problem
-from service.result import Proxy, RankRecord, TrialResult
+from service.result import Proxy, Purpose, RankRecord, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run
@@ -21,7 +21,8 @@ from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Timing
-from trainables.trial import RankReport
+from trainables.program import RankReport
+from trainables.status import Status
 
 CONFIG = Layout("megatron", 4, 64, micro_batch_size=2, zero_stage=1, compile=True, reduce_precision="bf16")
 PIPELINE = replace(CONFIG, pipeline_parallel_size=2)
@@ -78,7 +79,7 @@ def ran(layers: int, peaks_gib: Sequence[float | None], layout: Layout = CONFIG)
         RankRecord(rank, rank, "a", f"GPU-{rank}", layout.coordinates(rank), gib, None)
         for rank, gib in enumerate(peaks_gib)
     )
-    return Proxy(layers, TrialResult("t", layout, "ok", ranks=ranks))
+    return Proxy(layers, TrialResult("t", layout, Status.OK, ranks=ranks))
 
 
 def test_each_rank_s_memory_is_followed_to_the_full_depth() -> None:
@@ -125,14 +126,14 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
         asked: list[int] = []
         number = 0
         while (order := ray.get(mailbox.next.remote(0, number))) is not None:
-            number, layers = order.number, order.request.model.layers
+            number, layers = order.number, order.request.program.model.layers
             asked.append(layers)
             timings = dict.fromkeys(order.request.batches or (64,), timing)
             for rank in range(4):
                 peak = constant_gib + layers * layer_gib
                 place = CONFIG.coordinates(rank)
                 report = RankReport(rank, place, f"GPU-{rank}", timings, (2.0, 1.0), (1.0, 1.0), peak, {})
-                ray.get(mailbox.hand_in.remote(rank, number, Outcome("ok", report=report)))
+                ray.get(mailbox.hand_in.remote(rank, number, Outcome(Status.OK, report=report)))
         return asked
 
     return mailbox, work.remote(mailbox)
@@ -142,13 +143,13 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("purpose", "layer_gib", "status", "asked"),
     [
-        pytest.param("search", 3.0, "ok", [8, 4, 32], marks=pytest.mark.slow),
-        ("search", 9.0, "oom", [8, 4]),
-        pytest.param("finalist", 9.0, "ok", [32], marks=pytest.mark.slow),  # it has run before
+        pytest.param(Purpose.SEARCH, 3.0, "ok", [8, 4, 32], marks=pytest.mark.slow),
+        (Purpose.SEARCH, 9.0, "oom", [8, 4]),
+        pytest.param(Purpose.FINALIST, 9.0, "ok", [32], marks=pytest.mark.slow),  # it has run before
     ],
 )
 def test_what_does_not_fit_is_not_launched(
-    purpose: str, layer_gib: float, status: str, asked: list[int], ray_session: Any
+    purpose: Purpose, layer_gib: float, status: str, asked: list[int], ray_session: Any
 ) -> None:
     mailbox, work = gang(10.0, layer_gib)
     telemetry: Any = {"a": ray.remote(Quiet).options(num_cpus=0).remote()}

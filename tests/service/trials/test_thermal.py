@@ -11,6 +11,7 @@ from search_spaces.layout import Layout
 from service.result import TrialResult
 from service.trials.thermal import STEADY_C, judged, rise_c
 from telemetry.samples import SCHEMA
+from trainables.status import Status
 
 
 def samples(**temperatures: Sequence[float | None]) -> pa.Table:
@@ -31,14 +32,14 @@ def test_the_rise_is_that_of_the_gpu_that_changed_most() -> None:
 
 
 def test_without_temperatures_nothing_is_said() -> None:
-    result = TrialResult("t", Layout("megatron", 1, 8), "ok", metrics={"tokens_per_s": 1.0})
+    result = TrialResult("t", Layout("megatron", 1, 8), Status.OK, metrics={"tokens_per_s": 1.0})
     assert rise_c(samples()) is None
     assert judged(result, samples(a=[None, None])) == result
 
 
 @pytest.mark.parametrize("cause", [None, "memory errors"])
 def test_what_is_not_steady_is_named(cause: str | None) -> None:
-    result = TrialResult("t", Layout("megatron", 1, 8), "ok", cause, {"tokens_per_s": 1.0})
+    result = TrialResult("t", Layout("megatron", 1, 8), Status.OK, cause, {"tokens_per_s": 1.0})
     warm, still = judged(result, samples(a=[60.0, 60 + 2 * STEADY_C])), judged(result, samples(a=[60.0, 60 + STEADY_C]))
     assert warm.metrics == {"tokens_per_s": 1.0, "gpu_temp_rise_c": 2 * STEADY_C}
     told = "not at thermal steady state: a GPU warmed by 6.0 degC in the window"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 
 
 def configuration(layout: Layout) -> dict[str, Any]:
     """All of the layout that `deepspeed.initialize(config=...)` takes; the rest is `not_expressible`."""
     bf16 = layout.precision == "bf16"
-    # Without ZeRO, DeepSpeed sums the microbatches' gradients in bf16 and takes a first step of Adam on no gradients.
-    # Torch's autocast has fp32 weights and gradients instead.
-    autocast = bf16 and layout.zero_stage == 0 and layout.shard_ranks > 1
+    autocast = engine_of(layout).autocasts(layout)
     stage = layout.zero_stage
     if bf16 and layout.shard_ranks == 1:
         stage = 1  # one shard, which is all: for the sake of its fp32 sums

@@ -4,9 +4,13 @@ The JSON that DeepSpeed is configured with comes from `configuration` beside thi
 second trial in one process, so that this module must only be used in a process that ends with its trial.
 """
 
+# mypy: allow-subclassing-any, allow-untyped-decorators
+
 from __future__ import annotations
 
 import importlib
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +30,16 @@ from torch import Tensor, nn
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
+from trainables.engines.base import (
+    BETAS,
+    GRADIENT_CLIP,
+    WEIGHT_DECAY,
+    Job,
+    Microbatch,
+    StepOutput,
+    TrainingEngine,
+    learning_rate,
+)
 from trainables.engines.deepspeed.configuration import configuration
 from trainables.model import Block, Embedding, Parts, Stage, causal_attention, compiled_loss, language_model_loss
 from trainables.moe import attach_loss, balance_loss, choose_experts
@@ -89,7 +102,8 @@ class Ulysses:
     @torch.compiler.disable  # traced, the exchange loses its gradient
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v: (batch, heads, sequence / ranks, head_dim), keys and values with as many or fewer heads; like q."""
-        return self.exchange(*(x.transpose(1, 2) for x in (q, k, v)), 0).transpose(1, 2)
+        output: Tensor = self.exchange(*(x.transpose(1, 2) for x in (q, k, v)), 0)
+        return output.transpose(1, 2)
 
     @staticmethod
     def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,16 +143,24 @@ class DispatchedExperts(nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same shape."""
-        out, _, _ = self.moe(x)
+        out: Tensor = self.moe(x)[0]
         if not self.scale:
             return out
         logits = F.linear(x.float(), self.router.weight.float())
         probabilities, _, experts = choose_experts(logits, self.count)
-        return attach_loss(out, balance_loss(probabilities, experts, self.context_group), self.scale)
+        out = attach_loss(out, balance_loss(probabilities, experts, self.context_group), self.scale)
+        return out
+
+
+def build(job: Job) -> TrainingEngine:
+    """The engine, with the job's model laid out. Collective."""
+    warnings.filterwarnings("ignore", module="deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return DeepSpeedEngine(job)
 
 
 class DeepSpeedEngine:
-    """A `trainables.engines.base.Engine` on DeepSpeed."""
+    """Trains with DeepSpeed."""
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout
@@ -205,7 +227,7 @@ class DeepSpeedEngine:
         for rank in range(layout.num_gpus):
             place = layout.coordinates(rank)
             peers.setdefault((place["pp"], place["dp"], place["tp"]), []).append(rank)
-        group, _ = dist.new_subgroups_by_enumeration(list(peers.values()))
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(list(peers.values()))[0]
         return group
 
     def _part(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -281,8 +303,11 @@ class DeepSpeedEngine:
 
     @staticmethod
     def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-        groups_of = {"params": list(model.parameters()), "name": "all"}
-        return split_params_into_different_moe_groups_for_optimizer(groups_of, max_group_size=None)
+        together = {"params": list(model.parameters()), "name": "all"}
+        apart: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(
+            together, max_group_size=None
+        )
+        return apart
 
     @torch.no_grad()
     def _start_from_fp32(self) -> None:

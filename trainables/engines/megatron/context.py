@@ -4,6 +4,8 @@ Keys and values are gathered, queries stay where they are (Grattafiori et al. 20
 of N holds pieces r and 2 N - 1 - r, so that all ranks have the same share of the causal triangle.
 """
 
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
@@ -26,7 +28,8 @@ def _attend_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     if q.is_cuda and q.dtype == torch.bfloat16:
         # FlashAttention-2 aligns causal masks with the end; no function of torch says so without making the mask.
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        return output
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 

@@ -29,7 +29,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, Job, Microbatch, StepOutput, learning_rate
+from trainables.engines.base import (
+    BETAS,
+    GRADIENT_CLIP,
+    WEIGHT_DECAY,
+    Job,
+    Microbatch,
+    StepOutput,
+    TrainingEngine,
+    learning_rate,
+)
 from trainables.engines.megatron.context import positions
 from trainables.engines.megatron.mesh import Mesh
 from trainables.engines.megatron.parallelize import Parallelizer
@@ -49,8 +58,13 @@ class ParameterGroup:
         return [p.grad for p in self.parameters if p.grad is not None and p is not besides]
 
 
+def build(job: Job) -> TrainingEngine:
+    """The engine, with the job's model laid out. Collective."""
+    return MegatronEngine(job)
+
+
 class MegatronEngine:
-    """A `trainables.engines.base.Engine` on torch alone."""
+    """Trains with torch alone."""
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout

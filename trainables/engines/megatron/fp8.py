@@ -1,10 +1,11 @@
-"""Linear layers whose matrix products run in 8-bit floats, with a scale a tensor found anew for every product.
+"""Linear layers whose matrix products run in 8-bit floats, each tensor scaled anew for every product.
 
 E4M3 forward and E5M2 for gradients, as in Micikevicius et al. 2022; sums and outputs keep the input's precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,8 +42,11 @@ class _Product(torch.autograd.Function):
         return for_x, for_weight
 
 
+_product: Callable[[Tensor, Tensor], Tensor] = _Product.apply
+
+
 def _by_columns(x: Tensor) -> Tensor:
-    """The same matrix laid out by columns, as the hardware wants its right-hand side."""
+    """`x` (rows, columns) laid out by columns, as the hardware wants the right-hand side of a product."""
     return x.t().contiguous().t()
 
 
@@ -54,7 +58,7 @@ class Float8Linear(nn.Linear):
     """`nn.Linear` in 8-bit floats; widths and the number of tokens must be multiples of 16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        y: Tensor = _product(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 

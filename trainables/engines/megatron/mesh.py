@@ -42,7 +42,7 @@ class Mesh:
 
     @property
     def expert_sharding(self) -> DeviceMesh:
-        """The same for experts."""
+        """Over which FSDP2 replicates and shards the parameters of experts."""
         if self.experts is None:
             return self.sharding
         return self.experts["replicate", "shard"] if self.hybrid else self.experts["shard"]

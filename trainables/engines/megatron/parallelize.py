@@ -91,7 +91,7 @@ class Parallelizer:
         fully_shard(module, **self.sharding)
 
     def root(self, module: nn.Module) -> None:
-        """The same for what holds all parts of a stage, whose communication it times from then on."""
+        """Shard what is left of `module`, which holds all parts of a stage, and have it time their communication."""
         fully_shard(module, **self.sharding)
         layout = self.layout
         if self.mesh.device.type == "cuda" and not (layout.overlap_grad_reduce and layout.overlap_param_gather):

@@ -1,0 +1,1 @@
+"""Searches and sheets made into data."""

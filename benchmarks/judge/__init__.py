@@ -1,0 +1,1 @@
+"""Models and samplers against what was measured."""

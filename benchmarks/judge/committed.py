@@ -1,0 +1,71 @@
+"""What was measured on H200 and is committed under benchmarks/data, for the models to be held against."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks import DATA, ROOT, SPECS
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import Layout
+from search_spaces.workload import Workload
+from service.problem import Problem
+from service.spec import load_spec
+
+SEARCHED = ROOT / "examples" / "llama3_8b_4xh200.yaml"
+RECORDS = (
+    "microbatch_1xh200.jsonl",
+    "layouts_4xh200.jsonl",
+    "microbatch_4xh200.jsonl",
+    "llama3_8b_best_4xh200.jsonl",
+)
+WHOLE = "proxy_4xh200.jsonl"
+"""Whole models, beside what depth proxies foretold of them."""
+
+FAULTS = "failures_1xh200.jsonl"
+FAULT_LAYERS = {"oom in the optimizer": 40}
+"""Layers of the models that `benchmarks.measure.failures` makes, where they are not two."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A layout that was run, in which file the figures are, and the trial's result, with `status` and `metrics` and, in
+    records of their own, `ranks`."""
+
+    file: str
+    layout: Layout
+    work: Workload
+    result: Mapping[str, Any]
+
+
+def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
+    """Of `records`, of the search over Llama-3-8B, and of the whole models that depth proxies were held against."""
+    for name in records:
+        yield from _recorded(name)
+    spec = load_spec(SEARCHED)
+    for trial in json.loads((DATA / "llama3_8b_4xh200.json").read_text())["trials"]:
+        layout = Layout.from_dict(trial["config"])
+        yield Measurement("llama3_8b_4xh200.json", layout, workload(spec), trial)
+    for record in map(json.loads, (DATA / WHOLE).read_text().splitlines()):
+        spec = load_spec(ROOT / record["spec"])
+        (layout,) = (layout for layout in spec.legal.layouts if layout.label == record["layout"])
+        metrics = record["measured"]
+        metrics |= {"mean_power_w": metrics["joules_per_token"] * metrics["tokens_per_s"]}
+        yield Measurement(WHOLE, layout, workload(spec), {"status": "ok", "metrics": metrics})
+
+
+def workload(spec: Problem, layers: int | None = None) -> Workload:
+    """What was trained, on H200: the spec's model, or one of so many layers."""
+    model = replace(spec.shape, layers=layers or spec.shape.layers)
+    return Workload(model, spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"])
+
+
+def _recorded(name: str) -> Iterator[Measurement]:
+    specs = {spec.name: spec for spec in map(load_spec, sorted(SPECS.glob("*.yaml")))}
+    for record in map(json.loads, (DATA / name).read_text().splitlines()):
+        spec = specs[record.get("spec", "repeat-1gpu")]
+        runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]]
+        for layers, run in runs or [(FAULT_LAYERS.get(record.get("fault")), record)]:
+            yield Measurement(name, Layout.from_dict(run["config"]), workload(spec, layers), run)

@@ -1,0 +1,145 @@
+"""The facts in which engines differ: what the rules, the memory model and the cost model ask of an engine.
+
+Where an engine says nothing it is taken to be as torch's own primitives are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from search_spaces.coefficients import Coefficients
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.parameters import Held
+from search_spaces.workload import Workload
+
+Rule = Callable[[Layout, Workload], str | None]
+"""The reason for which a layout is illegal, or None where it is legal."""
+
+Condition = Callable[[Layout], bool]
+Settle = Callable[[Any, Layout], Any]
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that a GPU has of parameters, gradients and optimizer states at the start of a step's last backward pass.
+
+    `late`: gradients that this pass makes, one part after the other. `copied`: of gradients, for the update, where the
+    copy finds no room in what is given free before it.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    late: float
+    copied: float = 0.0
+
+
+class Engine(ABC):
+    """What is known of an engine without running it. Layouts that are asked about are legal ones of the engine."""
+
+    name: ClassVar[str]
+
+    # What may be tried
+
+    unused: ClassVar[Mapping[str, Condition]] = {}
+    """Axis -> in which layouts, settled up to it, the engine has no use for it; see `Axis.idle`."""
+
+    settled: ClassVar[Mapping[str, Settle]] = {}
+    """Axis -> the value as which one is written that has the same effect in a layout settled up to it."""
+
+    lacks: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
+    """Axis -> rules that say which settings the engine does not have, judged before those of all engines."""
+
+    rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
+    """Axis -> rules of the engine, judged after those of all engines."""
+
+    fp8: ClassVar[bool] = False
+    """Whether it has matrix products in 8-bit floats."""
+
+    # How it trains
+
+    splits_tables: ClassVar[bool] = True
+    """Whether tensor parallelism splits embedding and head, and with them logits and loss."""
+
+    exchanges_heads: ClassVar[bool] = False
+    """Whether context parallelism exchanges heads for tokens (Ulysses, Jacobs et al. 2023), and does not gather keys
+    and values (Grattafiori et al. 2024, section 3.3)."""
+
+    masks_experts: ClassVar[bool] = False
+    """Whether tokens are dealt out to experts and collected by products with masks of each token, expert and place
+    there (Lepikhin et al. 2020, section 2.2)."""
+
+    sums_inputs_apart: ClassVar[bool] = False
+    """Whether tensor parallelism sums the gradients of what goes into each matrix product apart."""
+
+    releases_gradients: ClassVar[bool] = True
+    """Whether gradients are let go of with each step, so that its first backward pass finds none."""
+
+    eager_loss_bytes: ClassVar[int] = 20
+    """Bytes of a logit, where the loss is not compiled, which has log-probabilities and two gradients in fp32 besides,
+    and what the allocator loses to tensors of such a size. Fitted."""
+
+    update_bytes: ClassVar[int] = 46
+    """Memory traffic of the update of one parameter: fp32 gradient, weight and two moments, clipping by their norm, and
+    copies in the width of matrix products."""
+
+    def has_use(self, axis: str, layout: Layout) -> bool:
+        """Whether the engine has use for an axis in a layout that is settled up to it."""
+        return axis not in self.unused or not self.unused[axis](layout)
+
+    def autocasts(self, layout: Layout) -> bool:
+        """Whether weights and gradients are in fp32 and products in bf16."""
+        return False
+
+    def sum_width(self, layout: Layout) -> int:
+        """Bytes of a gradient on its way between ranks."""
+        return 4 if "fp32" in (layout.precision, layout.reduce_precision) or self.autocasts(layout) else 2
+
+    def sums_whole(self, layout: Layout) -> bool:
+        """Whether every rank is sent all of the summed gradients, and not its shard alone."""
+        return layout.zero_stage == 0
+
+    def messages(self, layout: Layout, layers: int, parameters: float) -> int:
+        """In how many pieces a GPU with so many layers and parameters sends gradients or gathers parameters."""
+        return layers + 2
+
+    def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
+        """Seconds of the CPU for a block and a microbatch, in addition to those for the kernels themselves."""
+        return 0.0
+
+    def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
+        """Whether the memory model was set by layouts of this kind, as far as that depends on the engine."""
+        return False
+
+    @abstractmethod
+    def states(self, layout: Layout, held: Held) -> States:
+        """Of a GPU that holds `held`."""
+
+    def pipeline_loss_bytes(self, layout: Layout) -> int:
+        """Bytes of a logit that a pipeline has besides, where the loss is not compiled: torch's holds the logits
+        themselves until the pass comes back."""
+        return layout.width
+
+    def parts_on_their_way(self, layout: Layout, held: Held) -> float:
+        """Bytes of parameters that are being gathered and of gradients that are being reduced.
+
+        FSDP2 has of the largest part what is gathered, before and after it is taken apart, and its gradients, as they
+        come, on their way, and arrived.
+        """
+        return (3 * layout.width + 2 * self.sum_width(layout)) * held.largest
+
+    def hidden_states_on_their_way(self, layout: Layout, first: bool, last: bool, in_flight: int) -> int:
+        """Hidden states of a microbatch, and gradients of them, that a rank of a pipeline has for or from others.
+
+        What came forward is counted with the blocks, which keep it. `first`, `last`: whether the rank holds that end of
+        the model; `in_flight`: passes whose activations it keeps. torch keeps what a stage has sent forward until the
+        pass comes back, and the last gradient that it sent. Schedules of several stages a rank post receives ahead, at
+        the ends of the pipeline up to one for each rank.
+        """
+        if layout.virtual_pipeline_stages > 1:
+            return in_flight + layout.pipeline_parallel_size + 1
+        return (0 if last else in_flight) + 1 + (0 if first else 1)

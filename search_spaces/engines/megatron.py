@@ -1,0 +1,51 @@
+"""The `megatron` engine: Megatron-style layouts on torch's own primitives, DTensor and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from search_spaces.coefficients import Coefficients
+from search_spaces.engines.base import Condition, Engine, Settle, States
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.parameters import Held
+
+
+def _always(layout: Layout) -> bool:
+    return True
+
+
+def _zero_stage(value: int, layout: Layout) -> int:
+    """With a single microbatch, reducing gradients once a step is reducing them every microbatch."""
+    once = layout.gradient_accumulation_steps == 1 and layout.pipeline_parallel_size == 1
+    return 2 if value == 1 and once else value
+
+
+class Megatron(Engine):
+    """See `Engine`, whose facts of torch's own primitives are this engine's."""
+
+    name = "megatron"
+    unused: ClassVar[Mapping[str, Condition]] = {"offload_optimizer": _always, "bucket_size": _always}
+    settled: ClassVar[Mapping[str, Settle]] = {"zero_stage": _zero_stage}
+    fp8 = True
+
+    def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
+        """DTensors take their time in eager blocks."""
+        return calibration.tensor_launch_s if layout.tensor_parallel_size > 1 and not layout.compile else 0.0
+
+    def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
+        return True
+
+    def states(self, layout: Layout, held: Held) -> States:
+        """FSDP2 has parameters and sharded gradients in fp32, gathers parameters in the width of matrix products, and
+        sums whole gradients of microbatches in that in which they are reduced."""
+        zero, shards = layout.zero_stage, held.sharded(layout)
+        gathered = min(held.whole, held.largest + held.block) if zero == 3 else held.whole
+        parameters = 4 * shards + layout.width * gathered
+        several = layout.gradient_accumulation_steps > 1
+        if several and zero < 2:
+            return States(parameters, self.sum_width(layout) * held.whole, 8 * shards, 4 * shards)
+        if several:
+            return States(parameters, 4 * shards, 8 * shards, 0.0)
+        return States(parameters, 0.0, 8 * shards, 4 * shards)

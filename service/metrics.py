@@ -1,0 +1,251 @@
+"""What is known of a trial's metrics: one table, a row a metric, and how their values are printed.
+
+All that the rest of the service knows of a metric by its name is here, so that another objective is a row of `TABLE`
+and whatever produces its values: `service.trials.figures` or `telemetry`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum, IntEnum, StrEnum
+
+
+class Direction(StrEnum):
+    """Which way a metric is better."""
+
+    MAXIMIZE = "maximize"
+    MINIMIZE = "minimize"
+
+    def cost(self, value: float) -> float:
+        """The value, or its negative, whichever is better the smaller it is."""
+        return -value if self is Direction.MAXIMIZE else value
+
+
+class Method(StrEnum):
+    """How a value came about; its text is what records hold. A value without a method was plainly measured."""
+
+    COUNTER = "counter"
+    """Read from a counter of the hardware."""
+    INTEGRATED = "integrated"
+    """The integral over samples."""
+    SAMPLED = "sampled"
+    """From single samples."""
+    SHORT = "short"
+    """Measured in steps of fewer microbatches, followed to the whole batch."""
+    EXTRAPOLATED = "extrapolated"
+    """Measured on models of fewer layers, followed to the whole depth."""
+    ESTIMATED = "estimated"
+    """Not measured at all."""
+
+
+class Doubt(IntEnum):
+    """How far values are to be doubted, the least first. They are only compared with values as little in doubt."""
+
+    MEASURED = 0
+    EXTRAPOLATED = 1
+    ESTIMATED = 2
+
+    @classmethod
+    def of(cls, method: str | None) -> Doubt:
+        """That of values which came about by a `Method`, or plainly."""
+        if method == Method.ESTIMATED:
+            return cls.ESTIMATED
+        return cls.EXTRAPOLATED if method == Method.EXTRAPOLATED else cls.MEASURED
+
+    @property
+    def method(self) -> Method | None:
+        """How values in this doubt came about; None of measured ones."""
+        return {Doubt.EXTRAPOLATED: Method.EXTRAPOLATED, Doubt.ESTIMATED: Method.ESTIMATED}.get(self)
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Part(Enum):
+    """What a metric is made of, by which it follows from smaller runs of a trial (`service.trials.extrapolation`)."""
+
+    TIME = "the time of a step"
+    ENERGY = "the energy of a step"
+    POWER = "the energy of a step by its time"
+    MEMORY = "the memory of the fullest GPU"
+    HELD = "the time for which a trial holds its gang"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is known of one metric.
+
+    - `unit`: the unit and what is counted, as docs/spec.md has it.
+    - `direction`: which way it is better; None where neither way is.
+    - `part`: what it is made of; None where that does not follow from a step.
+    - `heading`, `style`: how tables print it: what stands over it or after it, and Python's format of its value.
+    - `least`: a value that nothing falls below and that some trials reach, so that it bounds what a trial can come to.
+    - `noise`: how far values of one layout lie apart on GPUs that do not drift, with room to spare, as a share; None
+      where the sentinel is not held against it.
+    - `always`: whether tables show it beside the objectives.
+    - `aim`: whether it may be an objective, or in a constraint.
+    """
+
+    name: str
+    unit: str
+    direction: Direction | None = None
+    part: Part | None = None
+    heading: str | None = None
+    style: str = ".4g"
+    least: float | None = None
+    noise: float | None = None
+    always: bool = False
+    aim: bool = True
+
+    def bounded(self, direction: Direction) -> bool:
+        """Whether some steps of a trial bound the best, in this direction, that it can come to."""
+        return direction is self.direction and (self.part in (Part.TIME, Part.ENERGY) or self.least is not None)
+
+
+MORE, LESS = Direction.MAXIMIZE, Direction.MINIMIZE
+
+TABLE = (
+    Metric("tokens_per_s", "tokens/s", MORE, Part.TIME, "tokens/s", ",.0f", noise=0.01),
+    Metric("tokens_per_s_per_gpu", "tokens/s", MORE, Part.TIME, "tokens/s/GPU", ",.0f", always=True),
+    Metric(
+        "mfu",
+        "model FLOPs (PaLM, appendix B) over the data sheet's dense bf16 peak, 0 to 1",
+        MORE,
+        Part.TIME,
+        "MFU",
+        ".1%",
+        always=True,
+    ),
+    Metric("step_time_s", "s, median of the window", LESS, Part.TIME, "step s"),
+    Metric("joules_per_token", "J, of the trial's GPUs alone", LESS, Part.ENERGY, "J/token", noise=0.03),
+    Metric(
+        "energy_per_step_j", "J of an optimizer step, of the trial's GPUs alone", LESS, Part.ENERGY, "J/step", ",.0f"
+    ),
+    Metric(
+        "idle_energy_j",
+        "J in the window, of the gang's GPUs that the trial leaves idle on the nodes it runs on; missing where the "
+        "gang shares a node's GPUs",
+        LESS,
+        heading="idle J",
+        style=",.0f",
+        least=0.0,
+    ),
+    Metric("mean_power_w", "W, over all GPUs", LESS, Part.POWER, "power W", ",.0f"),
+    Metric("peak_power_w", "W, over all GPUs", LESS, heading="peak W", style=",.0f"),
+    Metric("power_spread_w", "W between the means of the GPU that draws most and the one that draws least", LESS),
+    Metric("mean_hbm_power_w", "W of the GPUs' memory, over all GPUs"),
+    Metric("energy_ratio", "energy by integrated power over the energy counters', of windows of some seconds near 1"),
+    Metric(
+        "throttle_ratio",
+        "share of GPU time slowed for heat, 0 to 1",
+        LESS,
+        heading="throttle",
+        style=".2%",
+        least=0.0,
+    ),
+    Metric(
+        "power_cap_ratio",
+        "share of GPU time slowed by the power limit, 0 to 1",
+        LESS,
+        heading="power cap",
+        style=".1%",
+        least=0.0,
+    ),
+    Metric("throttle_time_s", "s slowed for heat, over all GPUs", LESS, least=0.0),
+    Metric("mean_sm_clock_mhz", "MHz", heading="SM MHz", style=",.0f"),
+    Metric("min_sm_clock_mhz", "MHz, lowest sample of any GPU"),
+    Metric("sm_clock_spread_mhz", "MHz between the means of the fastest and the slowest GPU"),
+    Metric("mean_gpu_temp_c", "degC", LESS),
+    Metric("peak_gpu_temp_c", "degC", LESS, heading="GPU degC", style=".0f"),
+    Metric("gpu_temp_spread_c", "degC between the means of the hottest and the coolest GPU", LESS),
+    Metric(
+        "min_gpu_temp_margin_c",
+        "degC that the hottest GPU was below the temperature at which it slows down",
+        MORE,
+        heading="margin degC",
+        style=".0f",
+    ),
+    Metric("peak_hbm_temp_c", "degC", LESS, heading="HBM degC", style=".0f"),
+    Metric(
+        "tensor_activity",
+        "share of cycles in which tensor cores worked, 0 to 1",
+        heading="tensor cores",
+        style=".1%",
+    ),
+    Metric(
+        "dram_activity", "share of cycles in which GPU memory was read or written, 0 to 1", heading="DRAM", style=".1%"
+    ),
+    Metric("pcie_bytes_per_s", "bytes/s received and sent over PCIe, over all GPUs"),
+    Metric(
+        "pcie_utilisation",
+        "share of its peak of PCIe in the busier direction, of the busiest GPU, 0 to 1",
+        heading="PCIe peak",
+        style=".1%",
+    ),
+    Metric("link_bytes_per_s", "bytes/s received and sent over the links between GPUs (NVLink, xGMI), over all GPUs"),
+    Metric(
+        "link_utilisation",
+        "share of their peak of these links in the busier direction, of the busiest GPU, 0 to 1",
+        heading="link peak",
+        style=".1%",
+    ),
+    Metric("peak_memory_gib", "GiB of the fullest GPU", LESS, Part.MEMORY, "memory GiB", ".1f", always=True),
+    Metric(
+        "trial_overhead_s",
+        "s that the trial held its gang outside compiling, warm-up, window and breakdown",
+        LESS,
+        Part.HELD,
+    ),
+    Metric("compile_time_s", "s of the first steps, which compile", part=Part.HELD, aim=False),
+    Metric("warmup_time_s", "s of the other steps before the window", part=Part.HELD, aim=False),
+    Metric("window_time_s", "s of the window's steps", part=Part.HELD, aim=False),
+    Metric("breakdown_time_s", "s that the breakdown of a step took", part=Part.HELD, aim=False),
+)
+
+METRICS = tuple(metric.name for metric in TABLE if metric.aim)
+"""What objectives and constraints can name."""
+
+DIRECTIONS = {metric.name: metric.direction for metric in TABLE if metric.direction is not None}
+"""Which way a metric is better, of those for which one way is."""
+
+ALWAYS = tuple(metric.name for metric in TABLE if metric.always)
+"""What tables show beside the objectives."""
+
+MARKS: dict[str, str] = {Method.ESTIMATED: "*", Method.EXTRAPOLATED: "~"}
+"""Method -> what its values carry, where they are not measured."""
+
+
+def made_of(*parts: Part) -> tuple[str, ...]:
+    """The metrics that are made of any of these."""
+    return tuple(metric.name for metric in TABLE if metric.part in parts)
+
+
+def known(name: str) -> Metric:
+    """The row of a metric, also of one that the table has not: all that is known of it then is its name."""
+    return next((metric for metric in TABLE if metric.name == name), Metric(name, "", aim=False))
+
+
+def heading(metric: str) -> str:
+    """What stands over a metric's values in tables, or after one in text; its name if there is no other."""
+    return known(metric).heading or metric
+
+
+def with_unit(metric: str, value: float, method: str | None, half_width: float | None = None) -> str:
+    """A value with its unit, such as ``41,804 ± 21 tokens/s``; see `number`."""
+    return f"{number(metric, value, method, half_width)} {heading(metric)}"
+
+
+def number(metric: str, value: float, method: str | None = None, half_width: float | None = None) -> str:
+    """A value such as ``41,804 ± 21``, without its unit, with a mark if by its method it is not measured.
+
+    `half_width` is that of the confidence interval of a mean: it is printed with two digits that count, and the value
+    with no more digits than are sure.
+    """
+    style, mark = known(metric).style, MARKS.get(method or "", "")
+    if half_width is None or half_width <= 1e-6 * abs(value):
+        return format(value, style) + mark
+    if style.endswith("%"):
+        return f"{value:{style}} ± {half_width:{style}}{mark}"
+    digits = max(0, 1 - math.floor(math.log10(half_width)))
+    return f"{value:,.{digits}f} ± {half_width:,.{digits}f}{mark}"

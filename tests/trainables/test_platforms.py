@@ -1,0 +1,54 @@
+"""What a platform is to torch and Ray; that trials run on it is what the other tests show, those on GPUs marked so."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from search_spaces.hardware import ACCELERATORS, Accelerator
+from telemetry.devices import discover
+from trainables.platforms.base import platform_of
+
+
+def test_each_accelerator_leads_to_a_platform_that_travels() -> None:
+    here = "rocm" if torch.version.hip else "cuda"
+    names = {"mi250": "rocm", "cpu": "cpu", "gpu": here}
+    for name, accelerator in ACCELERATORS.items():
+        platform = pickle.loads(pickle.dumps(platform_of(accelerator)))
+        assert type(platform).__module__ == f"trainables.platforms.{names.get(name, 'cuda')}"
+
+
+def test_an_unknown_platform_is_named() -> None:
+    with pytest.raises(ValueError, match="there is no platform 'abacus'"):
+        platform_of(Accelerator(platform="abacus"))
+
+
+def test_gpus_are_gpus_to_ray_and_cpus_are_not() -> None:
+    resources = {name: platform_of(ACCELERATORS[name]).ray_resource for name in ("cpu", "h200", "mi250")}
+    assert resources == {"cpu": None, "h200": "GPU", "mi250": "GPU"}
+
+
+def test_only_rccl_keeps_to_itself_which_collective_a_kernel_is() -> None:
+    assert [platform_of(ACCELERATORS[name]).names_kernels for name in ("cpu", "h200", "mi250")] == [True, True, False]
+
+
+def test_a_rank_on_the_cpu_has_no_device_of_its_own() -> None:
+    platform = platform_of(ACCELERATORS["cpu"])
+    device = platform.take(0)
+    assert device == torch.device("cpu")
+    assert torch.get_num_threads() == 1
+    assert (platform.identity(device), platform.peak_memory_gib(device), platform.versions(device)) == (None, None, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_is_known_to_telemetry_by_the_same_name() -> None:
+    platform = platform_of(ACCELERATORS["gpu"])
+    device = platform.take(0)
+    torch.ones(1 << 20, device=device)
+    platform.synchronize()
+    assert platform.identity(device) in [found.info.uuid for found in discover()]
+    assert 0 < (platform.peak_memory_gib(device) or 0) < 1
+    assert set(platform.versions(device)) == {"gpu_name", "cuda", "nccl"}

@@ -1,0 +1,1 @@
+"""Kinds of devices that ranks train on: a module for each, imported only where it is used."""

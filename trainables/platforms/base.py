@@ -1,0 +1,70 @@
+"""What is asked of a platform, and which one an accelerator is of."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from search_spaces.hardware import Accelerator
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(ABC):
+    """One kind of device: what torch, Ray and the fork server of trials must know of it.
+
+    A value without state, which travels from the gang to the processes of its trials.
+
+    - `backend`: of process groups between such devices.
+    - `ray_resource`: what Ray counts such devices as; None for what it only knows as CPUs.
+    - `profiler_device`: what torch's profiler calls the device whose kernels it records; None where the host computes.
+    - `names_kernels`: whether the kernel of a collective has a name that says which one it is.
+    - `environment`: variables that must be set before the fork server of trials comes up.
+    """
+
+    backend: ClassVar[str]
+    ray_resource: ClassVar[str | None]
+    profiler_device: ClassVar[str | None]
+    names_kernels: ClassVar[bool]
+    environment: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def take(self, local_rank: int) -> torch.device:
+        """Make the node's device number `local_rank` this process's own."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the process's device has done all that it was given."""
+
+    @abstractmethod
+    def peak_memory_gib(self, device: torch.device) -> float | None:
+        """The most memory that torch has ever reserved on the device, in GiB; None where it does not count."""
+
+    @abstractmethod
+    def identity(self, device: torch.device) -> str | None:
+        """The device's UUID as `telemetry` spells it; None where ranks have no device of their own."""
+
+    @abstractmethod
+    def versions(self, device: torch.device) -> dict[str, str]:
+        """The device's name and the versions of the libraries that drive it, by the names of a record."""
+
+
+def platform_of(accelerator: Accelerator) -> Platform:
+    """The platform that the accelerator names; for one that names none, that which torch was built for here.
+
+    Raises `ValueError` for a name that is no module of `trainables.platforms`.
+    """
+    name = accelerator.platform
+    if name is None:
+        import torch
+
+        name = "rocm" if torch.version.hip else "cuda"
+    path = f"trainables.platforms.{name}"
+    if importlib.util.find_spec(path) is None:
+        raise ValueError(f"there is no platform {name!r}: {path} is missing")
+    module = importlib.import_module(path)
+    platform: Platform = module.PLATFORM
+    return platform

@@ -1,0 +1,40 @@
+"""Ranks that compute on the host, one thread each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from trainables.platforms.base import Platform
+
+
+class Cpu(Platform):
+    """No device beside the host."""
+
+    backend = "gloo"
+    ray_resource = None
+    profiler_device = None
+    names_kernels = True
+    # On a machine with GPUs, no library may open their driver.
+    environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cpu"}
+
+    def take(self, local_rank: int) -> torch.device:
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak_memory_gib(self, device: torch.device) -> float | None:
+        return None
+
+    def identity(self, device: torch.device) -> str | None:
+        return None
+
+    def versions(self, device: torch.device) -> dict[str, str]:
+        return {}
+
+
+PLATFORM = Cpu()

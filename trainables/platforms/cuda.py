@@ -1,0 +1,45 @@
+"""NVIDIA's GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from trainables.platforms.base import Platform
+
+
+class Cuda(Platform):
+    """A GPU for each rank, with NCCL between them."""
+
+    backend = "nccl"
+    ray_resource = "GPU"
+    profiler_device = "cuda"
+    names_kernels = True
+    # The server must not touch CUDA, or its forks could not: no check may open the driver.
+    environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
+
+    def take(self, local_rank: int) -> torch.device:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def peak_memory_gib(self, device: torch.device) -> float | None:
+        return torch.cuda.max_memory_reserved(device) / 2**30
+
+    def identity(self, device: torch.device) -> str | None:
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+    def versions(self, device: torch.device) -> dict[str, str]:
+        return {
+            "gpu_name": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+
+
+PLATFORM = Cuda()

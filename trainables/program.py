@@ -1,0 +1,93 @@
+"""What a gang runs for each rank of a trial: a program, what it is given, and what it says."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from search_spaces.layout import Layout
+from trainables.breakdown import Profile
+from trainables.measure import Protocol, Stretch, Timing
+from trainables.platforms.base import Platform
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: its rank, its device on the node, and the key-value store at which the ranks meet."""
+
+    rank: int
+    local_rank: int
+    store_host: str
+    store_port: int
+    platform: Platform
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is: its phase, its GPU's UUID (None on CPU and before it has one) and the trial's latest speed.
+
+    `steady` are the latest steps that ended a warm-up by agreeing.
+    """
+
+    phase: str = "start"
+    device: str | None = None
+    tokens_per_s: float | None = None
+    steady: Stretch | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured.
+
+    `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. `timings` are by global
+    batch size in the order of time. Losses are those of the global batch; `profile` is that of one step after the first
+    window, None if none was asked for. `environment` are names of devices and versions of libraries.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    device: str | None
+    timings: dict[int, Timing]
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    peak_memory_gib: float | None
+    environment: dict[str, str]
+    profile: Profile | None = None
+
+
+class RankProgram(ABC):
+    """What runs on each rank of a trial, in a process that ends with the trial. A value that can be pickled."""
+
+    @staticmethod
+    @abstractmethod
+    def preload() -> Sequence[str]:
+        """Modules that every such program needs: imported once by a worker, before its first trial."""
+
+    @abstractmethod
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        """Run the trial's layout as rank `place.rank` and time it. Collective over the ranks.
+
+        `on_progress` is to be called at each phase and step. Raises `InvalidTrial` for a trial that ran in vain; any
+        other error is a crash, or the memory having run out.
+        """
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """A trial as a gang gets it: which program is to run a layout, and how it is to be timed.
+
+    `batches`: the global batch sizes to time, one after the other, each a divisor of the one before; the layout's own
+    if there are none.
+    """
+
+    trial_id: str
+    layout: Layout
+    program: RankProgram
+    protocol: Protocol
+    deadline_s: float
+    batches: tuple[int, ...] = ()
+
+
+class InvalidTrial(Exception):
+    """The trial ran, but not what it was to run; the text says why."""

@@ -1,0 +1,154 @@
+"""One rank of a training, from an empty process to a report. Runs in a process that ends with the trial."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainables.batches import microbatches
+from trainables.breakdown import Profile
+from trainables.data import open_tokens
+from trainables.engines.base import Job, StepOutput
+from trainables.engines.build import build_engine
+from trainables.measure import Stretch, Timing, time_steps
+from trainables.profiling import profile_step
+from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
+from trainables.training import Training
+from trainables.world import World
+
+
+def train(
+    training: Training, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
+) -> RankReport:
+    """`Training.run`, which says more."""
+    gc.freeze()  # the libraries: half a million objects, which a full collection would go through in some step
+    _quieten()
+    return Rank(training, request, place, on_progress).report()
+
+
+class Rank:
+    """One rank of a training: its engine, how far it is and what it has seen so far."""
+
+    def __init__(
+        self, training: Training, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
+    ) -> None:
+        """Join the other ranks and build the engine. Collective."""
+        self.training, self.request, self.platform = training, request, place.platform
+        self.batches = request.batches or (request.layout.global_batch_size,)
+        self.layout = replace(request.layout, global_batch_size=self.batches[0])
+        self.progress, self.on_progress = Progress(), on_progress
+        self.losses: list[Tensor] = []
+        self.grad_norms: list[Tensor] = []
+        self.enter("start")
+        self.world = World(request, place)
+        self.progress = replace(self.progress, device=self.platform.identity(self.world.device))
+        self.enter("build")
+        self.engine = build_engine(
+            Job(self.layout, training.model, training.sequence_length, training.seed, place.rank, self.world.device)
+        )
+        self.stream = open_tokens(training.data, training.model.vocab)
+        self.step_began_ns = time.monotonic_ns()
+
+    def report(self) -> RankReport:
+        """Time all batches, and profile a step of the first if that is asked for. Collective."""
+        protocol = self.request.protocol
+        timings: dict[int, Timing] = {}
+        profile: Profile | None = None
+        for batch in self.batches:
+            if timings:
+                self.change_batch(batch)
+            timings[batch] = time_steps(self.timed_step, protocol, self.layout.compile, self.enter, self.agreed)
+            self.enter("report")
+            losses = self.global_losses()
+            check_learning(losses)
+            if protocol.breakdown and profile is None:
+                self.enter("breakdown")
+                meet = partial(self.world.meet, "profiling")
+                profile = profile_step(self.step, self.layout, self.platform, meet, self.world.slowest)
+        report = RankReport(
+            rank=self.world.rank,
+            coordinates=self.layout.coordinates(self.world.rank),
+            device=self.progress.device,
+            timings=timings,
+            losses=losses,
+            grad_norms=tuple(float(norm) for norm in self.grad_norms),
+            peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
+            environment={"torch": str(torch.__version__)} | self.platform.versions(self.world.device),
+            profile=profile,
+        )
+        dist.barrier()
+        return report
+
+    def enter(self, phase: str) -> None:
+        self.progress = replace(self.progress, phase=phase)
+        self.on_progress(self.progress)
+
+    def agreed(self, steps: Stretch) -> None:
+        """Note the steps that ended the warm-up; they are passed on with the next phase."""
+        self.progress = replace(self.progress, steady=steps)
+
+    def change_batch(self, global_batch_size: int) -> None:
+        self.layout = replace(self.layout, global_batch_size=global_batch_size)
+        self.engine.set_global_batch_size(global_batch_size)
+        self.step_began_ns = time.monotonic_ns()
+
+    def step(self) -> StepOutput:
+        """Train on the next global batch."""
+        number, length, rank = len(self.losses), self.training.sequence_length, self.engine.data_parallel_rank
+        return self.engine.step(microbatches(self.stream, self.layout, length, number, rank, self.world.device))
+
+    def timed_step(self) -> tuple[float, int]:
+        """Train one step: the seconds of the slowest rank, and the stamp in ns at its end here."""
+        output = self.step()
+        self.losses.append(output.loss.float())
+        self.grad_norms.append(output.grad_norm)
+        self.platform.synchronize()
+        # The exchange of times keeps the ranks in step, too.
+        seconds = self.world.slowest((time.monotonic_ns() - self.step_began_ns) / 1e9)
+        self.step_began_ns = time.monotonic_ns()
+        tokens = self.layout.global_batch_size * self.training.sequence_length
+        self.progress = replace(self.progress, tokens_per_s=tokens / seconds)
+        self.on_progress(self.progress)
+        if len(self.losses) == 1:
+            _settle()
+            self.step_began_ns = time.monotonic_ns()
+        return seconds, self.step_began_ns
+
+    def global_losses(self) -> tuple[float, ...]:
+        """The mean loss of the global batch in each step so far. Collective."""
+        total = torch.stack(self.losses)
+        dist.all_reduce(total)
+        return tuple(total.tolist())
+
+
+def check_learning(losses: tuple[float, ...]) -> None:
+    """Raise `InvalidTrial` unless all losses are finite and the last third lies below the first loss on average."""
+    if not all(math.isfinite(loss) for loss in losses):
+        raise InvalidTrial(f"the loss is not finite: {losses[0]:.4g} at first, {losses[-1]:.4g} at last")
+    tail = losses[-max(1, len(losses) // 3) :]
+    if sum(tail) / len(tail) >= losses[0]:
+        raise InvalidTrial(f"the loss does not fall: {losses[0]:.4f} at first, {sum(tail) / len(tail):.4f} at last")
+
+
+def _settle() -> None:
+    """Leave what was built and compiled so far out of Python's collections, which would halt one rank in some step."""
+    gc.collect()
+    gc.freeze()
+
+
+def _quieten() -> None:
+    """Keep torch's advice to its developers out of the logs; errors reach the report."""
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    warnings.filterwarnings("ignore", module="torch")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

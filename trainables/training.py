@@ -1,0 +1,39 @@
+"""The program that trains a language model of one shape and times it. Needs no torch until it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from search_spaces.engines import ENGINES
+from search_spaces.models import ModelShape
+from trainables.engines.build import engine_module
+from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
+
+
+@dataclass(frozen=True)
+class Training(RankProgram):
+    """Trains `model` on `data`, a source of `trainables.data.open_tokens`, from weights drawn by `seed`.
+
+    Sequences are of `sequence_length` tokens.
+    """
+
+    model: ModelShape
+    data: str
+    sequence_length: int
+    seed: int
+
+    @staticmethod
+    def preload() -> list[str]:
+        """What runs a rank, all engines with what they import, and the compiler."""
+        return ["trainables.rank", *map(engine_module, ENGINES), "torch._inductor.compile_fx"]
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        """Train and time the layout with each of the request's batches. Collective over the ranks.
+
+        Raises `InvalidTrial` if the loss does not fall, `torch.OutOfMemoryError`, and whatever torch, the engine or
+        the reading of data raise.
+        """
+        from trainables.rank import train
+
+        return train(self, request, place, on_progress)

@@ -1,0 +1,46 @@
+"""The ranks of one trial, as one of them sees them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from trainables.program import Place, TrialRequest
+
+
+class World:
+    """The rank's own device, the default process group of the trial, and a key-value store that is the trial's own."""
+
+    def __init__(self, request: TrialRequest, place: Place) -> None:
+        """Take the device and join the other ranks. Collective."""
+        self.rank, self.size = place.rank, request.layout.num_gpus
+        # As torchrun sets them: engines may read their place from the environment.
+        os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(self.size))
+        self.device = place.platform.take(place.local_rank)
+        timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash
+        shared = TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
+        self.store = PrefixStore(request.trial_id, shared)
+        dist.init_process_group(
+            place.platform.backend,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+            device_id=None if self.device.index is None else self.device,
+        )
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of the ranks' seconds. Collective."""
+        longest = torch.tensor(seconds, device=self.device, dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return longest.item()
+
+    def meet(self, occasion: str) -> None:
+        """Return once all ranks have called this, without any use of a device. An occasion's name serves once."""
+        keys = [f"{occasion}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], "")
+        self.store.wait(keys)
