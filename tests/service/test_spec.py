@@ -180,7 +180,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"sequence_lenght: unknown field; allowed: .*sequence_length",
     ),
     ({"cluster": {**CLUSTER, "gpus": 8}}, r"cluster\.gpus: unknown field; allowed: nodes, gpus_per_node, acc"),
-    ({"space": {"tp": [1]}}, r"space\.tp: unknown field; allowed: engine, num_gpus, tensor_parallel_size"),
+    ({"space": {"tp": [1]}}, r"space\.tp: unknown field; allowed: engine, num_gpus, .*tensor_parallel_size"),
     ({"measurement": {"window": 1}}, r"measurement\.window: unknown field; allowed: .*window_s"),
     ({"budget": {"hours": 1}}, r"budget\.hours: unknown field; allowed: trials, wall_time_s, gpu_hours$"),
     ({"model": {**SHAPE, "depth": 1}}, r"model\.depth: unknown field; allowed: family, layers, hidden"),
@@ -213,7 +213,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"baseline": {"layers": 2}},
-        r"baseline\.layers: unknown axis; must be one of engine, num_gpus, .*rank_order, overlap_grad_reduce, .*$",
+        r"baseline\.layers: unknown axis; must be one of engine, num_gpus, .*rank_order$",
     ),
     ({"baseline": {"micro_batch_size": 3}}, r"baseline: none of the \d+ legal layouts is like that$"),
     (
