@@ -27,7 +27,7 @@ MEASURED_SHARE = 1.03
 """Share above which a layout is taken not to fit: one, and the mean error of the formula."""
 
 UNMEASURED_SHARE = 1.15
-"""The same of kinds of layouts by which no part of the formula was set."""
+"""Share above which a layout is taken not to fit that is of a kind by which no part of the formula was set."""
 
 PRIOR_TRIALS = 3
 """Trials for which the formula counts beside those of a search."""

@@ -145,7 +145,8 @@ class ClusterSpec(Strict):
 def _known(name: Any) -> Any:
     if isinstance(name, str) and name in ENGINES:
         return name
-    raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, ENGINES))})
+    *others, last = map(repr, ENGINES)
+    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
 
 
 def _value_of(axis: Axis) -> Any:

@@ -19,7 +19,7 @@ from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import AXES, SCHEDULES
 from search_spaces.models import PRESETS
 from service.errors import InputError
-from service.spec import METRICS, SECTIONS, SearchSpec, dump_spec, load_spec, parse_constraint, parse_spec
+from service.spec import METRICS, SECTIONS, SearchSpec, SpaceSpec, dump_spec, load_spec, parse_constraint, parse_spec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -567,6 +567,25 @@ def test_the_documentation_has_every_field_and_its_default() -> None:
             assert told == "required", name
         else:
             assert yaml.safe_load(told) == default_of(field), name
+
+
+def test_the_space_has_every_axis_and_its_default() -> None:
+    assert list(SpaceSpec.model_fields) == list(AXES)
+    for name, values in SpaceSpec().model_dump().items():
+        assert values == (None if name == "num_gpus" else [AXES[name].default])
+
+
+def test_an_engine_is_looked_up_when_a_spec_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "another", ENGINES["megatron"])
+    assert spec(space={"engine": "another"}).axes["engine"] == ["another"]
+    line = refusal(yaml.safe_dump(fields(space={"engine": 3})))
+    assert line == "space.engine: must be 'megatron', 'deepspeed' or 'another' (given: 3)"
+
+
+def test_the_documented_axes_are_their_rows() -> None:
+    rows = (ROOT / "docs" / "spec.md").read_text().partition("\n## space\n")[2].partition("\n## ")[0]
+    table = [line for line in rows.splitlines() if line.startswith("| `")]
+    assert table == [axis.documentation for axis in AXES.values()]
 
 
 def test_the_documentation_names_every_choice() -> None:
