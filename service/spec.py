@@ -18,10 +18,11 @@ from pydantic_core import PydanticKnownError
 from search_spaces.axis import Axis, Range
 from search_spaces.engines import ENGINES
 from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.hopeless import hopeless
 from search_spaces.layout import AXES
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
 from search_spaces.rules import all_rules
-from search_spaces.space import Space, hopeless
+from search_spaces.space import Space
 from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import METRICS, Direction
@@ -107,7 +108,8 @@ class ClusterSpec(Strict):
 def _known(name: Any) -> Any:
     if isinstance(name, str) and name in ENGINES:
         return name
-    raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, ENGINES))})
+    *others, last = map(repr, ENGINES)
+    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
 
 
 def _value_of(axis: Axis) -> Any:
@@ -119,12 +121,12 @@ def _value_of(axis: Axis) -> Any:
     return Switch if axis.type is bool else Literal[axis.allowed]
 
 
-def _values(item: Any) -> Any:
+def _list_of(item: Any) -> Any:
     """A non-empty list, for which a single value may stand."""
     return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
 
 
-def _lists(item: Any) -> Any:
+def _list_of_lists(item: Any) -> Any:
     """A non-empty list of lists, or null for the default; a single list may stand for it."""
     numbers = Annotated[tuple[item, ...], Field(min_length=1, strict=False)]
     return Annotated[list[numbers | None], BeforeValidator(_as_list_of_lists), Field(min_length=1)]
@@ -134,8 +136,8 @@ def _field_of(axis: Axis) -> tuple[Any, Any]:
     """Type and default of the field with the values of an axis."""
     item = _value_of(axis)
     if axis.lists:
-        return _lists(item), [axis.default]
-    return (_values(item), [axis.default]) if axis.default is not None else (_values(item) | None, None)
+        return _list_of_lists(item), [axis.default]
+    return (_list_of(item), [axis.default]) if axis.default is not None else (_list_of(item) | None, None)
 
 
 if TYPE_CHECKING:
