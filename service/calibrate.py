@@ -1,4 +1,4 @@
-"""Calibrating the cost model: short trials of the layouts that tell most about the machines at hand, and the fit."""
+"""Calibrating the cost model: short trials of the most informative layouts on the machines at hand, and the fit."""
 
 from __future__ import annotations
 

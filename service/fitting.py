@@ -68,11 +68,11 @@ class Observation:
 
 
 def observations(search: SearchRecord, work: Workload) -> list[Observation]:
-    """What the trials of a search tell of its workload `work`.
+    """What the trials of a search took, whose workload is `work`.
 
     Power that is estimated, or of a model of fewer layers, is left out.
     """
-    found = []
+    observed = []
     for trial in search.trials:
         if trial.status != "ok" or "step_time_s" not in trial.metrics:
             continue
@@ -80,15 +80,15 @@ def observations(search: SearchRecord, work: Workload) -> list[Observation]:
         methods = trial.methods
         doubtful = methods.get("mean_power_w") == "estimated" or methods.get("step_time_s") == "extrapolated"
         power = None if total is None or doubtful else total / layout.num_gpus
-        found.append(Observation(layout, work, trial.metrics["step_time_s"], power))
-    return found
+        observed.append(Observation(layout, work, trial.metrics["step_time_s"], power))
+    return observed
 
 
 def ratios(observed: Observation, calibration: Coefficients) -> tuple[float, float | None]:
     """Step time and power as predicted over those measured; None for power that was not."""
-    found = predict(observed.layout, observed.work, calibration)
-    power = None if observed.power_w is None else found.power_w / observed.power_w
-    return found.step_time_s / observed.step_time_s, power
+    prediction = predict(observed.layout, observed.work, calibration)
+    power = None if observed.power_w is None else prediction.power_w / observed.power_w
+    return prediction.step_time_s / observed.step_time_s, power
 
 
 def fit(observed: Sequence[Observation], start: Coefficients) -> Coefficients:
@@ -107,13 +107,13 @@ def fit(observed: Sequence[Observation], start: Coefficients) -> Coefficients:
         shifted = _shifted(start, dict(zip(names, shifts * spreads, strict=True)))
         return np.concatenate([_misfits(observed, shifted) / MISFIT, shifts])
 
-    found = least_squares(misfits, np.zeros(len(names)), loss="soft_l1", method="trf", max_nfev=20)
+    best = least_squares(misfits, np.zeros(len(names)), loss="soft_l1", method="trf", max_nfev=20)
     source = f"{len(observed)} trials, from {start.source}"
-    return replace(_shifted(start, dict(zip(names, found.x * spreads, strict=True))), source=source)
+    return replace(_shifted(start, dict(zip(names, best.x * spreads, strict=True))), source=source)
 
 
 def design(layouts: Sequence[Layout], work: Workload, calibration: Coefficients, count: int = 16) -> list[Layout]:
-    """The layouts that tell most about the coefficients for the time they take, at most `count`, most telling first.
+    """The layouts most informative on the coefficients for the time they take, at most `count`, the best first.
 
     Greedy D-optimal design (Fedorov 1972): each adds most to the information on the logarithms of the coefficients, by
     the second. Layouts that may run out of memory are left out.

@@ -115,15 +115,15 @@ def logs(search: str, address: str) -> Iterator[str]:
     with _cluster(address) as client:
         job = _find(client, search, address)
         assert job.submission_id is not None
-        told = 0
+        printed = 0
         while True:
             ended = client.get_job_status(job.submission_id).is_terminal()
-            text = client.get_job_logs(job.submission_id)[told:]
+            text = client.get_job_logs(job.submission_id)[printed:]
             whole = len(text) if ended else text.rfind("\n") + 1
             yield from text[:whole].splitlines(keepends=True)
             if ended:
                 return
-            told += whole
+            printed += whole
             time.sleep(POLL_S)
 
 
@@ -153,7 +153,7 @@ def _cluster(address: str) -> Iterator[JobSubmissionClient]:
     from ray.job_submission import JobSubmissionClient
 
     for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # they tell of every package they send
+        logging.getLogger(name).setLevel(logging.WARNING)  # they log every package they send
     overriding = {name: os.environ.pop(name) for name in _OVERRIDING if name in os.environ}
     try:
         try:

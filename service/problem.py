@@ -181,7 +181,7 @@ class Problem:
         return replace(self, model=INLINE, shape=replace(self.shape, layers=layers), depth_proxy=None)
 
     def facts(self) -> dict[str, Any]:
-        """What the record shows of the problem: parameters of the search's run, by which searches are found alike."""
+        """What the record shows of the problem, as parameters of the search's run, by which searches are compared."""
         return {
             "model": self.model,
             "parameters": self.shape.parameters,

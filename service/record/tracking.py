@@ -46,8 +46,8 @@ class Tracker:
     """Writes one search. Not thread-safe: the driver calls it from one thread.
 
     Whatever becomes of the tracking server, a finished trial is on disk, under `Home.spool`, before MLflow hears of
-    it, and stays there until MLflow has taken it. Once the search has started, what goes wrong with MLflow is told in
-    `notices` and never raised.
+    it, and stays there until MLflow has taken it. Once the search has started, what goes wrong with MLflow becomes one
+    of the `notices` and is never raised.
     """
 
     def __init__(self, tracking_uri: str, home: Home) -> None:
@@ -146,14 +146,14 @@ class Tracker:
             if run_id := self._runs.get(trial_id):
                 self._stop_trial(run_id, f"the search ended ({status})")
         self._open.clear()
-        told = "\n".join([*notices, *self.notices])
-        if told:
-            self._client.log_text(self._parent, told + "\n", "notices.txt")
+        lines = "\n".join([*notices, *self.notices])
+        if lines:
+            self._client.log_text(self._parent, lines + "\n", "notices.txt")
         now = _now_ms()
         self._log(
             self._parent,
             metrics=_final_metrics(summary, now),
-            tags={store.STATUS: status} | ({store.NOTICES: told} if told else {}),
+            tags={store.STATUS: status} | ({store.NOTICES: lines} if lines else {}),
         )
         self._client.set_terminated(self._parent, _RUN_STATUS[status])
 
@@ -174,9 +174,9 @@ class Tracker:
 
     def _experiment(self) -> str:
         """Id of the experiment. A server chooses where artifacts go; a database is given the state directory."""
-        found = self._client.get_experiment_by_name(store.EXPERIMENT)
-        if found is not None:
-            return found.experiment_id
+        experiment = self._client.get_experiment_by_name(store.EXPERIMENT)
+        if experiment is not None:
+            return experiment.experiment_id
         return self._client.create_experiment(
             store.EXPERIMENT,
             artifact_location=None if store.is_server(self._uri) else self._home.artifacts,

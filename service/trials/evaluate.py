@@ -111,7 +111,7 @@ def run_at_depths(
 def run_probe(bench: Bench, trial_id: str, layout: Layout, depths: tuple[int, int]) -> tuple[TrialResult | None, float]:
     """Run a few steps at two depths, deeper first. The trial's result if it does not fit, and the seconds they took.
 
-    Whatever else goes wrong with them is left to the trial itself to tell.
+    Whatever else goes wrong with them shows in the trial itself.
     """
     proxies: list[Proxy] = []
     seconds = 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from click.testing import CliRunner, Result
 
 import service
 from search_spaces.layout import Layout
+from service import Wattune, cli
 from service.cli import main
 from service.home import Home
 from service.record.tracking import Tracker
@@ -22,6 +25,7 @@ from service.result import TrialResult
 from service.spec import make_problem
 from trainables.status import Status
 
+ROOMS = ("service", "trainables", "search_spaces", "telemetry")
 TINY: dict[str, Any] = {
     "name": "tiny",
     "model": "tiny-llama",
@@ -227,3 +231,34 @@ def test_data_prepares_tokens_that_plan_and_run_accept(empty: Path) -> None:
 def test_list_of_an_empty_home_says_so(empty: Path) -> None:
     assert "no searches" in call("list").stdout
     assert json.loads(call("list", "--json").stdout) == []
+
+
+def test_the_command_line_asks_the_client_alone_and_prints() -> None:
+    """It imports the client, what prints answers, and what parses arguments."""
+    imported = {
+        alias.name
+        for node in ast.walk(ast.parse(Path(cli.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ROOMS
+        for alias in node.names
+    }
+    printing = {"text", "figures", "searches_table", "show"}
+    assert imported == {"Wattune", "InputError", "SearchError", "parse_choices"} | printing
+
+
+def test_every_command_is_documented_as_a_method_of_the_client() -> None:
+    documented = {}
+    for line in (Path(__file__).parents[2] / "docs" / "answers.md").read_text().splitlines():
+        if row := re.match(r"\| `(\w+)` \| (`[^|]*) \|", line):
+            documented[row[1]] = re.findall(r"`(\w+)\(", row[2])
+    assert set(main.commands) <= set(documented)
+    assert all(callable(getattr(Wattune, method)) for name in main.commands for method in documented[name])
+
+
+def test_asking_for_help_imports_nothing_heavy() -> None:
+    heavy = ("ray", "torch", "mlflow", "optuna", "pyarrow", "pydantic", "numpy")
+    code = (
+        "import sys; from service.cli import main; main(['--help'], standalone_mode=False); "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "[]"

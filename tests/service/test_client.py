@@ -72,6 +72,42 @@ def test_the_client_explains_a_search_and_a_spec(wattune: Wattune, tmp_path: Pat
     assert wattune.why(load_spec(tmp_path / "spec.yaml"), {"micro_batch_size": 4}) == legal
 
 
+def test_answers_carry_their_notices_and_what_it_takes_to_launch(wattune: Wattune) -> None:
+    front, choice = wattune.pareto("tiny"), wattune.best("tiny", knee=True)
+    assert {metric: one.trial_id for metric, one in front.best.items()} == {
+        "tokens_per_s": "t0",
+        "joules_per_token": "t1",
+    }
+    assert [layout["trial_id"] for layout in front.to_dict()["pareto"]] == ["t0", "t1"]
+    assert choice.notices == ("the front has no bend: it holds 2 of the layouts",)
+    assert choice.to_dict() == wattune.export("tiny", choice.candidate) == front.to_dict()["pareto"][0]
+    assert choice.to_dict()["config"] == FAST.to_dict()
+
+
+def test_the_client_plans_and_prepares_data(home: Home, tmp_path: Path) -> None:
+    problem = parse_spec(SPEC)
+    assert [forecast.layout for forecast in Wattune().plan(problem).forecasts] == list(problem.legal.layouts)
+    (tmp_path / "book.txt").write_text("It was the best of times. " * 50)
+    assert Wattune.prepare_data([tmp_path / "book.txt"], tmp_path / "tokens").documents == 1
+    with pytest.raises(InputError, match="missing"):
+        Wattune.prepare_data([tmp_path / "missing.txt"], tmp_path / "other")
+
+
+def test_the_record_s_pages_are_served_until_they_are_ended(wattune: Wattune, home: Home) -> None:
+    pages = wattune.pages(port=0)
+    try:
+        assert pages.url.startswith("http://127.0.0.1:0/#/experiments/")
+        assert pages.server.poll() is None
+    finally:
+        pages.server.kill()
+        pages.server.wait()
+    (home.path / "mlflow.db").unlink()
+    with pytest.raises(InputError, match="nothing is recorded"):
+        wattune.pages()
+    with pytest.raises(InputError, match="serves its own pages"):
+        Wattune("http://mlflow:5000").pages()
+
+
 def test_what_needs_a_cluster_says_so(wattune: Wattune) -> None:
     with pytest.raises(InputError, match="address"):
         wattune.stop("tiny")
