@@ -57,7 +57,7 @@ def top(address: str | None, once: bool) -> None:
 
 def poll() -> list[NodeState]:
     """What each node is at now, by host name; without nodes that do not answer within `ANSWER_S`."""
-    asked = [actor.state.remote() for actor in find_telemetry().values()]
+    asked: list[Any] = [actor.state.remote() for actor in find_telemetry().values()]
     if not asked:
         return []
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
