@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass
@@ -28,6 +29,9 @@ class Range(NamedTuple):
     high: int | None = None
 
 
+_KINDS = {str: "text", int: "whole numbers", bool: "true or false"}
+
+
 @dataclass(frozen=True)
 class Axis:
     """One setting of a layout.
@@ -36,7 +40,7 @@ class Axis:
     - `default`: what a layout has of it where nothing is said; for `num_gpus` None, which is the whole cluster.
     - `idle`: what a layout without use for the axis has written, so that equal layouts are equal values. It is also
       what layouts were run with before there was the axis. `matters` says whether a layout, settled up to the axis, has
-      use for it; an engine may have none besides (`search_spaces.engines.base.Engine.unused`).
+      use for it; an engine may have none besides (`search_spaces.engines.base.EngineFacts.unused`).
     - `allowed`: the words to choose from, or the range of its numbers; None where no more than the type is asked for.
     - `settled`: its place in the order in which a layout is settled and judged. `matters`, and the rules of an axis,
       look at axes up to it alone. Those that memory does not depend on come last, so that it is reckoned once for all
@@ -62,6 +66,14 @@ class Axis:
     @property
     def ordered(self) -> bool:
         return self.scale is not Scale.CATEGORY
+
+    @property
+    def documentation(self) -> str:
+        """The axis's row in the table of docs/spec.md: name, type, default as YAML has it, and meaning."""
+        kind = "lists of whole numbers, or null" if self.lists else _KINDS[self.type]
+        default = self.default if isinstance(self.default, str) else json.dumps(self.default)
+        values = default if self.default is None and not self.lists else f"[{default}]"
+        return f"| `{self.name}` | list of {kind} | `{values}` | {self.meaning} |"
 
     def place(self, value: int) -> float:
         """Where a value lies on an ordered axis."""

@@ -14,10 +14,10 @@ from search_spaces.coefficients import Coefficients, data_sheet
 from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from search_spaces.parameters import held
-from search_spaces.roofline import Cut, Load, Places, collective, members, passes
+from search_spaces.roofline import Cut, Load, Places, members, passes, ring
 from search_spaces.workload import Workload
 
-__all__ = ["Coefficients", "Prediction", "data_sheet", "metrics", "predict"]
+__all__ = ["Coefficients", "Prediction", "data_sheet", "predict", "predicted_metrics"]
 
 LAUNCHED_AGAIN = 1.8
 """Time of the CPU for a block of which some is computed again, in that for one of which nothing is. Most of it goes to
@@ -92,7 +92,7 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     return Prediction(step, power, tokens_per_s, power * layout.num_gpus / tokens_per_s, parts)
 
 
-def metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:
+def predicted_metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:
     """What is predicted of a layout, by the names that trials have their figures under. MFU is missing where the
     accelerator's peak is not known."""
     prediction, tokens = predict(layout, work, calibration), layout.global_batch_size * work.sequence_length
@@ -169,17 +169,17 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     places = Places.of(layout, work)
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
     count = engine.messages(layout, layers, whole)
-    gather, gathered = collective(width * whole, count, ranks, tensor, places, c)
+    gather, gathered = ring(width * whole, count, ranks, tensor, places, c)
     exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
 
     sums = rounds if zero >= 2 else 1
     # Where every rank keeps the sum it is scattered and gathered.
     times = 2 if engine.sums_whole(layout) else 1
     over = ranks if zero else copies
-    scatter, scattered = collective(times * summed * whole, count, over, tensor, places, c)
+    scatter, scattered = ring(times * summed * whole, count, over, tensor, places, c)
     exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
     if zero and copies > 1:
-        between, more = collective(2 * summed * shard, count, copies, tensor * ranks, places, c)
+        between, more = ring(2 * summed * shard, count, copies, tensor * ranks, places, c)
         exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more
 
     # Gradients are copied to be sent, or where they are summed, and added to what is there.

@@ -393,6 +393,11 @@ class Layout:
         }
 
     @classmethod
+    def plain(cls, engine: str, num_gpus: int, global_batch_size: int) -> Layout:
+        """A layout of which all axes but the first two are idle."""
+        return cls.from_dict({"engine": engine, "num_gpus": num_gpus, "global_batch_size": global_batch_size})
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
         """Inverse of `to_dict`, also after a round trip through JSON.
 
@@ -422,8 +427,11 @@ class Layout:
 def _axes() -> dict[str, Axis]:
     types = get_type_hints(Layout)
     rows = [row_of(declared, types[declared.name]) for declared in fields(Layout) if "axis" in declared.metadata]
-    return {row.name: row for row in sorted(rows, key=lambda row: row.settled)}
+    return {row.name: row for row in rows}
 
 
 AXES: dict[str, Axis] = _axes()
-"""The axes by name, in the order in which a layout is settled: all of a layout but its global batch."""
+"""The axes by name, in the order of the fields: all of a layout but its global batch."""
+
+SETTLING: tuple[Axis, ...] = tuple(sorted(AXES.values(), key=lambda row: row.settled))
+"""The axes in the order in which a layout is settled."""

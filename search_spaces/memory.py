@@ -27,7 +27,7 @@ MEASURED_SHARE = 1.03
 """Share above which a layout is taken not to fit: one, and the mean error of the formula."""
 
 UNMEASURED_SHARE = 1.15
-"""The same of kinds of layouts by which no part of the formula was set."""
+"""Share above which a layout is taken not to fit that is of a kind by which no part of the formula was set."""
 
 PRIOR_TRIALS = 3
 """Trials for which the formula counts beside those of a search."""
@@ -129,10 +129,10 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
 
 def band(layout: Layout, work: Workload) -> Band | None:
     """Whether a legal layout fits, as it is really run: of proxies the deeper. None where memory is not known."""
-    return judge(layout, work.model, estimate(layout, work.run).share)
+    return band_of(layout, work.model, estimate(layout, work.run).share)
 
 
-def judge(layout: Layout, model: ModelShape, share: float | None) -> Band | None:
+def band_of(layout: Layout, model: ModelShape, share: float | None) -> Band | None:
     """What it means that a layout needs `share` of what torch can reserve."""
     if share is None:
         return None
@@ -182,7 +182,7 @@ class MemoryModel:
 
     def band(self, layout: Layout) -> Band | None:
         """`band` of the corrected share."""
-        return judge(layout, self.work.model, self.share(layout))
+        return band_of(layout, self.work.model, self.share(layout))
 
     def estimated(self, layout: Layout) -> float | None:
         """`share` before any correction."""

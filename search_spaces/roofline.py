@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from search_spaces.coefficients import Coefficients
 from search_spaces.engines import engine_of
-from search_spaces.engines.base import Engine
+from search_spaces.engines.base import EngineFacts
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.workload import Workload
@@ -87,7 +87,7 @@ class Cut(NamedTuple):
     """All of a layout that a pass through a part of the model depends on. `width`: bytes of a weight or an
     activation."""
 
-    engine: Engine
+    engine: EngineFacts
     micro_batch_size: int
     tensor: int
     context: int
@@ -153,14 +153,12 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     head = head.plus(product, 3)
     if shared:
         state = cut.width * tokens * model.hidden
-        seconds, sent = collective(2 * state, 2, cut.tensor, 1, cut.places, c)
+        seconds, sent = ring(2 * state, 2, cut.tensor, 1, cut.places, c)
         embedding, head = (part.plus(Load(tensor=seconds, sent=sent)) for part in (embedding, head))
     return Passes(block, embedding, head)
 
 
-def collective(
-    size: float, count: int, ranks: int, stride: int, places: Places, c: Coefficients
-) -> tuple[float, float]:
+def ring(size: float, count: int, ranks: int, stride: int, places: Places, c: Coefficients) -> tuple[float, float]:
     """Seconds, and bytes that a GPU sends, of `count` gathers or scatters of `size` bytes together.
 
     By rings (Thakur et al. 2005, section 4) of ranks `stride` apart. Where they leave a node they go through the
@@ -219,7 +217,7 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple
         # Ulysses's four exchanges, or keys and values of the whole sequence.
         shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
         count = 4 if cut.engine.exchanges_heads else 1
-        seconds, sent = collective(cut.width * tokens * shape, count, cut.context, cut.tensor, cut.places, c)
+        seconds, sent = ring(cut.width * tokens * shape, count, cut.context, cut.tensor, cut.places, c)
         spread = Load(context=seconds, sent=sent)
     if not model.num_experts:
         return _products(tokens, projections + network, cut, c, speed), spread
@@ -230,7 +228,7 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple
     if cut.engine.masks_experts:
         # Tokens are dealt out and collected by products with masks of each token, expert and place there.
         products = products.plus(_products(tokens, [(hidden, round(rows), 2)], cut, c, speed))
-    seconds, sent = collective(2 * cut.width * rows * hidden, 2, cut.experts, cut.tensor, cut.places, c)
+    seconds, sent = ring(2 * cut.width * rows * hidden, 2, cut.experts, cut.tensor, cut.places, c)
     return products, spread.plus(Load(experts=seconds, sent=sent))
 
 
@@ -279,7 +277,7 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
     if cut.tensor == 1:
         return Load(), Load()
     state = cut.width * tokens * model.hidden
-    seconds, sent = collective(4 * state, 4, cut.tensor, 1, cut.places, c)
+    seconds, sent = ring(4 * state, 4, cut.tensor, 1, cut.places, c)
     if cut.async_tensor_parallel:
         seconds *= c.contention
     inputs = 4 if model.family == "gpt" else 5

@@ -11,8 +11,8 @@ from functools import cache
 
 from search_spaces import memory
 from search_spaces.engines import ENGINES, engine_of
-from search_spaces.engines.base import Engine, Rule
-from search_spaces.layout import AXES, ONE_STAGE_SCHEDULES, Layout
+from search_spaces.engines.base import EngineFacts, Rule
+from search_spaces.layout import ONE_STAGE_SCHEDULES, SETTLING, Layout
 from search_spaces.workload import Workload
 
 
@@ -189,9 +189,9 @@ def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
 
 
 def memory_fits(layout: Layout, work: Workload) -> str | None:
-    """See `memory.judge`. Of proxies, the deeper has to fit."""
+    """See `memory.band_of`. Of proxies, the deeper has to fit."""
     estimate = memory.estimate(layout, work.run)
-    return estimate.needs if memory.judge(layout, work.model, estimate.share) == "too big" else None
+    return estimate.needs if memory.band_of(layout, work.model, estimate.share) == "too big" else None
 
 
 def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
@@ -224,14 +224,14 @@ RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
 
 
 @cache
-def rules_at(axis: str, engine: Engine) -> tuple[Rule, ...]:
+def rules_at(axis: str, engine: EngineFacts) -> tuple[Rule, ...]:
     """The rules that judge a layout of an engine once it is settled up to `axis`, in their order."""
     return (*engine.lacks.get(axis, ()), *RULES_BY_AXIS.get(axis, ()), *engine.rules.get(axis, ()))
 
 
-def all_rules(engines: Iterable[Engine]) -> tuple[Rule, ...]:
+def all_rules(engines: Iterable[EngineFacts]) -> tuple[Rule, ...]:
     """All rules of some engines in the order in which they are judged, each once."""
-    each = [rules_at(axis, engine) for axis in AXES for engine in engines]
+    each = [rules_at(axis.name, engine) for axis in SETTLING for engine in engines]
     return tuple(dict.fromkeys(itertools.chain(*each)))
 
 

@@ -96,12 +96,12 @@ def make_plan(problem: Problem, calibration: cost.Coefficients | None) -> Plan:
 
 def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
     work = problem.workload
-    metrics = {} if calibration is None else cost.metrics(layout, work, calibration)
+    metrics = {} if calibration is None else cost.predicted_metrics(layout, work, calibration)
     whole = memory.estimate(layout, work)
     share = memory.estimate(layout, work.run).share if work.depths else whole.share
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
-    return Forecast(layout, share, memory.judge(layout, work.model, share), metrics)
+    return Forecast(layout, share, memory.band_of(layout, work.model, share), metrics)
 
 
 def text(plan: Plan, every: bool = False) -> str:

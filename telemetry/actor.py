@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -249,33 +250,29 @@ class Telemetry:
         return self._buffer.between(now_ns - live.HISTORY_NS, now_ns)
 
 
-TelemetryHandle: TypeAlias = Any
-"""A Ray handle to a `Telemetry` actor, whose methods are called by `.remote`: Ray's own type has none of them."""
-
-
-class Fleet(dict[str, TelemetryHandle]):
+class Fleet(dict[str, ActorHandle[Telemetry]]):
     """The `Telemetry` actors of `name`, by node id. A node that joins the cluster later has one within seconds.
 
     `start_telemetry` makes it, and its process owns the actors. In another process, to which it can be sent, it holds
     those that there were then and looks the others up: `RayActorError` for a node that has none.
     """
 
-    def __init__(self, name: str, actors: Mapping[str, TelemetryHandle] | None = None) -> None:
+    def __init__(self, name: str, actors: Mapping[str, ActorHandle[Telemetry]] | None = None) -> None:
         super().__init__(actors or {})
         self.name = name
         self.stopping = threading.Event()
         self.keeper: threading.Thread | None = None
 
-    def __missing__(self, node_id: str) -> TelemetryHandle:
+    def __missing__(self, node_id: str) -> ActorHandle[Telemetry]:
         try:
             return ray.get_actor(f"{self.name}:{node_id}", namespace=NAMESPACE)
         except ValueError:
             raise RayActorError(error_msg=f"node {node_id} has no telemetry") from None
 
-    def __reduce__(self) -> tuple[type[Fleet], tuple[str, dict[str, TelemetryHandle]]]:
+    def __reduce__(self) -> tuple[type[Fleet], tuple[str, dict[str, ActorHandle[Telemetry]]]]:
         return Fleet, (self.name, dict(self))
 
-    def awaited(self, node_id: str) -> TelemetryHandle:
+    def awaited(self, node_id: str) -> ActorHandle[Telemetry]:
         """The node's actor once it watches; `RayActorError` if there is none within `JOINED_S`, or it died."""
         deadline = time.monotonic() + JOINED_S
         while True:
@@ -286,7 +283,8 @@ class Fleet(dict[str, TelemetryHandle]):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(PERIOD_S)
-        ray.get(actor.describe.remote())
+        handle: Any = actor  # Ray's type has none of the actor's methods
+        ray.get(handle.describe.remote())
         return actor
 
     def cover(self, spool_root: Path | None) -> None:
@@ -333,13 +331,14 @@ def stop_telemetry(fleet: Fleet) -> None:
     fleet.stopping.set()
     if fleet.keeper is not None:
         fleet.keeper.join(STOP_S)
-    stopping = [actor.stop.remote() for actor in fleet.values()]
+    handles: list[Any] = list(fleet.values())
+    stopping = [handle.stop.remote() for handle in handles]
     ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
-    for actor in fleet.values():
-        ray.kill(actor)
+    for handle in handles:
+        ray.kill(handle)
 
 
-def find_telemetry() -> dict[tuple[str, str], TelemetryHandle]:
+def find_telemetry() -> dict[tuple[str, str], ActorHandle[Telemetry]]:
     """All `Telemetry` actors of the cluster, by the name that `start_telemetry` was given and node id.
 
     Every search has its own: a node has as many as there are searches.

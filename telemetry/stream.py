@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from telemetry.actor import Pulled, TelemetryHandle
+from telemetry.actor import Pulled, Telemetry
 from telemetry.samples import SCHEMA
 
 logger = logging.getLogger(__name__)
@@ -44,13 +45,16 @@ class Delivery:
 
 
 def subscribe(
-    actors: Mapping[str, TelemetryHandle], cursors_ns: Mapping[str, int] | None = None, period_s: float = PERIOD_S
+    actors: Mapping[str, ActorHandle[Telemetry]],
+    cursors_ns: Mapping[str, int] | None = None,
+    period_s: float = PERIOD_S,
 ) -> Iterator[Delivery]:
     """Deliver the samples of these nodes (actors by node id) until all are gone, each node's every `period_s` seconds.
 
     A node's samples are delivered from its cursor in `cursors_ns` on, that of the last delivery for example, or 0 for
     all that it holds; else from now on. While the caller works on one delivery, at most one answer a node waits.
     """
+    handles: Mapping[str, Any] = actors  # Ray's type has none of the actor's methods
     cursors: dict[str, int | None] = {node_id: (cursors_ns or {}).get(node_id) for node_id in actors}
     now = time.monotonic()
     due = {node_id: now + period_s * (place % _ROUNDS) / _ROUNDS for place, node_id in enumerate(actors)}
@@ -59,7 +63,7 @@ def subscribe(
         for node_id in [node_id for node_id, at in due.items() if at <= now]:
             due[node_id] += period_s * max(1, math.ceil((now - due[node_id]) / period_s))
             if node_id not in asked.values():
-                asked[actors[node_id].pull.remote(cursors[node_id])] = node_id
+                asked[handles[node_id].pull.remote(cursors[node_id])] = node_id
         wait_s = max(min(due.values()) - time.monotonic(), 0.0)
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=wait_s) if asked else ([], None)
         for reference in answered:

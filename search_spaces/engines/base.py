@@ -20,7 +20,7 @@ Rule = Callable[[Layout, Workload], str | None]
 """The reason for which a layout is illegal, or None where it is legal."""
 
 Condition = Callable[[Layout], bool]
-Settle = Callable[[Any, Layout], Any]
+Same = Callable[[Any, Layout], Any]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class States:
     copied: float = 0.0
 
 
-class Engine(ABC):
+class EngineFacts(ABC):
     """What is known of an engine without running it. Layouts that are asked about are legal ones of the engine."""
 
     name: ClassVar[str]
@@ -48,8 +48,8 @@ class Engine(ABC):
     unused: ClassVar[Mapping[str, Condition]] = {}
     """Axis -> in which layouts, settled up to it, the engine has no use for it; see `Axis.idle`."""
 
-    settled: ClassVar[Mapping[str, Settle]] = {}
-    """Axis -> the value as which one is written that has the same effect in a layout settled up to it."""
+    same: ClassVar[Mapping[str, Same]] = {}
+    """Axis -> the value as which one is written that has the same effect, in a layout settled up to it."""
 
     lacks: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     """Axis -> rules that say which settings the engine does not have, judged before those of all engines."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from search_spaces.coefficients import Coefficients
-from search_spaces.engines.base import Condition, Engine, Rule, States
+from search_spaces.engines.base import Condition, EngineFacts, Rule, States
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import Held
@@ -82,8 +82,8 @@ def _reduces_late(layout: Layout) -> bool:
     return layout.zero_stage == 0 or layout.pipeline_parallel_size > 1 or (layout.zero_stage == 1 and apart)
 
 
-class DeepSpeed(Engine):
-    """See `Engine`; how it is configured for a layout is in `trainables.engines.deepspeed.configuration`."""
+class DeepSpeed(EngineFacts):
+    """See `EngineFacts`; how it is configured for a layout is in `trainables.engines.deepspeed.configuration`."""
 
     name = "deepspeed"
     unused: ClassVar[Mapping[str, Condition]] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from search_spaces.coefficients import Coefficients
-from search_spaces.engines.base import Condition, Engine, Settle, States
+from search_spaces.engines.base import Condition, EngineFacts, Same, States
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import Held
@@ -22,12 +22,12 @@ def _zero_stage(value: int, layout: Layout) -> int:
     return 2 if value == 1 and once else value
 
 
-class Megatron(Engine):
-    """See `Engine`, whose facts of torch's own primitives are this engine's."""
+class Megatron(EngineFacts):
+    """See `EngineFacts`, whose facts of torch's own primitives are this engine's."""
 
     name = "megatron"
     unused: ClassVar[Mapping[str, Condition]] = {"offload_optimizer": _always, "bucket_size": _always}
-    settled: ClassVar[Mapping[str, Settle]] = {"zero_stage": _zero_stage}
+    same: ClassVar[Mapping[str, Same]] = {"zero_stage": _zero_stage}
     fp8 = True
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:

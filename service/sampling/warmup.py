@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from itertools import cycle, islice
 
 from search_spaces.coefficients import Coefficients
-from search_spaces.cost import metrics
+from search_spaces.cost import predicted_metrics
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.workload import Workload
@@ -61,7 +61,7 @@ def open_study(
 
 def predictions(layouts: Iterable[Layout], work: Workload, calibration: Coefficients) -> dict[Layout, dict[str, float]]:
     """Metrics, by their name, that the cost model predicts of each layout."""
-    return {layout: metrics(layout, work, calibration) for layout in layouts}
+    return {layout: predicted_metrics(layout, work, calibration) for layout in layouts}
 
 
 def winners(searches: Iterable[SearchRecord], problem: Problem) -> Iterator[Layout]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from service.record.tracking import Tracker
 from service.result import TrialResult
 from trainables.status import Status
 
-FAST = Layout("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")
-FRUGAL = Layout("megatron", 2, 16, micro_batch_size=4, zero_stage=3, precision="fp32")
+PLAIN = Layout("megatron", 2, 16, micro_batch_size=4, precision="fp32", sequence_parallel=False)
+FAST = replace(PLAIN, tensor_parallel_size=2)
+FRUGAL = replace(PLAIN, zero_stage=3)
 
-UNTRIED = Layout("megatron", 2, 16, micro_batch_size=4, precision="fp32")
+UNTRIED = PLAIN
 SPEC = """
 name: tiny
 model: tiny-llama

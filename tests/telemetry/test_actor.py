@@ -211,7 +211,7 @@ def test_a_subscriber_that_is_slow_misses_nothing(actors: Fleet) -> None:
         times += delivery.batch["time_ns"].to_pylist()
         if len(times) > 15:
             break
-        time.sleep(1)
+        time.sleep(0.5)
     devices = ray.get(actor.describe.remote())["devices"]
     held = ray.get(actor.samples.remote(times[0], times[-1], [device["uuid"] for device in devices]))
     assert times == held["time_ns"].to_pylist()

@@ -1,0 +1,151 @@
+"""What is known of engines: it stands in their own files alone, and a third engine needs no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import search_spaces
+from search_spaces import memory
+from search_spaces.cost import data_sheet, predict
+from search_spaces.engines import ENGINES, engine_of
+from search_spaces.engines.base import EngineFacts, States
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import AXES, SETTLING, Layout
+from search_spaces.models import PRESETS
+from search_spaces.parameters import Held
+from search_spaces.rules import all_rules
+from search_spaces.space import enumerate_space
+from search_spaces.workload import Workload
+
+WORK = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h200"])
+PARTS: dict[str, list[Any]] = {
+    "num_gpus": [8],
+    "tensor_parallel_size": [1, 2],
+    "pipeline_parallel_size": [1, 2],
+    "zero_stage": [0, 1, 2, 3],
+    "bucket_size": [500_000_000, 1_000],
+    "offload_optimizer": [False, True],
+    "precision": ["bf16", "fp8"],
+    "compile": [True],
+}
+
+
+class Plain(EngineFacts):
+    """Data parallelism that sums whole gradients in fp32."""
+
+    name = "plain"
+
+    def states(self, layout: Layout, held: Held) -> States:
+        return States(4 * held.whole, 4 * held.whole, 8 * held.whole, 0.0)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> EngineFacts:
+    facts = Plain()
+    monkeypatch.setitem(ENGINES, facts.name, facts)
+    return facts
+
+
+def test_an_engine_is_found_by_its_name_or_by_a_layout() -> None:
+    for name, facts in ENGINES.items():
+        assert facts.name == name
+        assert engine_of(name) is engine_of(Layout(name, 1, 1)) is facts
+
+
+@pytest.mark.parametrize("unknown", ["fsdp", "", "Megatron"])
+def test_an_unknown_engine_raises(unknown: str) -> None:
+    """Wherever an engine is asked after, and not taken for one of those that there are."""
+    layout = Layout(unknown, 8, 64)
+    asked = (
+        lambda: engine_of(unknown),
+        lambda: enumerate_space({"engine": [unknown], "num_gpus": [8]}, WORK),
+        lambda: memory.estimate(layout, WORK),
+        lambda: predict(layout, WORK, data_sheet("h200")),  # type: ignore[arg-type]
+    )
+    for ask in asked:
+        with pytest.raises(ValueError, match=rf"unknown engine '{unknown}'; must be one of megatron, deepspeed"):
+            ask()
+
+
+def test_no_other_module_knows_an_engine_by_name() -> None:
+    """`default` is the one word of an engine in the row of its axis."""
+    package = Path(search_spaces.__file__).parent
+    named = [
+        f"{path.name}: {line.strip()}"
+        for path in package.glob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"engine [!=]=|[\"'](megatron|deepspeed)[\"']", line)
+    ]
+    assert named == ['layout.py: default="megatron",']
+
+
+def test_facts_are_of_axes_that_there_are() -> None:
+    for facts in ENGINES.values():
+        assert {*facts.unused, *facts.same, *facts.lacks, *facts.rules} <= set(AXES)
+
+
+def test_rules_of_an_engine_judge_its_layouts_alone() -> None:
+    of = {name: set(all_rules([facts])) for name, facts in ENGINES.items()}
+    assert {rule.__name__ for rule in of["deepspeed"] - of["megatron"]} >= {"deepspeed_pipeline_alone"}
+    assert of["megatron"] <= of["deepspeed"]
+
+
+def test_a_third_engine_is_tried_judged_and_predicted(plain: EngineFacts) -> None:
+    """By what it says of itself, and otherwise like one of torch's own primitives."""
+    space = enumerate_space(PARTS | {"engine": ["megatron", plain.name]}, WORK)
+    layouts = [layout for layout in space.layouts if layout.engine == plain.name]
+    assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.offload_optimizer for layout in layouts} == {False, True}  # of which megatron has no use
+    assert {layout.precision for layout in layouts} == {"bf16"}
+    for layout in layouts:
+        (rank, *_) = memory.estimate(layout, WORK).ranks.values()
+        assert rank.optimizer == 2 * rank.parameters
+        assert predict(layout, WORK, data_sheet("h200")).step_time_s > 0  # type: ignore[arg-type]
+        assert not plain.memory_is_measured(layout, WORK.model)
+
+
+def test_who_has_fp8_is_said_by_the_engines(plain: EngineFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = PARTS | {"engine": [plain.name], "tensor_parallel_size": [1], "precision": ["fp8"]}
+    assert enumerate_space(axes, WORK).reasons["fp8_is_supported"] == "fp8 is in the megatron engine alone"
+    monkeypatch.setattr(Plain, "fp8", True)
+    assert "fp8_is_supported" not in enumerate_space(axes, WORK).reasons
+
+
+LAYOUTS = enumerate_space(
+    PARTS
+    | {
+        "engine": list(ENGINES),
+        "context_parallel_size": [1, 2],
+        "sequence_parallel": [True, False],
+        "overlap_grad_reduce": [True, False],
+        "overlap_param_gather": [True, False],
+        "reduce_precision": ["fp32", "bf16"],
+    },
+    WORK,
+).layouts
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(LAYOUTS))
+def test_what_an_engine_has_no_use_for_is_idle(layout: Layout) -> None:
+    facts = engine_of(layout)
+    for axis in SETTLING:
+        if not facts.has_use(axis.name, layout) or not axis.matters(layout):
+            assert getattr(layout, axis.name) == axis.idle
+
+
+def test_gradients_are_summed_in_fp32_under_autocast() -> None:
+    """DeepSpeed without ZeRO has torch's autocast, with weights and gradients in fp32."""
+    layout = Layout("deepspeed", 8, 64, reduce_precision="bf16")
+    facts = engine_of(layout)
+    assert facts.autocasts(layout)
+    assert facts.sum_width(layout) == 4
+    alone = Layout("deepspeed", 1, 64, reduce_precision="bf16")
+    assert not facts.autocasts(alone)
+    assert facts.sum_width(alone) == 2
