@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
 WORK = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h200"])
-PARTS = {
+PARTS: dict[str, list[Any]] = {
     "num_gpus": [8],
     "tensor_parallel_size": [1, 2],
     "pipeline_parallel_size": [1, 2],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,9 @@ from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
 
-FAST = Layout("megatron", 2, 16, micro_batch_size=4, tensor_parallel_size=2, precision="fp32")
-FRUGAL = Layout("megatron", 2, 16, micro_batch_size=4, zero_stage=3, precision="fp32")
-
-UNTRIED = Layout("megatron", 2, 16, micro_batch_size=4, precision="fp32")
+UNTRIED = replace(Layout.plain("megatron", 2, 16), micro_batch_size=4, precision="fp32")
+FAST = replace(UNTRIED, tensor_parallel_size=2)
+FRUGAL = replace(UNTRIED, zero_stage=3)
 SPEC = """
 name: tiny
 model: tiny-llama
