@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -60,8 +60,7 @@ def knock(address: str) -> None:
 
 def check_cluster(cluster: Cluster) -> None:
     """Raise `InputError` unless the Ray cluster at hand has what the workers of `cluster` need."""
-    resources: Callable[[], dict[str, float]] = ray.cluster_resources
-    have = resources()
+    have: dict[str, float] = ray.cluster_resources()
     for name, each in resources_per_worker(cluster).items():
         need = each * cluster.size
         if have.get(name, 0) < need:

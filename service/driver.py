@@ -192,7 +192,7 @@ class _Recorder(ray.tune.Callback):
 
 def summary(display: Display, agenda: Agenda) -> dict[str, float | None]:
     """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
-    compared = agenda.spec.goals.among(candidates(agenda.results))
+    compared = agenda.problem.goals.among(candidates(agenda.results))
     return {
         "trials": display.done,
         "search_time_s": time.monotonic() - display.began,

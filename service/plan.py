@@ -44,17 +44,17 @@ class Plan:
     """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
     nothing is known of the machine."""
 
-    spec: Problem
+    problem: Problem
     forecasts: tuple[Forecast, ...]
     source: str | None
 
     @cached_property
     def _compared(self) -> Comparison[Forecast]:
-        return self.spec.goals.among(self.forecasts)
+        return self.problem.goals.among(self.forecasts)
 
     @property
     def objectives(self) -> dict[str, Direction]:
-        """Those of the spec's objectives that are predicted."""
+        """Those of the problem's objectives that are predicted."""
         return self._compared.objectives
 
     @cached_property
@@ -73,13 +73,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, JSON-safe; `points` in the order of the legal layouts."""
-        space, front = self.spec.legal, {forecast.layout for forecast in self.front}
+        space, front = self.problem.legal, {forecast.layout for forecast in self.front}
         return {
             "combinations": space.combinations,
             "distinct": space.distinct,
             "refused": space.refused,
             "reasons": space.reasons,
-            "depth_proxy": self.spec.depth_proxy,
+            "depth_proxy": self.problem.depth_proxy,
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
             "points": [
@@ -88,14 +88,14 @@ class Plan:
         }
 
 
-def make_plan(spec: Problem, calibration: cost.Coefficients | None) -> Plan:
-    """Predict every legal layout of `spec`; `calibration` is None for machines of which nothing is known."""
-    forecasts = tuple(_forecast(spec, layout, calibration) for layout in spec.legal.layouts)
-    return Plan(spec, forecasts, None if calibration is None else calibration.source)
+def make_plan(problem: Problem, calibration: cost.Coefficients | None) -> Plan:
+    """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
+    forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
+    return Plan(problem, forecasts, None if calibration is None else calibration.source)
 
 
-def _forecast(spec: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
-    work = spec.workload
+def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
+    work = problem.workload
     metrics = {} if calibration is None else cost.predicted_metrics(layout, work, calibration)
     whole = memory.estimate(layout, work)
     share = memory.estimate(layout, work.run).share if work.depths else whole.share
@@ -106,7 +106,7 @@ def _forecast(spec: Problem, layout: Layout, calibration: cost.Coefficients | No
 
 def text(plan: Plan, every: bool = False) -> str:
     """For a terminal: counts, what each rule refuses, and the layouts worth a look, or `every` one."""
-    space, parts = plan.spec.legal, [_counts(plan)]
+    space, parts = plan.problem.legal, [_counts(plan)]
     if space.refused:
         rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
         parts.append(render(["refused by", "layouts", "for example"], rows))
@@ -124,18 +124,18 @@ def text(plan: Plan, every: bool = False) -> str:
 
 
 def _counts(plan: Plan) -> str:
-    spec, space = plan.spec, plan.spec.legal
+    problem, space = plan.problem, plan.problem.legal
     lines = [
-        f"{spec.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
+        f"{problem.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
         f"{len(space.layouts)} legal"
     ]
     if doubtful := sum(forecast.band == "borderline" for forecast in plan.forecasts):
-        lines.append(f"memory: {doubtful} of the legal ones may run out of it (borderline: {spec.borderline})")
-    if spec.depth_proxy:
-        shallow, deep = spec.depth_proxy
+        lines.append(f"memory: {doubtful} of the legal ones may run out of it (borderline: {problem.borderline})")
+    if problem.depth_proxy:
+        shallow, deep = problem.depth_proxy
         lines.append(
             f"depth proxies: each trial is run with {deep} and with {shallow} layers, "
-            f"and its figures are extrapolated to {spec.shape.layers}"
+            f"and its figures are extrapolated to {problem.shape.layers}"
         )
     return "\n".join(lines)
 

@@ -98,10 +98,10 @@ class Problem:
     """What a search is about. docs/spec.md says what each field does.
 
     `model` is a preset's name or `INLINE`, `shape` its dimensions. `data` is a source of `trainables.data.open_tokens`.
-    `sequence_length` counts tokens, `global_batch_size` sequences. `goals` are its
-    objectives and constraints. `axes` maps each field of a layout to
-    the values to try, without duplicates. `baseline` names one legal layout by some of its settings. `depth_proxy` are
-    the layers of the two models that stand for one too big for the cluster, fewer first.
+    `sequence_length` counts tokens, `global_batch_size` sequences. `goals` are its objectives and
+    constraints. `axes` maps each axis of a layout to the values to try, without duplicates. `baseline` names one legal
+    layout by some of its settings. `depth_proxy` are the layers of the two models that stand for one too big for the
+    cluster, fewer first.
     """
 
     name: str

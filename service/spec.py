@@ -17,7 +17,7 @@ from pydantic_core import PydanticKnownError
 
 from search_spaces.axis import Axis, Range
 from search_spaces.engines import ENGINES
-from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.hardware import ACCELERATORS
 from search_spaces.hopeless import hopeless
 from search_spaces.layout import AXES
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
@@ -95,14 +95,6 @@ class ClusterSpec(Strict):
     gpus_per_node: Positive
     accelerator: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
     cpus_per_worker: Amount = Cluster.cpus_per_worker
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def device(self) -> Accelerator:
-        return ACCELERATORS[self.accelerator]
 
 
 def _known(name: Any) -> Any:
@@ -213,29 +205,21 @@ class SearchSpec(Strict):
     borderline: Borderline = Problem.borderline
 
     @cached_property
-    def shape(self) -> ModelShape:
-        return self.model.shape() if isinstance(self.model, ModelSpec) else PRESETS[self.model]
-
-    @property
-    def axes(self) -> dict[str, list[Any]]:
-        """Field of `Layout` -> values to try, duplicates removed."""
-        axes = self.space.model_dump()
-        axes["num_gpus"] = axes["num_gpus"] or [self.cluster.size]
-        return {name: list(dict.fromkeys(values)) for name, values in axes.items()}
-
-    @cached_property
     def problem(self) -> Problem:
         """What the spec is about, as plain values."""
+        cluster = Cluster(**dict(self.cluster))
+        axes = self.space.model_dump()
+        axes["num_gpus"] = axes["num_gpus"] or [cluster.size]
         return Problem(
             name=self.name,
             model=self.model if isinstance(self.model, str) else INLINE,
-            shape=self.shape,
+            shape=PRESETS[self.model] if isinstance(self.model, str) else self.model.shape(),
             data=self.data,
             sequence_length=self.sequence_length,
             global_batch_size=self.global_batch_size,
-            cluster=Cluster(**dict(self.cluster)),
+            cluster=cluster,
             goals=Goals(self.objectives, tuple(map(parse_constraint, self.constraints))),
-            axes=self.axes,
+            axes={axis: list(dict.fromkeys(values)) for axis, values in axes.items()},
             measurement=Measurement(**dict(self.measurement)),
             budget=Budget(**dict(self.budget)),
             finalists=Finalists(**dict(self.finalists)),
@@ -251,45 +235,63 @@ class SearchSpec(Strict):
     def _consistent(self) -> SearchSpec:
         if isinstance(self.model, str) and self.model not in PRESETS:
             raise ValueError(f"model: unknown model {self.model!r}; must be {_choice(PRESETS)}, or an inline shape")
-        if self.shape.family == "gpt" and self.sequence_length > self.shape.max_sequence_length:
-            positions = self.shape.max_sequence_length
-            raise ValueError(f"sequence_length: {self.sequence_length} exceeds the model's {positions} positions")
-        problem = self.problem
-        self._depths_fit()
-        self._values_fit()
-        if not problem.legal.layouts:
-            field = "global_batch_size" if _batch_is_to_blame(problem.legal) else "space"
-            raise ValueError(f"{field}: no legal layout among {problem.legal.distinct}; {_refusals(problem.legal)}")
-        _ = problem.baseline_layout
+        _check_model(self.problem)
+        _check_depths(self.problem)
+        _check_axes(self.problem)
+        _check_legal(self.problem)
         return self
 
-    def _values_fit(self) -> None:
-        """Refuse values that no other choice on the other axes could make legal."""
-        for size in self.axes["num_gpus"]:
-            if size > self.cluster.size:
-                raise ValueError(f"space.num_gpus: {size} is more than the cluster's {self.cluster.size}")
-        for found in hopeless(self.axes, self.problem.workload):
-            value = list(found.value) if isinstance(found.value, tuple) else found.value
-            allowed = f"; allowed: {', '.join(map(str, found.allowed))}" if found.allowed else ""
-            raise ValueError(f"space.{found.axis}: {value}: {found.reason}{allowed}")
 
-    def _depths_fit(self) -> None:
-        if self.depth_proxy is None:
-            return
-        shallow, deep = self.depth_proxy
-        if not shallow < deep < self.shape.layers:
+def _check_model(problem: Problem) -> None:
+    positions = problem.shape.max_sequence_length
+    if problem.shape.family == "gpt" and problem.sequence_length > positions:
+        raise ValueError(f"sequence_length: {problem.sequence_length} exceeds the model's {positions} positions")
+
+
+def _check_depths(problem: Problem) -> None:
+    if problem.depth_proxy is None:
+        return
+    shallow, deep = problem.depth_proxy
+    if not shallow < deep < problem.shape.layers:
+        raise ValueError(
+            f"depth_proxy: must be two numbers, ascending, below the model's {problem.shape.layers} layers, "
+            f"not {shallow}, {deep}"
+        )
+    if problem.axes["stage_layers"] != [None]:
+        raise ValueError("depth_proxy: uneven stages (space.stage_layers) have no equal in a model of fewer layers")
+    for size in problem.axes["pipeline_parallel_size"]:
+        if shallow % size or deep % size:
             raise ValueError(
-                f"depth_proxy: must be two numbers, ascending, below the model's {self.shape.layers} layers, "
-                f"not {shallow}, {deep}"
+                f"depth_proxy: {shallow} and {deep} layers cannot both be split evenly over "
+                f"space.pipeline_parallel_size {size}"
             )
-        if self.axes["stage_layers"] != [None]:
-            raise ValueError("depth_proxy: uneven stages (space.stage_layers) have no equal in a model of fewer layers")
-        for size in self.axes["pipeline_parallel_size"]:
-            if shallow % size or deep % size:
-                raise ValueError(
-                    f"depth_proxy: {shallow} and {deep} layers cannot both be split evenly over "
-                    f"space.pipeline_parallel_size {size}"
-                )
+
+
+def _check_axes(problem: Problem) -> None:
+    """Refuse values that no other choice on the other axes could make legal."""
+    for size in problem.axes["num_gpus"]:
+        if size > problem.cluster.size:
+            raise ValueError(f"space.num_gpus: {size} is more than the cluster's {problem.cluster.size}")
+    for one in hopeless(problem.axes, problem.workload):
+        value = list(one.value) if isinstance(one.value, tuple) else one.value
+        allowed = f"; allowed: {', '.join(map(str, one.allowed))}" if one.allowed else ""
+        raise ValueError(f"space.{one.axis}: {value}: {one.reason}{allowed}")
+
+
+def _check_legal(problem: Problem) -> None:
+    """Refuse a problem without a legal layout, or whose baseline is not just one."""
+    space = problem.legal
+    if not space.layouts:
+        field = "global_batch_size" if _batch_is_to_blame(space) else "space"
+        refusals = (f"{rule} refused {count} ({space.reasons[rule]})" for rule, count in space.refused.items())
+        raise ValueError(f"{field}: no legal layout among {space.distinct}; {'; '.join(refusals)}")
+    _ = problem.baseline_layout
+
+
+def _batch_is_to_blame(space: Space) -> bool:
+    """Whether layouts failed on the batch and none got any further through the rules."""
+    names = [rule.__name__ for rule in all_rules(ENGINES.values())]
+    return bool(space.refused) and max(space.refused, key=names.index) == "batch_divides"
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -370,16 +372,6 @@ def load_spec(path: str | Path) -> Problem:
 
 def _input_error(text: str) -> InputError:
     return InputError(" ".join(text.split()))
-
-
-def _batch_is_to_blame(space: Space) -> bool:
-    """Whether layouts failed on the batch and none got any further through the rules."""
-    names = [rule.__name__ for rule in all_rules(ENGINES.values())]
-    return bool(space.refused) and max(space.refused, key=names.index) == "batch_divides"
-
-
-def _refusals(space: Space) -> str:
-    return "; ".join(f"{rule} refused {count} ({space.reasons[rule]})" for rule, count in space.refused.items())
 
 
 def _choice(values: Iterable[object]) -> str:

@@ -93,6 +93,12 @@ def test_the_four_rooms_are_packaged_and_nothing_else(pyproject: dict[str, Any])
     assert {name.replace(".", "/") for name in packaged} == {str(folder) for folder in folders}
 
 
+def test_every_room_says_that_it_is_typed(pyproject: dict[str, Any]) -> None:
+    assert pyproject["tool"]["setuptools"]["package-data"] == {"*": ["py.typed"]}
+    assert [room for room in ROOMS if not (ROOT / room / "py.typed").is_file()] == []
+    assert pyproject["tool"]["mypy"]["strict"]
+
+
 def test_console_script_is_callable(pyproject: dict[str, Any]) -> None:
     module, _, function = pyproject["project"]["scripts"]["wattune"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))

@@ -76,15 +76,15 @@ def parse_choices(texts: Sequence[str]) -> dict[str, Any]:
     return chosen
 
 
-def why(spec: Problem, choices: Mapping[str, Any], search: SearchRecord | None = None) -> Explanation:
-    """What became of the layouts of `spec` with the chosen values, which need not be among the spec's own.
+def why(problem: Problem, choices: Mapping[str, Any], search: SearchRecord | None = None) -> Explanation:
+    """What became of the layouts of `problem` with the chosen values, which need not be among its own.
 
     `choices` has values of axes as a spec's `space` has them, single ones or lists. `search` is the record of the
-    search of this spec; without one, the answer is what is legal, and what is refused by which rule. Raises
+    search of this problem; without one, the answer is what is legal, and what is refused by which rule. Raises
     `InputError` for an axis or value that no spec could have.
     """
     chosen = _checked(choices)
-    narrowed = replace(spec, axes=spec.axes | chosen)
+    narrowed = replace(problem, axes=problem.axes | chosen)
     space, tried = narrowed.legal, {} if search is None else _tried(search)
     # A setting without effect beside the others is written as the default: no legal layout has the value chosen.
     idle = [axis for axis in chosen if space.layouts and not any(_has(one, axis, chosen) for one in space.layouts)]
@@ -94,7 +94,7 @@ def why(spec: Problem, choices: Mapping[str, Any], search: SearchRecord | None =
     notes = [
         f"{axis} {_text(beyond)} is not in the spec"
         for axis, values in chosen.items()
-        if (beyond := [value for value in values if value not in spec.axes[axis]])
+        if (beyond := [value for value in values if value not in problem.axes[axis]])
     ]
     notes += [f"{axis} {_text(chosen[axis])} has no effect beside the other settings" for axis in idle]
     fates = [tried.get(layout) or _untried(layout, narrowed, search is not None) for layout in layouts]
@@ -113,7 +113,11 @@ def _checked(choices: Mapping[str, Any]) -> dict[str, list[Any]]:
     except ValidationError as invalid:
         error = invalid.errors()[0]
         raise InputError(f"{error['loc'][0]}: {error['msg']}") from None
-    return {axis: list(dict.fromkeys(getattr(checked, axis))) for axis in choices}
+    values = {axis: getattr(checked, axis) for axis in choices}
+    for axis in values:
+        if values[axis] is None:
+            raise InputError(f"{axis}: give a value")
+    return {axis: list(dict.fromkeys(several)) for axis, several in values.items()}
 
 
 def _has(layout: Layout, axis: str, chosen: Mapping[str, list[Any]]) -> bool:
@@ -162,8 +166,8 @@ def _judged(one: Candidate, comparison: Comparison[Candidate], front: Sequence[C
     return DOMINATED, f"by {better.label}: {', '.join(figures)}{noise}"
 
 
-def _untried(layout: Layout, spec: Problem, searched: bool) -> Fate:
-    memory = estimate(layout, spec.workload.run)
+def _untried(layout: Layout, problem: Problem, searched: bool) -> Fate:
+    memory = estimate(layout, problem.workload.run)
     needs = None if memory.share is None else memory.needs
     return Fate(NOT_TRIED if searched else LEGAL, needs, label=layout.label, layout=layout)
 

@@ -51,9 +51,9 @@ class Agenda:
     A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts only after that.
     """
 
-    def __init__(self, spec: Problem, results: Sequence[TrialResult] = (), spent: Spent = Spent()) -> None:
+    def __init__(self, problem: Problem, results: Sequence[TrialResult] = (), spent: Spent = Spent()) -> None:
         """`results`: all that came of a search that is resumed, in the order of their start."""
-        self.spec = spec
+        self.problem = problem
         self.results = settled(results)
         self.faults = Counter((r.layout, r.purpose) for r in results if r.infrastructure)
         self.began = time.monotonic() - spent.wall_time_s
@@ -95,7 +95,7 @@ class Agenda:
 
     def out_of_time(self, reserve_s: float = 0.0, reserve_gpu_seconds: float = 0.0) -> bool:
         """Whether the budgets of wall time and GPU hours are used up, but for a reserve."""
-        budget = self.spec.budget
+        budget = self.problem.budget
         elapsed_s = time.monotonic() - self.began
         wall_s = budget.wall_time_s
         gpu_s = None if budget.gpu_hours is None else 3600 * budget.gpu_hours
@@ -125,13 +125,13 @@ class SearchAgenda(Agenda):
     def __init__(
         self,
         study: Study,
-        spec: Problem,
+        problem: Problem,
         gangs: int = 1,
         results: Sequence[TrialResult] = (),
         spent: Spent = Spent(),
     ) -> None:
         """`gangs` is how many trials run at a time. The study has been told of `results` already."""
-        super().__init__(spec, results, spent)
+        super().__init__(problem, results, spent)
         self.study, self.gangs = study, gangs
         self.plan: list[Layout] | None = None
         self.since_sentinel = 0
@@ -143,14 +143,14 @@ class SearchAgenda(Agenda):
 
     @property
     def sought(self) -> int:
-        return min(self.spec.budget.trials, len(self.spec.legal.layouts))
+        return min(self.problem.budget.trials, len(self.problem.legal.layouts))
 
     @property
     def to_come(self) -> int:
-        chosen = self.spec.finalists
+        chosen = self.problem.finalists
         left = self.sought - len(self._of(Purpose.SEARCH)) if self.plan is None else 0
         last = chosen.count * chosen.repeats if self.plan is None else len(self.plan) + self._running(Purpose.FINALIST)
-        every = self.spec.sentinel_every
+        every = self.problem.sentinel_every
         sentinels = (self.since_sentinel + left + last) // every if every else 0
         return left + last + sentinels
 
@@ -162,7 +162,7 @@ class SearchAgenda(Agenda):
 
     def front(self) -> list[TrialResult]:
         """The Pareto front of the trials that explored."""
-        return self.spec.goals.among(self._explored()).front()
+        return self.problem.goals.among(self._explored()).front()
 
     def drifts(self) -> dict[str, drift.Drift]:
         watching = (Purpose.SEARCH, Purpose.SENTINEL)
@@ -187,7 +187,7 @@ class SearchAgenda(Agenda):
         self._note(result)
 
     def _sentinel_due(self) -> Step | None:
-        every, layout = self.spec.sentinel_every, self.sentinel
+        every, layout = self.problem.sentinel_every, self.sentinel
         if not every or layout is None or self.since_sentinel < every or not (self._exploring() or self.plan):
             return None
         return Step(layout, Purpose.SENTINEL)
@@ -195,13 +195,13 @@ class SearchAgenda(Agenda):
     def _explore(self) -> Step | None:
         if not self._exploring() or (layout := self.study.ask()) is None:
             return None
-        names = self.spec.goals.objectives
+        names = self.problem.goals.objectives
         objectives = [{m: v for m in names if (v := result.metrics.get(m)) is not None} for result in self.front()]
         return Step(layout, Purpose.SEARCH, tuple(objectives))
 
     def _exploring(self) -> bool:
         begun = len(self._of(Purpose.SEARCH)) + self._running(Purpose.SEARCH)
-        if self.plan is not None or begun >= self.spec.budget.trials:
+        if self.plan is not None or begun >= self.problem.budget.trials:
             return False
         return not self.out_of_time(*self._reserve())
 
@@ -212,21 +212,21 @@ class SearchAgenda(Agenda):
 
     def _plan(self) -> None:
         """Settle which layouts are measured again, in which order, less what was measured already."""
-        chosen = self.spec.finalists
+        chosen = self.problem.finalists
         layouts = [r.layout for r in self._finalists()]
-        self.plan = finalists.rounds(layouts, chosen.repeats, self.spec.seed)
+        self.plan = finalists.rounds(layouts, chosen.repeats, self.problem.seed)
         for done in self._of(Purpose.FINALIST):
             if done.layout in self.plan:
                 self.plan.remove(done.layout)
 
     def _finalists(self) -> list[TrialResult]:
-        return finalists.contenders(self._explored(), self.spec.goals, self.spec.finalists.count)
+        return finalists.contenders(self._explored(), self.problem.goals, self.problem.finalists.count)
 
     def _reserve(self) -> tuple[float, float]:
         """Seconds, and GPU seconds, that the finalists would take by the times of their trials so far."""
-        if self.spec.budget.wall_time_s is None and self.spec.budget.gpu_hours is None:
+        if self.problem.budget.wall_time_s is None and self.problem.budget.gpu_hours is None:
             return 0.0, 0.0
-        repeats = self.spec.finalists.repeats
+        repeats = self.problem.finalists.repeats
         each = [(self._finalist_s(r.metrics), r.layout.num_gpus) for r in self._finalists()]
         wall_s = repeats * sum(seconds for seconds, _ in each) / self.gangs
         return wall_s, repeats * sum(seconds * gpus for seconds, gpus in each)
@@ -234,9 +234,10 @@ class SearchAgenda(Agenda):
     def _finalist_s(self, metrics: dict[str, float | None]) -> float:
         """Seconds of one finalist trial: as its trial before, with a longer window at each depth."""
         window_s = max(
-            self.spec.finalists.window_s, self.spec.measurement.window_min_steps * (metrics.get("step_time_s") or 0.0)
+            self.problem.finalists.window_s,
+            self.problem.measurement.window_min_steps * (metrics.get("step_time_s") or 0.0),
         )
-        depths = 2 if self.spec.depth_proxy else 1
+        depths = 2 if self.problem.depth_proxy else 1
         before = sum(metrics.get(name) or 0.0 for name in made_of(Part.HELD) if name != "window_time_s")
         return before + depths * window_s
 
@@ -262,8 +263,8 @@ class SearchAgenda(Agenda):
 class CalibrationAgenda(Agenda):
     """Runs each of some layouts once."""
 
-    def __init__(self, spec: Problem, layouts: Sequence[Layout]) -> None:
-        super().__init__(spec)
+    def __init__(self, problem: Problem, layouts: Sequence[Layout]) -> None:
+        super().__init__(problem)
         self.layouts = list(layouts)
         self.left = list(layouts)
 

@@ -25,7 +25,7 @@ APART = 2
 
 
 def open_study(
-    spec: Problem,
+    problem: Problem,
     search_id: str,
     storage: str,
     calibration: Coefficients | None,
@@ -37,21 +37,21 @@ def open_study(
     and `exhaustive` are left without predictions and winners; `auto` weighs predictions itself, others begin with the
     best.
     """
-    layouts, memory = spec.legal.layouts, MemoryModel(spec.workload)
+    layouts, memory = problem.legal.layouts, MemoryModel(problem.workload)
     predicted: dict[Layout, dict[str, float]] = {}
     first: list[Layout] = []
-    if spec.sampler not in ("random", "exhaustive"):
-        predicted = predictions(layouts, spec.workload, calibration) if calibration else {}
-        leading = {} if spec.sampler == "auto" else predicted
-        first = first_points(winners(earlier, spec), leading, spec.goals.objectives, memory)
-    if spec.baseline_layout is not None:
-        first.insert(0, spec.baseline_layout)
+    if problem.sampler not in ("random", "exhaustive"):
+        predicted = predictions(layouts, problem.workload, calibration) if calibration else {}
+        leading = {} if problem.sampler == "auto" else predicted
+        first = first_points(winners(earlier, problem), leading, problem.goals.objectives, memory)
+    if problem.baseline_layout is not None:
+        first.insert(0, problem.baseline_layout)
     return SearchStudy(
         search_id,
         layouts,
-        spec.goals,
-        spec.sampler,
-        spec.seed,
+        problem.goals,
+        problem.sampler,
+        problem.seed,
         storage,
         first=first,
         memory=memory,
@@ -64,12 +64,12 @@ def predictions(layouts: Iterable[Layout], work: Workload, calibration: Coeffici
     return {layout: predicted_metrics(layout, work, calibration) for layout in layouts}
 
 
-def winners(searches: Iterable[SearchRecord], spec: Problem) -> Iterator[Layout]:
-    """Layouts on the fronts of `searches`, in their order, with the batch of `spec`, in which they must be legal."""
-    left = set(spec.legal.layouts)
+def winners(searches: Iterable[SearchRecord], problem: Problem) -> Iterator[Layout]:
+    """Layouts on the fronts of `searches`, in their order, with the batch of `problem`, in which they must be legal."""
+    left = set(problem.legal.layouts)
     for search in searches:
         for candidate in pareto(search):
-            layout = replace(candidate.layout, global_batch_size=spec.global_batch_size)
+            layout = replace(candidate.layout, global_batch_size=problem.global_batch_size)
             if layout in left:
                 left.remove(layout)
                 yield layout

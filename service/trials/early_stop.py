@@ -38,7 +38,7 @@ def remaining_s(protocol: Protocol, step_s: float) -> float:
     return max(protocol.window_s, protocol.window_min_steps * step_s) + protocol.breakdown * step_s
 
 
-def bounds(spec: Problem, gpus: int, steps: Stretch, energy_j: float | None) -> dict[str, float]:
+def bounds(problem: Problem, gpus: int, steps: Stretch, energy_j: float | None) -> dict[str, float]:
     """The best that a trial on so many GPUs could still come to, by objective; none where nothing can be said.
 
     `energy_j` is what the GPUs took for these steps, None if it is not known.
@@ -51,11 +51,11 @@ def bounds(spec: Problem, gpus: int, steps: Stretch, energy_j: float | None) -> 
     joules = None
     if energy_j is not None:
         joules = energy_j / count * (1 - max(ENERGY_NOISE, spread) - EDGES_S / sum(steps.steps_s))
-    best = of_step(spec, gpus, spec.tokens_per_step, mean_s=step_s, median_s=step_s, energy_j=joules)
+    best = of_step(problem, gpus, problem.tokens_per_step, mean_s=step_s, median_s=step_s, energy_j=joules)
     best |= {metric.name: metric.least for metric in TABLE if metric.least is not None}
     return {
         name: value
-        for name, direction in spec.goals.objectives.items()
+        for name, direction in problem.goals.objectives.items()
         if known(name).bounded(direction) and (value := best.get(name)) is not None
     }
 

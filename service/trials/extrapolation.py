@@ -64,16 +64,16 @@ class Growth:
         return math.hypot((1 - weight) * errors[0], weight * errors[1])
 
 
-def over_depth(trial_id: str, spec: Problem, shallow: Proxy, deep: Proxy) -> TrialResult:
-    """The result of the whole model of `spec` from two runs that ended well; `invalid` if no line leads there.
+def over_depth(trial_id: str, problem: Problem, shallow: Proxy, deep: Proxy) -> TrialResult:
+    """The result of the whole model of `problem` from two runs that ended well; `invalid` if no line leads there.
 
     What is not in `OVER_DEPTH` or `SPENT` is the deeper run's.
     """
-    runs, layers = (shallow, deep), spec.shape.layers
+    runs, layers = (shallow, deep), problem.shape.layers
     growth = Growth((shallow.layers, deep.layers), layers, "layers")
     problems = [f"at {run.layers} layers: {run.result.cause}" for run in runs if run.result.cause]
     try:
-        metrics = followed(spec, growth, runs)
+        metrics = followed(problem, growth, runs)
     except NoLine as error:
         return TrialResult(trial_id, deep.result.layout, Status.INVALID, str(error), proxies=runs)
     metrics["peak_memory_gib"] = peak_memory(layers, shallow, deep)
@@ -88,7 +88,7 @@ def over_depth(trial_id: str, spec: Problem, shallow: Proxy, deep: Proxy) -> Tri
     )
 
 
-def over_batch(spec: Problem, result: TrialResult, few: Proxy, many: Proxy) -> TrialResult:
+def over_batch(problem: Problem, result: TrialResult, few: Proxy, many: Proxy) -> TrialResult:
     """The result of steps of the whole global batch from steps of two smaller ones; `invalid` if no line leads there.
 
     `result` is all that is known of the trial beside that; what of its figures is not in `OVER_BATCH` is of steps of
@@ -98,13 +98,13 @@ def over_batch(spec: Problem, result: TrialResult, few: Proxy, many: Proxy) -> T
     batches = few.result.layout.global_batch_size, many.result.layout.global_batch_size
     growth = Growth(batches, result.layout.global_batch_size, "sequences")
     try:
-        metrics = followed(spec, growth, runs)
+        metrics = followed(problem, growth, runs)
     except NoLine as error:
         return TrialResult(result.trial_id, result.layout, Status.INVALID, str(error), proxies=runs)
     rate, energy = metrics["tokens_per_s"], metrics["joules_per_token"]
     assert rate is not None, "a line that leads on has a speed"
     metrics["mean_power_w"] = energy and energy * rate
-    uncertain = growth.error([run.result.step_times_s for run in runs]) * rate / spec.tokens_per_step
+    uncertain = growth.error([run.result.step_times_s for run in runs]) * rate / problem.tokens_per_step
     return replace(
         result,
         metrics=result.metrics | metrics | {"extrapolation_error": uncertain},
@@ -113,21 +113,21 @@ def over_batch(spec: Problem, result: TrialResult, few: Proxy, many: Proxy) -> T
     )
 
 
-def followed(spec: Problem, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
-    """What is made of a step's time and energy, of `spec`'s own model and batch; None where a run lacks what it takes.
+def followed(problem: Problem, growth: Growth, runs: tuple[Proxy, Proxy]) -> dict[str, float | None]:
+    """What is made of a step's time and energy, of the problem's own model and batch. Raises `NoLine`.
 
-    Raises `NoLine`.
+    None where a run lacks what it takes.
     """
     metrics = [run.result.metrics for run in runs]
-    tokens = [run.result.layout.global_batch_size * spec.sequence_length for run in runs]
+    tokens = [run.result.layout.global_batch_size * problem.sequence_length for run in runs]
     rates = [of_run["tokens_per_s"] for of_run in metrics]
     seconds = growth.follow("mean time", [rate and count / rate for count, rate in zip(tokens, rates, strict=True)])
     assert seconds is not None, "every run that ended well has a speed"
     joules = growth.follow("energy", [of_run.get("energy_per_step_j") for of_run in metrics])
     return of_step(
-        spec,
+        problem,
         runs[0].result.layout.num_gpus,
-        spec.tokens_per_step,
+        problem.tokens_per_step,
         mean_s=seconds,
         median_s=growth.follow("median time", [of_run["step_time_s"] for of_run in metrics]),
         energy_j=joules,

@@ -58,14 +58,14 @@ def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> li
 
 
 def of_step(
-    spec: Problem, gpus: int, tokens: int, *, mean_s: float, median_s: float | None, energy_j: float | None
+    problem: Problem, gpus: int, tokens: int, *, mean_s: float, median_s: float | None, energy_j: float | None
 ) -> dict[str, float | None]:
     """The metrics made of the time and energy of a step of so many `tokens` on so many GPUs; None is missing.
 
     All that is extrapolated or bounded goes by these two alone: `mean_s` and `median_s`, in seconds, and `energy_j`.
     """
     return {
-        **spec.speed(tokens / mean_s, gpus),
+        **problem.speed(tokens / mean_s, gpus),
         "step_time_s": median_s,
         "joules_per_token": None if energy_j is None else energy_j / tokens,
         "energy_per_step_j": energy_j,
@@ -78,7 +78,7 @@ def metrics(
     timing: Timing,
     summary: WindowSummary,
     idle: WindowSummary | None,
-    spec: Problem,
+    problem: Problem,
 ) -> dict[str, float | None]:
     """The figures of one window, of steps of so many `tokens`, by the names of the record; None is missing.
 
@@ -87,7 +87,7 @@ def metrics(
     steps, energy_j = len(timing.window_steps_s), summary.energy_j
     return {
         **of_step(
-            spec,
+            problem,
             len(reports),
             tokens,
             mean_s=sum(timing.window_steps_s) / steps,

@@ -23,12 +23,16 @@ STEPS = Protocol(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window_
 """Three steps: the first makes the optimizer's states, without which the peak of those after it is not reached."""
 
 
-def depths(layout: Layout, spec: Problem) -> tuple[int, int] | None:
+def depths(layout: Layout, problem: Problem) -> tuple[int, int] | None:
     """The depths at which to probe a layout; None where there is no need to, or none such below the model's own."""
-    if spec.borderline != "probe" or layout.stage_layers is not None or band(layout, spec.workload) != "borderline":
+    if (
+        problem.borderline != "probe"
+        or layout.stage_layers is not None
+        or band(layout, problem.workload) != "borderline"
+    ):
         return None
     shallow, deep = (layers * layout.pipeline_stages for layers in LAYERS_PER_STAGE)
-    return (shallow, deep) if deep < spec.workload.run.model.layers else None
+    return (shallow, deep) if deep < problem.workload.run.model.layers else None
 
 
 def probing(request: TrialRequest) -> TrialRequest:
@@ -36,12 +40,12 @@ def probing(request: TrialRequest) -> TrialRequest:
     return replace(request, protocol=STEPS, batches=request.batches[-1:])
 
 
-def refusal(layout: Layout, spec: Problem, shallow: Proxy, deep: Proxy) -> str | None:
+def refusal(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> str | None:
     """Why a layout does not fit, by two probes that ended well; None if it may.
 
     What torch reserves and does not use it gives back where memory is short, so that it does not count.
     """
-    work = spec.workload.run
+    work = problem.workload.run
     estimated = estimate(layout, work, range(layout.pipeline_parallel_size))
     if estimated.usable_bytes is None:
         return None

@@ -195,6 +195,7 @@ def test_why_of_a_spec_says_what_is_legal(empty: Path) -> None:
         "note: micro_batch_size 3 is not in the spec\nrefused"
     )
     assert_refused(call("why", spec, "colour=1"), "colour", "tensor_parallel_size")
+    assert_refused(call("why", spec, "num_gpus="), "num_gpus", "give a value")
     assert_refused(call("why", "no-such-search"), "no-such-search")
     assert sorted(path.name for path in empty.iterdir()) == ["spec.yaml"]
 

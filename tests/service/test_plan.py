@@ -36,10 +36,10 @@ def costs(plan: Plan, layout: Layout) -> tuple[float, float]:
 
 def test_every_legal_layout_is_predicted() -> None:
     plan = planned()
-    assert [forecast.layout for forecast in plan.forecasts] == list(plan.spec.legal.layouts)
+    assert [forecast.layout for forecast in plan.forecasts] == list(plan.problem.legal.layouts)
     for forecast in plan.forecasts:
         found = forecast.metrics
-        tokens = plan.spec.tokens_per_step
+        tokens = plan.problem.tokens_per_step
         assert found["tokens_per_s"] == pytest.approx(tokens / found["step_time_s"])
         assert found["joules_per_token"] == pytest.approx(found["mean_power_w"] / found["tokens_per_s"])
         assert found["energy_per_step_j"] == pytest.approx(found["joules_per_token"] * tokens)
@@ -83,7 +83,7 @@ def test_what_is_predicted_not_to_fit_is_not_promising() -> None:
 def test_proxies_have_to_fit_and_are_predicted_whole() -> None:
     plan = planned(model="llama3-70b", depth_proxy=[4, 8])
     for forecast in plan.forecasts:
-        deeper = estimate(forecast.layout, plan.spec.at_depth(8).workload)
+        deeper = estimate(forecast.layout, plan.problem.at_depth(8).workload)
         assert forecast.share == deeper.share
         assert forecast.metrics["peak_memory_gib"] > deeper.peak_bytes / 2**30
     assert "each trial is run with 8 and with 4 layers" in text(plan)

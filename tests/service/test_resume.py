@@ -23,10 +23,11 @@ from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
-from service.sampling.agenda import SearchAgenda, Step, settled
+from service.sampling.agenda import SearchAgenda, settled
 from service.sampling.study import SearchStudy
 from service.search import results_of, resume
 from service.spec import load_spec, parse_spec
+from service.step import Step
 from trainables.status import Status
 
 SPEC: dict[str, Any] = {
@@ -124,10 +125,10 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
     study = SearchStudy(search, spec.legal.layouts, spec.goals, "tpe", 0, home.optuna_storage)
     study.recall([result for result in settled(found) if result.purpose == "search"])
     assert study.ask() == results[2].layout, "handed out, with no result that counts"
-    course = SearchAgenda(study, spec, results=found)
-    steps = [course.next("t6"), course.next("t7")]
+    agenda = SearchAgenda(study, spec, results=found)
+    steps = [agenda.next("t6"), agenda.next("t7")]
     assert steps == [Step(results[0].layout, Purpose.FINALIST)] * 2, "of one layout, measured once of three times"
-    assert course.next("t8") is None
+    assert agenda.next("t8") is None
 
 
 def test_what_cannot_be_resumed_is_refused(

@@ -18,8 +18,9 @@ import torch
 from search_spaces.engines import ENGINES
 from search_spaces.layout import BUCKET_SIZE, SCHEDULES, Layout
 from search_spaces.models import ModelShape
-from search_spaces.rules import Workload, refusal
+from search_spaces.rules import refusal
 from search_spaces.space import enumerate_space
+from search_spaces.workload import Workload
 from tests.trainables.conftest import RunRanks
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC, open_tokens

@@ -98,7 +98,7 @@ def test_without_the_option_nothing_is_profiled(run_ranks: RunRanks) -> None:
 
 @pytest.mark.parametrize("method", ["__enter__", "__exit__"])
 def test_a_profiler_that_fails_leaves_the_step_and_its_reason(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(profiling.profile):
+    class Broken(torch.autograd.profiler.profile):
         def fail(self, *arguments: object) -> None:
             raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES\nsee the manual")
 

@@ -19,7 +19,7 @@ from service.step import Step
 from trainables.status import Status
 
 SPEC: dict[str, Any] = {
-    "name": "course",
+    "name": "agenda",
     "model": "tiny-llama",
     "data": "synthetic",
     "sequence_length": 64,
@@ -37,7 +37,7 @@ def spec_of(**changes: Any) -> Problem:
     return parse_spec(yaml.safe_dump(SPEC | changes))
 
 
-def course_of(spec: Problem, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchAgenda:
+def agenda_of(spec: Problem, results: tuple[TrialResult, ...] = (), **arguments: Any) -> SearchAgenda:
     study = SearchStudy("search", spec.legal.layouts, spec.goals, spec.sampler, spec.seed)
     study.recall([result for result in settled(results) if result.purpose == "search"])
     return SearchAgenda(study, spec, results=results, **arguments)
@@ -51,13 +51,13 @@ def outcome(trial_id: str, step: Step, **metrics: float) -> TrialResult:
 
 
 def run(
-    course: Agenda, trials: int = 1000, change: Callable[[TrialResult], TrialResult] = lambda result: result
+    agenda: Agenda, trials: int = 1000, change: Callable[[TrialResult], TrialResult] = lambda result: result
 ) -> list[TrialResult]:
-    """Run the course to its end, or as many trials of it, one at a time; what became of each."""
+    """Run the agenda to its end, or as many trials of it, one at a time; what became of each."""
     results: list[TrialResult] = []
-    while len(results) < trials and (step := course.next(f"t{len(results)}")) is not None:
+    while len(results) < trials and (step := agenda.next(f"t{len(results)}")) is not None:
         results.append(change(outcome(f"t{len(results)}", step)))
-        course.take(results[-1])
+        agenda.take(results[-1])
     return results
 
 
@@ -67,42 +67,42 @@ def purposes(results: list[TrialResult]) -> str:
 
 
 def test_ends_when_the_trials_are_used_up() -> None:
-    assert len(run(course_of(spec_of(budget={"trials": 3})))) == 3
+    assert len(run(agenda_of(spec_of(budget={"trials": 3})))) == 3
 
 
 def test_ends_when_the_space_is_used_up() -> None:
     spec = spec_of(budget={"trials": 100})
-    assert {result.layout for result in run(course_of(spec))} == set(spec.legal.layouts)
+    assert {result.layout for result in run(agenda_of(spec))} == set(spec.legal.layouts)
 
 
 def test_ends_when_the_wall_time_is_used_up() -> None:
-    course = course_of(spec_of(budget={"wall_time_s": 0.2}))
-    assert course.next("a") is not None
+    agenda = agenda_of(spec_of(budget={"wall_time_s": 0.2}))
+    assert agenda.next("a") is not None
     time.sleep(0.25)
-    assert course.next("b") is None
+    assert agenda.next("b") is None
 
 
 def test_ends_when_the_gpu_hours_are_used_up() -> None:
     """A trial of 0.1 s on two GPUs is 0.2 GPU-seconds."""
     for hours, goes_on in ((0.15 / 3600, False), (10 / 3600, True)):
-        course = course_of(spec_of(budget={"gpu_hours": hours}))
-        step = course.next("a")
+        agenda = agenda_of(spec_of(budget={"gpu_hours": hours}))
+        step = agenda.next("a")
         assert step is not None
         time.sleep(0.1)
-        course.take(outcome("a", step))
-        assert course.gpu_seconds == pytest.approx(0.2, abs=0.1)
-        assert (course.next("b") is not None) == goes_on
+        agenda.take(outcome("a", step))
+        assert agenda.gpu_seconds == pytest.approx(0.2, abs=0.1)
+        assert (agenda.next("b") is not None) == goes_on
 
 
 def test_ends_when_it_is_stopped() -> None:
-    course = course_of(spec_of())
-    assert course.next("a") is not None
-    course.stopped = True
-    assert course.next("b") is None
+    agenda = agenda_of(spec_of())
+    assert agenda.next("a") is not None
+    agenda.stopped = True
+    assert agenda.next("b") is None
 
 
 def test_the_budget_is_what_is_left_of_it() -> None:
-    earlier = tuple(run(course_of(spec_of(budget={"trials": 4}))))
+    earlier = tuple(run(agenda_of(spec_of(budget={"trials": 4}))))
     spent = Spent(wall_time_s=100.0, gpu_seconds=3600.0)
     cases: list[tuple[dict[str, Any], bool]] = [
         ({"trials": 4}, False),
@@ -113,112 +113,112 @@ def test_the_budget_is_what_is_left_of_it() -> None:
         ({"gpu_hours": 1.1}, True),
     ]
     for budget, more in cases:
-        course = course_of(spec_of(budget=budget), earlier, spent=spent)
-        assert (course.next("t") is not None) == more, budget
+        agenda = agenda_of(spec_of(budget=budget), earlier, spent=spent)
+        assert (agenda.next("t") is not None) == more, budget
 
 
 def test_each_trial_is_given_the_front_so_far() -> None:
-    course = course_of(spec_of())
-    first = course.next("a")
+    agenda = agenda_of(spec_of())
+    first = agenda.next("a")
     assert first is not None
     assert first.front == ()
-    course.take(outcome("a", first, tokens_per_s=10.0, joules_per_token=1.0))
-    second = course.next("b")
+    agenda.take(outcome("a", first, tokens_per_s=10.0, joules_per_token=1.0))
+    second = agenda.next("b")
     assert second is not None
     assert second.front == ({"tokens_per_s": 10.0, "joules_per_token": 1.0},)
-    course.take(outcome("b", second, tokens_per_s=20.0, joules_per_token=0.5))
-    third = course.next("c")
+    agenda.take(outcome("b", second, tokens_per_s=20.0, joules_per_token=0.5))
+    third = agenda.next("c")
     assert third is not None
     assert third.to_dict()["front"] == [{"tokens_per_s": 20.0, "joules_per_token": 0.5}]
 
 
 def test_the_sentinel_is_the_first_layout_that_ended_well_and_comes_back_again_and_again() -> None:
     failing = iter([Status.CRASH, Status.OOM])
-    course = course_of(spec_of(sentinel_every=3, budget={"trials": 8}))
-    results = run(course, change=lambda result: replace(result, status=next(failing, Status.OK)))
+    agenda = agenda_of(spec_of(sentinel_every=3, budget={"trials": 8}))
+    results = run(agenda, change=lambda result: replace(result, status=next(failing, Status.OK)))
     assert purposes(results) == "ssssss" + "wss"
     assert {result.layout for result in results if result.purpose == "sentinel"} == {results[2].layout}
     asked = [result.layout for result in results if result.purpose == "search"]
     assert len(asked) == len(set(asked)) == 8
-    assert len(course.front()) == 6, "a sentinel is no point of the front"
+    assert len(agenda.front()) == 6, "a sentinel is no point of the front"
 
 
 def test_how_far_the_sentinel_moved_is_known() -> None:
     def warming(result: TrialResult) -> TrialResult:
         return replace(result, metrics={"tokens_per_s": 90.0 if result.purpose == "sentinel" else 100.0})
 
-    course = course_of(spec_of(sentinel_every=2, budget={"trials": 4}))
-    run(course, change=warming)
-    assert {metric: move.share for metric, move in course.drifts().items()} == {"tokens_per_s": pytest.approx(-0.1)}
-    assert course_of(spec_of()).drifts() == {}
+    agenda = agenda_of(spec_of(sentinel_every=2, budget={"trials": 4}))
+    run(agenda, change=warming)
+    assert {metric: move.share for metric, move in agenda.drifts().items()} == {"tokens_per_s": pytest.approx(-0.1)}
+    assert agenda_of(spec_of()).drifts() == {}
 
 
 def test_finalists_are_the_ends_of_the_front_measured_in_rounds() -> None:
-    course = course_of(spec_of(finalists={"count": 3, "repeats": 2}, budget={"trials": 6}))
-    results = run(course)
+    agenda = agenda_of(spec_of(finalists={"count": 3, "repeats": 2}, budget={"trials": 6}))
+    results = run(agenda)
     assert purposes(results) == "ssssss" + "ffffff"
     explored, measured = results[:6], [result.layout for result in results[6:]]
     assert set(measured[:3]) == set(measured[3:])
     rates = {result.layout: result.metrics["tokens_per_s"] or 0.0 for result in explored}
     assert len(set(measured)) == 3
     assert {max(rates, key=rates.__getitem__), min(rates, key=rates.__getitem__)} < set(measured)
-    assert course.next("more") is None
+    assert agenda.next("more") is None
 
 
 def test_finalists_wait_for_the_trials_under_way() -> None:
-    course = course_of(spec_of(finalists={"count": 1, "repeats": 2}, budget={"trials": 2}), gangs=2)
-    steps = {trial_id: course.next(trial_id) for trial_id in ("a", "b")}
+    agenda = agenda_of(spec_of(finalists={"count": 1, "repeats": 2}, budget={"trials": 2}), gangs=2)
+    steps = {trial_id: agenda.next(trial_id) for trial_id in ("a", "b")}
     first, second = steps["a"], steps["b"]
     assert first is not None
     assert second is not None
-    course.take(outcome("a", first, tokens_per_s=1.0, joules_per_token=1.0))
-    assert course.next("c") is None
-    course.take(outcome("b", second, tokens_per_s=2.0, joules_per_token=0.5))
-    side_by_side = [course.next("c"), course.next("d")]
+    agenda.take(outcome("a", first, tokens_per_s=1.0, joules_per_token=1.0))
+    assert agenda.next("c") is None
+    agenda.take(outcome("b", second, tokens_per_s=2.0, joules_per_token=0.5))
+    side_by_side = [agenda.next("c"), agenda.next("d")]
     assert side_by_side == [Step(second.layout, Purpose.FINALIST)] * 2
 
 
 def test_a_search_without_a_front_has_no_finalists() -> None:
-    course = course_of(spec_of(finalists={"count": 2}, budget={"trials": 2}))
-    assert purposes(run(course, change=lambda result: replace(result, status=Status.OOM, metrics={}))) == "ss"
+    agenda = agenda_of(spec_of(finalists={"count": 2}, budget={"trials": 2}))
+    assert purposes(run(agenda, change=lambda result: replace(result, status=Status.OOM, metrics={}))) == "ss"
 
 
 def test_exploring_leaves_the_finalists_their_time() -> None:
     """A finalist is 2 s and a window of 8 s: two of them, two times each, are 40 s."""
     finalists = {"count": 2, "repeats": 2, "window_s": 8}
-    results = tuple(run(course_of(spec_of(budget={"trials": 4}))))
+    results = tuple(run(agenda_of(spec_of(budget={"trials": 4}))))
     results = tuple(replace(r, metrics=r.metrics | {"warmup_time_s": 1.5, "trial_overhead_s": 0.5}) for r in results)
     for wall_time_s, spent_s, purpose in ((200, 150, "search"), (200, 165, "finalist"), (60, 20, "search")):
         spec = spec_of(finalists=finalists, budget={"wall_time_s": wall_time_s})
-        step = course_of(spec, results, spent=Spent(spent_s)).next("t")
+        step = agenda_of(spec, results, spent=Spent(spent_s)).next("t")
         assert step is not None
         assert step.purpose == purpose
     spec = spec_of(finalists=finalists, budget={"wall_time_s": 60})
-    step = course_of(spec, results, spent=Spent(31)).next("t")
+    step = agenda_of(spec, results, spent=Spent(31)).next("t")
     assert step is not None
     assert step.purpose == "finalist", "at most half of the time is kept for them"
     spec = spec_of(finalists=finalists, budget={"gpu_hours": 200 / 3600})
-    step = course_of(spec, results, spent=Spent(gpu_seconds=125)).next("t")
+    step = agenda_of(spec, results, spent=Spent(gpu_seconds=125)).next("t")
     assert step is not None
     assert step.purpose == "finalist"
-    assert course_of(spec, results, spent=Spent(gpu_seconds=201)).next("t") is None
+    assert agenda_of(spec, results, spent=Spent(gpu_seconds=201)).next("t") is None
 
 
 @pytest.mark.parametrize("done", range(14))
 def test_a_search_goes_on_where_it_was(done: int) -> None:
     """Whatever a search had done when it was broken off, the rest is what it would have run."""
     spec = spec_of(finalists={"count": 2, "repeats": 2}, sentinel_every=4, budget={"trials": 8})
-    whole = run(course_of(spec))
+    whole = run(agenda_of(spec))
     assert purposes(whole) == "sssss" + "wsss" + "fwff" + "f"
-    course = course_of(spec, tuple(whole[:done]))
-    assert course.to_come >= len(whole) - done
-    rest = run(course)
+    agenda = agenda_of(spec, tuple(whole[:done]))
+    assert agenda.to_come >= len(whole) - done
+    rest = run(agenda)
     assert purposes(whole[:done] + rest) == purposes(whole)
     explored = [result.layout for result in whole[:done] + rest if result.purpose == "search"]
     assert len(set(explored)) == 8
     if done >= 9:  # what explored is the same, and so are the finalists and their order
         assert [result.layout for result in rest] == [result.layout for result in whole[done:]]
-    assert course.to_come == 0
+    assert agenda.to_come == 0
 
 
 def faulty(result: TrialResult) -> TrialResult:
@@ -228,7 +228,7 @@ def faulty(result: TrialResult) -> TrialResult:
 @pytest.mark.parametrize("purpose", ["search", "sentinel", "finalist"])
 def test_a_trial_that_the_machines_failed_is_run_again_and_then_given_up(purpose: str) -> None:
     spec = spec_of(finalists={"count": 1, "repeats": 2}, sentinel_every=4, budget={"trials": 5})
-    course = course_of(spec)
+    agenda = agenda_of(spec)
     victims: list[TrialResult] = []
 
     def change(result: TrialResult) -> TrialResult:
@@ -238,25 +238,25 @@ def test_a_trial_that_the_machines_failed_is_run_again_and_then_given_up(purpose
         victims.append(faulty(result))
         return victims[-1]
 
-    results = run(course, change=change)
+    results = run(agenda, change=change)
     assert len(victims) == RETRIES + 1
     where = results.index(victims[0])
     assert results[where : where + RETRIES + 1] == victims, "at once"
-    assert [r.infrastructure for r in course.results].count(True) == 1, "the last failure counts"
-    assert course.results == settled(results)
-    explored = [r.layout for r in course.results if r.purpose == "search"]
+    assert [r.infrastructure for r in agenda.results].count(True) == 1, "the last failure counts"
+    assert agenda.results == settled(results)
+    explored = [r.layout for r in agenda.results if r.purpose == "search"]
     assert len(explored) == len(set(explored)) == 5
 
 
 def test_a_failure_of_the_machines_is_not_told_to_the_study() -> None:
-    course = course_of(spec_of(budget={"trials": 2}))
-    first = course.next("a")
+    agenda = agenda_of(spec_of(budget={"trials": 2}))
+    first = agenda.next("a")
     assert first is not None
-    assert not course.take(faulty(outcome("a", first)))
-    again = course.next("b")
+    assert not agenda.take(faulty(outcome("a", first)))
+    again = agenda.next("b")
     assert again == first
-    assert course.take(outcome("b", first))
-    resumed = course_of(spec_of(budget={"trials": 2}), (faulty(outcome("a", first)), outcome("b", first)))
+    assert agenda.take(outcome("b", first))
+    resumed = agenda_of(spec_of(budget={"trials": 2}), (faulty(outcome("a", first)), outcome("b", first)))
     assert [result.status for result in resumed.results] == ["ok"]
     assert len(run(resumed)) == 1
 
@@ -264,9 +264,9 @@ def test_a_failure_of_the_machines_is_not_told_to_the_study() -> None:
 def test_a_calibration_runs_its_layouts_once_each() -> None:
     spec = spec_of(budget={"trials": 1})
     layouts = spec.legal.layouts[:3]
-    course = CalibrationAgenda(spec, layouts)
-    assert (course.sought, course.to_come) == (3, 3)
-    results = run(course)
+    agenda = CalibrationAgenda(spec, layouts)
+    assert (agenda.sought, agenda.to_come) == (3, 3)
+    results = run(agenda)
     assert [result.layout for result in results] == list(layouts)
     assert {result.purpose for result in results} == {"calibration"}
-    assert course.to_come == 0
+    assert agenda.to_come == 0

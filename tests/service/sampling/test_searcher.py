@@ -1,4 +1,4 @@
-"""Ray Tune gets the trials of a course, and waits where what comes next depends on those under way."""
+"""Ray Tune gets the trials of an agenda, and waits where what comes next depends on those under way."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LAYOUT, OTHER = SPEC.legal.layouts
 
 
 def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_over() -> None:
-    course = CalibrationAgenda(SPEC, [LAYOUT])
-    searcher = AgendaSearcher(course)
+    agenda = CalibrationAgenda(SPEC, [LAYOUT])
+    searcher = AgendaSearcher(agenda)
     values = searcher.suggest("a")
     assert isinstance(values, dict)
     assert json.loads(json.dumps(values)) == values
@@ -33,7 +33,7 @@ def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_ov
     assert (values["purpose"], values["front"]) == ("calibration", [])
     assert Step.from_dict(values) == Step(LAYOUT, Purpose.CALIBRATION)
     assert searcher.suggest("b") is None, "what becomes of the trial under way may bring another"
-    course.take(TrialResult("a", LAYOUT, Status.OK, purpose=Purpose.CALIBRATION))
+    agenda.take(TrialResult("a", LAYOUT, Status.OK, purpose=Purpose.CALIBRATION))
     assert searcher.suggest("b") == Searcher.FINISHED
 
 

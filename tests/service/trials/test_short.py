@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS
-from search_spaces.rules import Workload, refusal
+from search_spaces.rules import refusal
+from search_spaces.workload import Workload
 from service.trials.short import SAVED, batches
 
 PLAIN = Layout("megatron", 4, 256, zero_stage=1)  # 64 microbatches on each of four replicas
