@@ -9,14 +9,17 @@ import pytest
 
 import service
 from search_spaces.layout import Layout
-from service import InputError, Wattune, load_spec
+from service import InputError, Wattune, load_spec, parse_spec
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
+from trainables.status import Status
 
-UNTRIED = replace(Layout.plain("megatron", 2, 16), micro_batch_size=4, precision="fp32")
-FAST = replace(UNTRIED, tensor_parallel_size=2)
-FRUGAL = replace(UNTRIED, zero_stage=3)
+PLAIN = Layout("megatron", 2, 16, micro_batch_size=4, precision="fp32", sequence_parallel=False)
+FAST = replace(PLAIN, tensor_parallel_size=2)
+FRUGAL = replace(PLAIN, zero_stage=3)
+
+UNTRIED = PLAIN
 SPEC = """
 name: tiny
 model: tiny-llama
@@ -27,18 +30,18 @@ cluster: {nodes: 1, gpus_per_node: 2, accelerator: cpu}
 space:
   {engine: megatron, tensor_parallel_size: [1, 2], zero_stage: [0, 3], micro_batch_size: [4, 5], precision: fp32,
    sequence_parallel: false}
+objectives: {tokens_per_s: maximize, joules_per_token: minimize}
 """
 
 
 @pytest.fixture
 def wattune(home: Home) -> Wattune:
     tracker = Tracker(home.tracking_uri, home)
-    objectives = {"tokens_per_s": "maximize", "joules_per_token": "minimize"}
-    tracker.start_search("tiny-1", SPEC, {"model": "tiny-llama"}, {}, {}, name="tiny", objectives=objectives)
+    tracker.start_search("tiny-1", parse_spec(SPEC), {})
     for trial_id, layout, speed, energy in (("t0", FAST, 20.0, 3.0), ("t1", FRUGAL, 10.0, 1.0)):
-        tracker.start_trial(trial_id, layout, {})
+        tracker.start_trial(trial_id, layout)
         metrics: dict[str, float | None] = {"tokens_per_s": speed, "joules_per_token": energy}
-        tracker.finish_trial(TrialResult(trial_id, layout, "ok", None, metrics))
+        tracker.finish_trial(TrialResult(trial_id, layout, Status.OK, None, metrics))
     return Wattune()
 
 
@@ -47,13 +50,13 @@ def test_the_client_answers_from_the_store_that_the_environment_names(wattune: W
     assert wattune.status("tiny").status == "running"
     assert wattune.status("tiny").trials == {"ok": 2}
     assert [trial.trial_id for trial in wattune.trials("tiny")] == ["t0", "t1"]
-    assert [trial.trial_id for trial in wattune.pareto("tiny")] == ["t0", "t1"]
-    assert wattune.best("tiny").layout == FAST
-    assert wattune.best("tiny", minimize="joules_per_token").trial_id == "t1"
-    assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).trial_id == "t1"
-    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 50%"]).trial_id == "t1"
-    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 49%"]).trial_id == "t0"
-    assert wattune.best("tiny", knee=True).trial_id == "t0"
+    assert [trial.trial_id for trial in wattune.pareto("tiny").candidates] == ["t0", "t1"]
+    assert wattune.best("tiny").candidate.layout == FAST
+    assert wattune.best("tiny", minimize="joules_per_token").candidate.trial_id == "t1"
+    assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).candidate.trial_id == "t1"
+    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 50%"]).candidate.trial_id == "t1"
+    assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 49%"]).candidate.trial_id == "t0"
+    assert wattune.best("tiny", knee=True).candidate.trial_id == "t0"
 
 
 def test_the_client_explains_a_search_and_a_spec(wattune: Wattune, tmp_path: Path) -> None:
@@ -67,6 +70,42 @@ def test_the_client_explains_a_search_and_a_spec(wattune: Wattune, tmp_path: Pat
     legal = wattune.why(tmp_path / "spec.yaml", {"micro_batch_size": 4})
     assert [fate.outcome for fate in legal.fates] == ["legal"] * 3
     assert wattune.why(load_spec(tmp_path / "spec.yaml"), {"micro_batch_size": 4}) == legal
+
+
+def test_answers_carry_their_notices_and_what_it_takes_to_launch(wattune: Wattune) -> None:
+    front, choice = wattune.pareto("tiny"), wattune.best("tiny", knee=True)
+    assert {metric: one.trial_id for metric, one in front.best.items()} == {
+        "tokens_per_s": "t0",
+        "joules_per_token": "t1",
+    }
+    assert [layout["trial_id"] for layout in front.to_dict()["pareto"]] == ["t0", "t1"]
+    assert choice.notices == ("the front has no bend: it holds 2 of the layouts",)
+    assert choice.to_dict() == wattune.export("tiny", choice.candidate) == front.to_dict()["pareto"][0]
+    assert choice.to_dict()["config"] == FAST.to_dict()
+
+
+def test_the_client_plans_and_prepares_data(home: Home, tmp_path: Path) -> None:
+    problem = parse_spec(SPEC)
+    assert [forecast.layout for forecast in Wattune().plan(problem).forecasts] == list(problem.legal.layouts)
+    (tmp_path / "book.txt").write_text("It was the best of times. " * 50)
+    assert Wattune.prepare_data([tmp_path / "book.txt"], tmp_path / "tokens").documents == 1
+    with pytest.raises(InputError, match="missing"):
+        Wattune.prepare_data([tmp_path / "missing.txt"], tmp_path / "other")
+
+
+def test_the_record_s_pages_are_served_until_they_are_ended(wattune: Wattune, home: Home) -> None:
+    pages = wattune.pages(port=0)
+    try:
+        assert pages.url.startswith("http://127.0.0.1:0/#/experiments/")
+        assert pages.server.poll() is None
+    finally:
+        pages.server.kill()
+        pages.server.wait()
+    (home.path / "mlflow.db").unlink()
+    with pytest.raises(InputError, match="nothing is recorded"):
+        wattune.pages()
+    with pytest.raises(InputError, match="serves its own pages"):
+        Wattune("http://mlflow:5000").pages()
 
 
 def test_what_needs_a_cluster_says_so(wattune: Wattune) -> None:
