@@ -57,20 +57,20 @@ def _metrics(result: TrialResult) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path)
-    parser.add_argument("shallow", type=int)
-    parser.add_argument("deep", type=int)
+    parser.add_argument("depths", type=int, nargs=2, metavar="LAYERS", help="of the shallow and the deep model")
     parser.add_argument("--trials", type=int, default=3)
     arguments = parser.parse_args(argv)
-    spec, depths = load_spec(arguments.spec).located(), [arguments.shallow, arguments.deep]
+    spec = load_spec(arguments.spec).located()
     in_full = spec.measurement.model_copy(update={"short_trials": False})
     whole = spec.model_copy(update={"depth_proxy": None, "measurement": in_full})
-    proxied = parse_spec(dump_spec(whole.model_copy(update={"depth_proxy": depths})), str(arguments.spec))
+    proxied = parse_spec(dump_spec(whole.model_copy(update={"depth_proxy": arguments.depths})), str(arguments.spec))
     layouts = list(proxied.legal.layouts[: arguments.trials])
     with one_gang(spec, proxied.gang_size) as run:
         rows = compare_depths(run, whole, proxied, layouts)
-    print(f"{spec.shape.layers} layers foretold from {arguments.shallow} and {arguments.deep}\n\n{table(rows)}\n")
+    shallow, deep = arguments.depths
+    print(f"{spec.shape.layers} layers foretold from {shallow} and {deep}\n\n{table(rows)}\n")
     for row in rows:
-        print(json.dumps({"spec": str(arguments.spec), "depths": depths, **row}))
+        print(json.dumps({"spec": str(arguments.spec), "depths": arguments.depths, **row}))
 
 
 if __name__ == "__main__":
