@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from service import home
 from service.errors import InputError
-from service.record.results import Results, TrialRecord
 
 if TYPE_CHECKING:
     from service.answers.candidates import Candidate
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from service.plan import Plan
     from service.problem import Problem
     from service.record.pages import Pages
+    from service.record.results import Results, TrialRecord
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
 
@@ -227,6 +227,8 @@ class Wattune:
 
     @cached_property
     def _results(self) -> Results:
+        from service.record.results import Results
+
         return Results(self.tracking_uri)
 
     @property
