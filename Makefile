@@ -55,7 +55,8 @@ lint: setup ## Check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-docs: $(STAMP) ## Build the documentation into build/site, and check its links
+docs: $(STAMP) ## Write the tables of docs/spec.md anew, build the documentation into build/site, and check its links
+	$(BIN)/python docs/tables.py
 	rm -rf build/pages
 	mkdir -p build/pages
 	cp --parents $(PAGES) build/pages

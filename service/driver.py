@@ -25,7 +25,7 @@ from service.home import Home
 from service.problem import Problem
 from service.record.provenance import hardware, software
 from service.record.tracking import Tracker
-from service.remote import call
+from service.remote import ON_HEAD, call
 from service.result import Purpose, TrialResult
 from service.sampling import drift
 from service.sampling.agenda import Agenda
@@ -33,7 +33,8 @@ from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step
 from service.trials import thermal
 from service.trials.evaluate import evaluate
-from service.trials.gang import ON_HEAD, Gang, Pool, close_gangs, start_pool
+from service.trials.gang import Gang, close_gangs
+from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
 from trainables.training import Training
 
@@ -75,7 +76,7 @@ class Driver:
             for number in range(gang_count(self.problem)):
                 name, size, storage = f"{self.search_id}-gang{number}", self.problem.gang_size, self.spool / "train"
                 gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, Training.preload()))
-            self._tune(start_pool(gangs), len(gangs), telemetry, environment)
+            self._tune(start_pool([gang.mailbox for gang in gangs]), len(gangs), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
         finally:
             drifted = self._drift()

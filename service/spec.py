@@ -110,7 +110,7 @@ def _value_of(axis: Axis) -> Any:
         return Annotated[str, BeforeValidator(_known)]
     if isinstance(axis.allowed, Range):
         return Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high)]
-    return Switch if axis.type is bool else Literal[axis.allowed]
+    return Annotated[axis.type, Field(strict=True)] if axis.allowed is None else Literal[axis.allowed]
 
 
 def _list_of(item: Any) -> Any:

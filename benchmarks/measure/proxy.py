@@ -58,7 +58,7 @@ def _metrics(result: TrialResult) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path)
-    parser.add_argument("depths", type=int, nargs=2, metavar=("SHALLOW", "DEEP"))
+    parser.add_argument("depths", type=int, nargs=2, metavar="LAYERS", help="of the shallow and the deep model")
     parser.add_argument("--trials", type=int, default=3)
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.spec).located()

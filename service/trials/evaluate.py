@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import ray
-import ray.tune
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
@@ -22,7 +21,7 @@ from service.step import Step
 from service.trials import probe, short
 from service.trials.bench import Bench
 from service.trials.extrapolation import SPENT, over_depth
-from service.trials.gang import Pool
+from service.trials.pool import Pool
 from service.trials.windows import Nodes
 from trainables.measure import Protocol
 from trainables.program import TrialRequest
@@ -42,7 +41,9 @@ def evaluate(
     environment: Mapping[str, str],
 ) -> None:
     """A Tune function trainable: report the `TrialResult` of a `Step` as a dict, once; nothing if the pool is lost."""
-    trial_id = ray.tune.get_context().get_trial_id()
+    from ray import tune  # which takes seconds, and only Tune's own process of a trial has already
+
+    trial_id = tune.get_context().get_trial_id()
     assert trial_id is not None
     wanted = Step.from_dict(step)
     layout, purpose, front = wanted.layout, wanted.purpose, wanted.front
@@ -63,7 +64,7 @@ def evaluate(
     finally:
         with contextlib.suppress(RayActorError):  # without its pool the search ends, but not before it has this result
             ray.get(call(pool, Pool.release, trial_id))
-    ray.tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
+    tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
 
 
 def run(

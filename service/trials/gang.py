@@ -1,8 +1,7 @@
-"""Gangs: long-lived Ray Train runs whose workers stay warm between trials, and the pool that lends them out."""
+"""Gangs: long-lived Ray Train runs whose workers stay warm between trials."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
@@ -18,6 +17,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from service.problem import Cluster
+from service.remote import ON_HEAD
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
 from trainables.platforms.base import platform_of
@@ -25,8 +25,6 @@ from trainables.worker import GangTorchConfig, worker_loop
 
 CLOSE_TIMEOUT_S = 30.0
 RETRY_S = 1.0
-# What takes no CPU has to ask for something, to be on the head, which a search needs anyway. Every head has this.
-ON_HEAD = {"node:__internal_head__": 0.001}
 
 
 class Gang:
@@ -91,60 +89,6 @@ def close_gangs(gangs: Sequence[Gang]) -> None:
         gang.dismiss()
     for gang in gangs:
         gang.wait()
-
-
-class Pool:
-    """Lends each gang whose workers are up to one trial at a time. An actor; all methods run on one event loop.
-
-    A gang may wait for the cluster's GPUs, or for Ray Train to start it anew. That is no trial's fault, so no trial
-    gets such a gang.
-    """
-
-    def __init__(self, mailboxes: list[ActorHandle[Mailbox]]) -> None:
-        self._starting = list(mailboxes)
-        self._free: asyncio.Queue[ActorHandle[Mailbox]] = asyncio.Queue()
-        self._lent: dict[str, ActorHandle[Mailbox]] = {}
-        self._offers: set[asyncio.Task[None]] = set()
-
-    async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle[Mailbox] | None:
-        """A gang's mailbox for one trial, once one is free; None if none was in time."""
-        while self._starting:
-            self._offer(self._starting.pop())
-        try:
-            self._lent[trial_id] = await asyncio.wait_for(self._free.get(), timeout_s)
-        except TimeoutError:
-            return None
-        return self._lent[trial_id]
-
-    async def release(self, trial_id: str) -> None:
-        """Take the gang of a trial back, whatever it is doing. Releasing twice does nothing."""
-        mailbox = self._lent.pop(trial_id, None)
-        if mailbox is not None:
-            with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
-                await mailbox.give_up.remote("the trial was ended")
-            self._offer(mailbox)
-
-    def _offer(self, mailbox: Any) -> None:
-        async def once_ready() -> None:
-            while True:
-                try:
-                    await mailbox.ready.remote()
-                    break
-                except RayError:  # it died, and will be back
-                    await asyncio.sleep(RETRY_S)
-            self._free.put_nowait(mailbox)
-
-        task = asyncio.ensure_future(once_ready())
-        self._offers.add(task)
-        task.add_done_callback(self._offers.discard)
-
-
-def start_pool(gangs: Sequence[Gang]) -> ActorHandle[Pool]:
-    """The actor that lends these gangs."""
-    actor: Any = ray.remote(Pool)
-    options = {"num_cpus": 0, "resources": ON_HEAD, "max_concurrency": 1000}
-    pool: ActorHandle[Pool] = actor.options(**options).remote([gang.mailbox for gang in gangs])
-    return pool
 
 
 def resources_per_worker(cluster: Cluster) -> dict[str, float]:

@@ -66,7 +66,7 @@ def test_every_field_but_the_batch_is_an_axis() -> None:
     names = [field.name for field in fields(Layout)]
     assert list(AXES) == [name for name in names if name != "global_batch_size"]
     assert all(axis.name == name and axis.meaning for name, axis in AXES.items())
-    assert [axis.settled for axis in SETTLING] == list(range(len(AXES)))
+    assert len({axis.settled for axis in SETTLING}) == len(AXES) == len(SETTLING)
 
 
 def test_each_axis_has_one_default() -> None:

@@ -214,6 +214,23 @@ def test_rules_read_only_axes_that_are_settled(layout: Layout, work: Workload) -
             break
 
 
+@settings(max_examples=300, deadline=None)
+@given(layouts, workloads)
+def test_whether_an_axis_matters_is_settled_before_it(layout: Layout, work: Workload) -> None:
+    point = canonical(layout, work)
+    facts = engine_of(point)
+    early = Layout.plain(point.engine, point.num_gpus, point.global_batch_size)
+    for axis in SETTLING:
+        value = getattr(point, axis.name)
+        matters = axis.matters(early) and facts.has_use(axis.name, early)
+        assert matters == (axis.matters(point) and facts.has_use(axis.name, point))
+        assert matters or value == axis.idle
+        early = replace(early, **{axis.name: value})
+        if refusal(early, work, rules_at(axis.name, facts)):
+            break
+    assert early == point
+
+
 def test_a_space_counted_by_hand() -> None:
     """On two GPUs: dp2 with ZeRO 0 and 1, tp2, pp2, and tp2 x pp2, which wants four; one replica has no ZeRO."""
     axes = FIXED | {

@@ -14,50 +14,11 @@ from telemetry.devices import Precedence, discover, replay, throttle_bits, vendo
 from telemetry.sampler import Sampler
 from telemetry.samples import THROTTLE_CAUSES, SampleBuffer
 from telemetry.windows.trial import summarise
+from tests.worked_examples import example
 
-INTEL = '''"""Intel GPUs, read from the files of the kernel's driver (i915)."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-from telemetry.devices import DeviceInfo, Vendor
-
-DRM = Path("/sys/class/drm")
-
-REASONS = ("pl1", "thermal", "prochot")
-
-
-class IntelDevice:
-    """One GPU. Its `throttle_reasons` have a bit for each of `REASONS`."""
-
-    def __init__(self, energy: Path, index: int) -> None:
-        self._energy_uj, self._card = energy, energy.parents[3]
-        self.info = DeviceInfo(f"intel:{self._card.name}", index, "Intel GPU", "intel", energy_method="counter")
-
-    def read(self, full: bool) -> dict[str, Any]:
-        set_now = [_number(self._card / f"gt/gt0/throttle_reason_{reason}") for reason in REASONS]
-        return {
-            "energy_mj": _number(self._energy_uj) // 1000,
-            "throttle_reasons": sum(is_set << bit for bit, is_set in enumerate(set_now)),
-        }
-
-
-def _number(path: Path) -> int:
-    return int(path.read_text())
-
-
-def discover(process_root: int) -> list[IntelDevice]:
-    energies = sorted(DRM.glob("card*/device/hwmon/hwmon*/energy1_input"))
-    return [IntelDevice(energy, index) for index, energy in enumerate(energies)]
-
-
-VENDOR = Vendor(
-    kind="intel", discover=discover, throttle_bits={"power_cap": 0b001, "sw_thermal": 0b010, "hw_thermal": 0b100}
-)
-'''
-"""All that is to be written for a vendor."""
+(CHANGE,) = example("A vendor's device")
+INTEL = CHANGE.code
+"""All that is to be written for a vendor: the example of docs/extending.md."""
 
 
 @pytest.fixture

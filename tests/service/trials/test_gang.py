@@ -24,7 +24,8 @@ from service.problem import Cluster
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import run
-from service.trials.gang import Gang, Pool, close_gangs, resources_per_worker, start_pool
+from service.trials.gang import Gang, close_gangs, resources_per_worker
+from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Outcome
@@ -298,7 +299,7 @@ def killed(actor: Any) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
-    pool: Any = start_pool([gang])
+    pool: Any = start_pool([gang.mailbox])
     mailbox: Any = ray.get(pool.lease.remote("a", 60))
     trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="a", protocol=ENDLESS))
     trial_process(workers()[0])
@@ -313,7 +314,7 @@ def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fleet) -> None:
-    pool: Any = start_pool([gang])
+    pool: Any = start_pool([gang.mailbox])
     mailbox: Any = ray.get(pool.lease.remote("c", 120))
     ray.get(pool.release.remote("c"))
     killed(mailbox)  # once its gang has been offered
@@ -388,7 +389,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
     before = set(telemetry)
     # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
     gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry, Training.preload())
-    pool: Any = start_pool([gang])
+    pool: Any = start_pool([gang.mailbox])
     node = join()
     layout = replace(LAYOUT, global_batch_size=96)
     try:
