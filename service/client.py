@@ -49,7 +49,7 @@ class Wattune:
 
     def plan(self, spec: Problem | str | Path) -> Plan:
         """What a search would try, what each rule refuses, and what is predicted of it. Starts nothing."""
-        problem = _problem(spec)
+        problem = _loaded(spec)
         from service.fitting import load
         from service.plan import make_plan
 
@@ -60,14 +60,14 @@ class Wattune:
 
         `search_id` is the id to give it, by default a new one.
         """
-        problem = _problem(spec)
+        problem = _loaded(spec)
         from service.search import run
 
         return run(problem, self.tracking_uri, search_id)
 
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
         """Fit the cost model to the machines here, by trials of some of the spec's layouts; see `service.calibrate`."""
-        problem = _problem(spec)
+        problem = _loaded(spec)
         from service.calibrate import calibrate
 
         return calibrate(problem, self.tracking_uri)
@@ -80,14 +80,14 @@ class Wattune:
         if self.address:
             from service import jobs
 
-            return jobs.resume(search, self.address, self.tracking_uri)
+            return jobs.resubmit(search, self.address, self.tracking_uri)
         from service.search import resume
 
         return resume(search, self.tracking_uri)
 
     def submit(self, spec: Problem | str | Path) -> str:
         """Hand a search to the Ray cluster at `address`, where it goes on without this process. Returns its id."""
-        problem, address = _problem(spec), self._cluster
+        problem, address = _loaded(spec), self._cluster
         from service.jobs import submit
 
         return submit(problem, address, self.tracking_uri)
@@ -188,7 +188,7 @@ class Wattune:
         from service.spec import parse_spec
 
         if not isinstance(target, str) or Path(target).is_file():
-            return why(_problem(target), choices)
+            return why(_loaded(target), choices)
         record = self._results.search(target)
         return why(parse_spec(self._results.spec_of(record)), choices, record)
 
@@ -244,7 +244,7 @@ def _noticed(info: SearchInfo) -> SearchInfo:
     return replace(info, status="interrupted") if dead else info
 
 
-def _problem(spec: Problem | str | Path) -> Problem:
+def _loaded(spec: Problem | str | Path) -> Problem:
     from service.spec import load_spec
 
     return load_spec(spec) if isinstance(spec, str | Path) else spec

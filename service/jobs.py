@@ -64,7 +64,7 @@ def submit(problem: Problem, address: str, tracking_uri: str) -> str:
     return search_id
 
 
-def resume(search: str, address: str, tracking_uri: str) -> str:
+def resubmit(search: str, address: str, tracking_uri: str) -> str:
     """Have the cluster at `address` go on with a search that was submitted to it, and return the search's id.
 
     On the same terms as `submit`; `search` is an id, or the beginning of one, of the record at `tracking_uri`. Raises

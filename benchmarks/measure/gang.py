@@ -14,7 +14,7 @@ from service.cluster import ray_session
 from service.problem import Problem
 from service.result import TrialResult
 from service.trials.bench import Bench
-from service.trials.evaluate import run
+from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
 from trainables.training import Training
@@ -31,7 +31,7 @@ def one_gang(spec: Problem, size: int) -> Iterator[RunTrial]:
         gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Training.preload())
         ray.get(gang.mailbox.ready.remote())
         try:
-            yield lambda trial_id, layout, of: run(Bench(of, gang.mailbox, telemetry, {}), trial_id, layout)
+            yield lambda trial_id, layout, of: run_trial(Bench(of, gang.mailbox, telemetry, {}), trial_id, layout)
         finally:
             close_gangs([gang])
             stop_telemetry(telemetry)

@@ -23,7 +23,7 @@ from service.cluster import ray_session
 from service.problem import Problem
 from service.spec import load_spec
 from service.trials.bench import Bench
-from service.trials.evaluate import run
+from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, start_telemetry, stop_telemetry
 from trainables.training import Training
@@ -37,7 +37,7 @@ def warm(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) 
     ray.get(gang.mailbox.ready.remote())
     seconds = []
     for number, layout in enumerate(layouts):
-        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"warm-{number}", layout)
+        result = run_trial(Bench(spec, gang.mailbox, telemetry, {}), f"warm-{number}", layout)
         seconds.append(require_ok(result)["trial_overhead_s"])
         _say("warm", layout, seconds[-1])
     close_gangs([gang])
@@ -50,7 +50,7 @@ def cold(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) 
     for number, layout in enumerate(layouts):
         began = time.monotonic()
         gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
-        result = run(Bench(spec, gang.mailbox, telemetry, {}), f"cold-{number}", layout)
+        result = run_trial(Bench(spec, gang.mailbox, telemetry, {}), f"cold-{number}", layout)
         close_gangs([gang])
         figures = require_ok(result)
         seconds.append(time.monotonic() - began - sum(figures[name] for name in USEFUL))

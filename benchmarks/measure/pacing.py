@@ -38,7 +38,7 @@ from service.problem import Problem
 from service.result import TrialResult
 from service.spec import load_spec
 from service.trials.bench import Bench
-from service.trials.evaluate import run
+from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import Fleet, Telemetry
 from telemetry.sampler import Sampler
@@ -196,7 +196,7 @@ def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
         ray.get(gang.mailbox.ready.remote())
         results: list[TrialResult] = []
         bench = Bench(long, gang.mailbox, handles, {})
-        trial = threading.Thread(target=lambda: results.append(run(bench, "long", spec.legal.layouts[0])))
+        trial = threading.Thread(target=lambda: results.append(run_trial(bench, "long", spec.legal.layouts[0])))
         began_ns = time.monotonic_ns()
         trial.start()
         while trial.is_alive() and not any(work.phase == "window" for work in ray.get(telemetry.state.remote()).works):

@@ -58,7 +58,7 @@ def evaluate(
                 f"no gang's workers were up within {LEASE_S:.0f} s: are the cluster's nodes up, its GPUs taken?"
             )
         else:
-            result = run(Bench(problem, mailbox, telemetry, environment), trial_id, layout, purpose, front)
+            result = run_trial(Bench(problem, mailbox, telemetry, environment), trial_id, layout, purpose, front)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
         result = lost(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
@@ -67,7 +67,7 @@ def evaluate(
     tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
 
 
-def run(
+def run_trial(
     bench: Bench,
     trial_id: str,
     layout: Layout,

@@ -161,7 +161,7 @@ def spec(data: object = "synthetic", window_s: float = 1.0) -> Problem:
 
 
 def test_a_store_that_the_cluster_cannot_reach_is_refused_before_the_cluster_is_asked() -> None:
-    for hand_in in (partial(jobs.submit, spec()), partial(jobs.resume, "a-search")):
+    for hand_in in (partial(jobs.submit, spec()), partial(jobs.resubmit, "a-search")):
         with pytest.raises(InputError, match=r"needs an MLflow server .* --tracking-uri or MLFLOW_TRACKING_URI"):
             hand_in("http://127.0.0.1:9", "sqlite:////somewhere/mlflow.db")
         with pytest.raises(InputError, match="no server answers there"):

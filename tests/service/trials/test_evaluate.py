@@ -16,7 +16,7 @@ from service.problem import Problem
 from service.result import NodeWindow, Purpose, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
-from service.trials.evaluate import make_request, run
+from service.trials.evaluate import make_request, run_trial
 from service.trials.figures import (
     breakdown_metrics,
     breakdown_problems,
@@ -366,7 +366,7 @@ def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) 
     layout = replace(CONFIG, global_batch_size=128)
     telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
     outcomes = ranks(4, [1.0] * 4, timings=[(24, TIMING), (8, LATER)])
-    result = run(Bench(spec, answering(outcomes), telemetry, {}), "t1", layout, Purpose.SENTINEL)
+    result = run_trial(Bench(spec, answering(outcomes), telemetry, {}), "t1", layout, Purpose.SENTINEL)
     assert (result.status, result.layout, result.purpose) == ("ok", layout, "sentinel")
     # Steps of 24 and of 8 sequences take 2.5 s and 1 s on average.
     assert result.metrics["tokens_per_s"] == pytest.approx(128 * 128 / (2.5 + 1.5 * (128 - 24) / 16))
@@ -434,7 +434,7 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
     front[0] |= {"joules_per_token": 0.1, "throttle_ratio": 0.0}
     telemetry = {"a": start(NodeTelemetry, {"GPU-0": 6000.0})}
     steady(mailbox)
-    result = run(Bench(make_spec(), mailbox, telemetry, {}), "t1", layout, Purpose.SEARCH, front)
+    result = run_trial(Bench(make_spec(), mailbox, telemetry, {}), "t1", layout, Purpose.SEARCH, front)
     assert (result.status, result.purpose, result.infrastructure) == ("pruned", "search", False)
     assert result.cause is not None
     assert result.cause.startswith("dominated: tokens_per_s 206.3, joules_per_token ")
@@ -449,7 +449,7 @@ def test_only_trials_that_explore_are_ended_early(purpose: Purpose, ray_session:
     mailbox, layout = start(Mailbox, 1), replace(CONFIG, num_gpus=1)
     steady(mailbox, lost=True)
     front = [{"tokens_per_s": 1e9, "joules_per_token": 0.0, "throttle_ratio": 0.0}]
-    result = run(Bench(make_spec(), mailbox, {}, {}), "t1", layout, purpose, front)
+    result = run_trial(Bench(make_spec(), mailbox, {}, {}), "t1", layout, purpose, front)
     assert (result.status, result.cause, result.purpose) == ("crash", "the node was lost", purpose)
     assert result.infrastructure
     assert result.metrics == {}

@@ -16,7 +16,7 @@ from service.metrics import METRICS, Method
 from service.result import Proxy, RankRecord, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
-from service.trials.evaluate import run
+from service.trials.evaluate import run_trial
 from service.trials.extrapolation import OVER_BATCH, OVER_DEPTH, SPENT, Growth, line, over_batch, over_depth
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
@@ -207,7 +207,7 @@ def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> Non
         return order.request.program.model.layers
 
     asked = work.remote(mailbox)
-    result = run(Bench(SPEC, mailbox, {}, {}), "t", replace(CONFIG, num_gpus=1))
+    result = run_trial(Bench(SPEC, mailbox, {}, {}), "t", replace(CONFIG, num_gpus=1))
     assert ray.get(asked) == 4  # the deeper first: what does not fit fails at once
     assert (result.trial_id, result.status, result.cause) == ("t", "oom", "at 4 layers: rank 0: step: out of memory")
     assert result.traceback == "Traceback ..."

@@ -23,7 +23,7 @@ from search_spaces.models import ModelShape
 from service.problem import Cluster
 from service.spec import make_problem
 from service.trials.bench import Bench
-from service.trials.evaluate import run
+from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, close_gangs, resources_per_worker
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
@@ -153,7 +153,7 @@ SPEC = make_problem(
 @pytest.mark.parametrize("axes", [{"engine": "megatron", "pipeline_parallel_size": 2}, {"engine": "deepspeed"}])
 def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: Gang, telemetry: Any) -> None:
     layout = Layout(num_gpus=2, global_batch_size=96, zero_stage=1, precision="fp32", **axes)
-    result = run(Bench(SPEC, gang.mailbox, telemetry, {}), f"short-{layout.engine}", layout)
+    result = run_trial(Bench(SPEC, gang.mailbox, telemetry, {}), f"short-{layout.engine}", layout)
     assert (result.status, result.cause) == ("ok", None)
     assert result.methods["tokens_per_s"] == "short"
     few, many = (proxy.result for proxy in result.proxies)
@@ -170,12 +170,12 @@ def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang:
     unbeatable = [{"tokens_per_s": 1e12, "joules_per_token": 1e-12}]
     endless = replace(SPEC.measurement, window_s=1e9, short_trials=False)
     spec = replace(SPEC, measurement=endless)
-    result = run(Bench(spec, gang.mailbox, telemetry, {}), "hopeless", LONGER, front=unbeatable)
+    result = run_trial(Bench(spec, gang.mailbox, telemetry, {}), "hopeless", LONGER, front=unbeatable)
     assert result.status == "pruned"
     assert result.cause is not None
     assert result.cause.startswith("dominated: tokens_per_s ")
     assert 0 < (result.metrics["bound_tokens_per_s"] or 0) < 1e12
-    assert run(Bench(SPEC, gang.mailbox, telemetry, {}), "next", LONGER).status == "ok"
+    assert run_trial(Bench(SPEC, gang.mailbox, telemetry, {}), "next", LONGER).status == "ok"
 
 
 @pytest.mark.timeout(240)
@@ -308,7 +308,7 @@ def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(
         ray.get(trial, timeout=60)
     ray.get(pool.release.remote("a"), timeout=60)
     assert ray.get(pool.lease.remote("b", 120)) == mailbox
-    assert run(Bench(SPEC, mailbox, telemetry, {}), "b", LONGER).status == "ok"
+    assert run_trial(Bench(SPEC, mailbox, telemetry, {}), "b", LONGER).status == "ok"
 
 
 @pytest.mark.timeout(240)
@@ -320,7 +320,7 @@ def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fl
     killed(mailbox)  # once its gang has been offered
     assert ray.get(pool.lease.remote("d", 120)) == mailbox
     ray.get(mailbox.ready.options(max_task_retries=-1).remote(), timeout=120)
-    assert run(Bench(SPEC, mailbox, telemetry, {}), "d", LONGER).status == "ok"
+    assert run_trial(Bench(SPEC, mailbox, telemetry, {}), "d", LONGER).status == "ok"
 
 
 @pytest.mark.timeout(60)
@@ -410,7 +410,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
             with pytest.raises((RayActorError, ActorUnschedulableError)):  # not a wait for ever
                 ray.get(telemetry[lost].describe.remote(), timeout=60)
             before.add(lost)
-        result = run(Bench(SPEC, mailbox, telemetry, {}), "measured", layout)
+        result = run_trial(Bench(SPEC, mailbox, telemetry, {}), "measured", layout)
         assert (result.status, result.cause) == ("ok", None)
         assert (result.metrics["joules_per_token"] or 0) > 0
         nodes = {window.node_id for proxy in result.proxies for window in proxy.result.windows}

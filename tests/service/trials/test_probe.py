@@ -15,7 +15,7 @@ from service.problem import Problem
 from service.result import Proxy, Purpose, RankRecord, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
-from service.trials.evaluate import make_request, run
+from service.trials.evaluate import make_request, run_trial
 from service.trials.probe import depths, probing, refusal
 from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_not_launched(
 ) -> None:
     mailbox, work = gang(10.0, layer_gib)
     telemetry: Any = {"a": ray.remote(Quiet).options(num_cpus=0).remote()}
-    result = run(Bench(SPEC, mailbox, telemetry, {}), "t", CONFIG, purpose)
+    result = run_trial(Bench(SPEC, mailbox, telemetry, {}), "t", CONFIG, purpose)
     ray.get(mailbox.close.remote())
     assert ray.get(work) == asked
     assert (result.trial_id, result.status, result.purpose) == ("t", status, purpose)
