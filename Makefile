@@ -38,7 +38,7 @@ $(DEMO_DATA).idx: | $(STAMP)
 	$(BIN)/wattune data --out $(DEMO_DATA) "$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')"/*.py
 
 test: setup ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # A second environment. torch is the pinned one, of which there is surely a build: TORCH=2.11.0 takes the lowest too.
 test-lowest: $(STAMP) ## Run the tests with the lowest versions that pyproject.toml allows

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +9,21 @@ from typing import Any
 
 import pytest
 import ray
+
+# What tests start shares few cores: one thread a process, no pool of compilers, and code for the CPU that need not be
+# fast. torch reads these when it is imported, here or in a child.
+FRUGAL = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+os.environ.update(FRUGAL | os.environ)
+
+SHARED = ("ray_session", "running_cluster", "nursery")
+"""Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture in SHARED:
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(fixture))
 
 
 @pytest.fixture(scope="session")

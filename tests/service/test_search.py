@@ -111,7 +111,8 @@ def test_search_trains_measures_records_and_answers(
     samples = read_samples(Path(client.download_artifacts(run_id, "samples.parquet", str(tmp_path))))
     assert samples.num_rows >= 3
     window = result["windows"][0]
-    assert window["end_ns"] - window["start_ns"] == pytest.approx(1e9 * sum(result["step_times_s"]), rel=0.2)
+    length_s = (window["end_ns"] - window["start_ns"]) / 1e9
+    assert 0.6 * length_s < sum(result["step_times_s"]) < 1.2 * length_s  # between steps, ranks exchange their times
 
     study = optuna.load_study(study_name=search, storage=home.optuna_storage)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3

@@ -457,11 +457,66 @@ FP8 = changed(
     ],
     precision="fp8",
 )
+SIZES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "data_parallel_size")
+SHOWN = (
+    "zero_stage",
+    "sequence_parallel",
+    "recompute",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "bucket_size",
+    "offload_optimizer",
+    "compile",
+    "precision",
+    "reduce_precision",
+)
+Pair = tuple[tuple[str, Any], ...]
+
+
+def shown(model: ModelShape, layout: Layout) -> dict[str, Any]:
+    """What the layout has of each axis, the kind of model among them; of sizes, whether there is one to split."""
+    axes = {axis: getattr(layout, axis) for axis in SHOWN} | {size: getattr(layout, size) > 1 for size in SIZES}
+    return axes | {
+        "model": (model.family, model.num_experts > 0),
+        "tied": model.tie_embeddings,
+        "schedule": layout.pipeline_schedule if layout.pipeline_parallel_size > 1 else None,
+        "uneven": layout.stage_layers is not None,
+        "hybrid": layout.data_parallel_replicate_size > 1,
+        "accumulates": layout.gradient_accumulation_steps > 1,
+    }
+
+
+def pairs(model: ModelShape, layout: Layout) -> set[Pair]:
+    """What the layout has of each two axes."""
+    return set(itertools.combinations(sorted(shown(model, layout).items()), 2))
+
+
+def covering(rows: Iterable[Any]) -> list[Any]:
+    """Few of the rows, found greedily, that have every setting and pair of settings which all of them have."""
+
+    def settings(model: ModelShape, layout: Layout) -> set[Any]:
+        return {(layout.engine, setting) for setting in (*pairs(model, layout), *vars(layout).items())}
+
+    chosen, left = [], [(row, settings(*row.values)) for row in rows]
+    while left:
+        row, new = max(left, key=lambda entry: len(entry[1]))
+        chosen.append(row)
+        left = [(other, rest) for other, own in left if (rest := own - new)]
+    return chosen
+
+
+ROWS = [*DENSE, *PIPELINES, *EXPERTS, *TIED, *BF16, *BF16_SUMS, *COMPILED, *FP8]
+# The others are slow: those marked so, since they take long, and those that add no pair of settings to these.
+BY_DEFAULT = covering(row for row in ROWS if not row.marks)
+
 # Relative differences of losses and of gradient norms. Weights and sums are in fp32 at every precision.
 TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-4, 1e-2), "fp8": (1e-3, 3e-2)}
 
 
-@pytest.mark.parametrize(("model", "layout"), [*DENSE, *PIPELINES, *EXPERTS, *TIED, *BF16, *BF16_SUMS, *COMPILED, *FP8])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [row if row in BY_DEFAULT else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow) for row in ROWS],
+)
 def test_layout_trains_as_one_process(model: ModelShape, layout: Layout, run_ranks: RunRanks) -> None:
     losses, norms = reference(model)
     of_losses, of_norms = TOLERANCES[layout.precision]
@@ -500,7 +555,19 @@ def test_a_layout_goes_on_as_one_process_with_smaller_batches(
         assert list(report.timings) == list(batches)
 
 
-SIZES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "data_parallel_size")
+def test_every_setting_is_run_by_default_and_every_pair_of_rows_that_are_not_marked_slow() -> None:
+    """So whoever adds a layout with anything new in it has it run by default."""
+
+    def shown_by(rows: list[Any]) -> set[Any]:
+        return {(axis, value) for row in rows for axis, value in shown(*row.values).items()}
+
+    def pairs_of(rows: list[Any]) -> set[Any]:
+        return {(row.values[1].engine, pair) for row in rows for pair in pairs(*row.values)}
+
+    assert shown_by(ROWS) <= shown_by(BY_DEFAULT)
+    assert pairs_of([row for row in ROWS if not row.marks]) <= pairs_of(BY_DEFAULT)
+
+
 AXES: dict[str, list[Any]] = {
     "num_gpus": [1, 2, 4],
     "tensor_parallel_size": [1, 2],
@@ -522,33 +589,6 @@ AXES: dict[str, list[Any]] = {
     "precision": ["fp32", "bf16"],
     "reduce_precision": ["fp32", "bf16"],
 }
-SHOWN = (
-    "zero_stage",
-    "sequence_parallel",
-    "recompute",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "bucket_size",
-    "offload_optimizer",
-    "compile",
-    "precision",
-    "reduce_precision",
-)
-Pair = tuple[tuple[str, Any], ...]
-
-
-def pairs(model: ModelShape, layout: Layout) -> set[Pair]:
-    """What the layout has of each two axes, the kind of model among them; of sizes, whether there is one to split."""
-    shown = {axis: getattr(layout, axis) for axis in SHOWN} | {size: getattr(layout, size) > 1 for size in SIZES}
-    shown |= {
-        "model": (model.family, model.num_experts > 0),
-        "tied": model.tie_embeddings,
-        "schedule": layout.pipeline_schedule if layout.pipeline_parallel_size > 1 else None,
-        "uneven": layout.stage_layers is not None,
-        "hybrid": layout.data_parallel_replicate_size > 1,
-        "accumulates": layout.gradient_accumulation_steps > 1,
-    }
-    return set(itertools.combinations(sorted(shown.items()), 2))
 
 
 def allowed(engine: str) -> set[Pair]:
@@ -568,7 +608,7 @@ def allowed(engine: str) -> set[Pair]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_pair_of_values_that_rules_allow_is_covered(engine: str) -> None:
     covered: set[Pair] = set()
-    for row in (*DENSE, *PIPELINES, *EXPERTS, *TIED, *BF16, *BF16_SUMS, *COMPILED):
+    for row in ROWS:
         model, layout = row.values
         if layout.engine == engine:
             assert refusal(layout, Workload(model, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE)) is None
