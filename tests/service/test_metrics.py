@@ -31,7 +31,7 @@ def test_the_documentation_has_the_metrics_of_the_table_in_its_order() -> None:
 def test_the_documentation_names_what_follows_from_smaller_runs(
     title: str, beginning: str, names: tuple[str, ...]
 ) -> None:
-    sentence = re.search(rf"{beginning}\s((?:`\w+`(?:,|\s|and)*)+)", section(title))
+    sentence = re.search(rf"{beginning}\s((?:`\w+`(?:,|\s|and)*)+)".replace(" ", r"\s"), section(title))
     assert sentence is not None
     assert set(re.findall(r"`(\w+)`", sentence[1])) - {"short"} == set(names)
 
