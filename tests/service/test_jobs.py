@@ -106,11 +106,12 @@ def wait_until(holds: Callable[[], Any], seconds: float) -> Any:
     return value
 
 
-def answers(address: str, token: str) -> bool:
+def takes_jobs(address: str, token: str) -> bool:
+    """Whether the job server answers and has an agent to give jobs to, which comes up later."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", token)
-        with contextlib.suppress(InputError):
-            return bool(jobs._probe(address))
+        with contextlib.suppress(InputError), jobs._cluster(address) as client:
+            return bool(client.submit_job(entrypoint="true"))
     return False
 
 
@@ -118,7 +119,7 @@ def answers(address: str, token: str) -> bool:
 def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
-        wait_until(lambda: answers(cluster.address, cluster.token), 60)
+        wait_until(lambda: takes_jobs(cluster.address, cluster.token), 120)
         yield cluster
     finally:
         cluster.close()

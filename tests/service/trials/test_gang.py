@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -234,7 +235,11 @@ def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) ->
     began = time.monotonic()
     ((status, cause),) = statuses(trial)
     assert status == "crash"
-    assert cause in [f"rank {rank}: the process was killed by SIGKILL in phase warmup" for rank in (0, 1)]
+    # The other rank may see its connection break before the worker of the killed one says what became of it.
+    assert cause is not None
+    assert re.match(
+        r"rank [01]: (the process was killed by SIGKILL in phase warmup$|warmup: RuntimeError: .*gloo)", cause
+    )
     assert time.monotonic() - began < 30
     assert statuses(begin()) == [("ok", None)] * 2
     assert [worker.pid for worker in workers()] == [worker.pid for worker in before]
