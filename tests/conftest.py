@@ -19,6 +19,7 @@ SHARED = ("ray_session", "running_cluster", "nursery")
 """Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for fixture in SHARED:

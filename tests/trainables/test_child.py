@@ -72,6 +72,10 @@ def run(nursery: Nursery, store: TCPStore) -> Iterator[Callable[..., Outcome]]:
     wait_until(lambda: not trial_processes(psutil.Process()), timeout_s=5)
 
 
+def test_all_that_use_the_fork_server_run_on_one_worker(nursery: Nursery, request: pytest.FixtureRequest) -> None:
+    assert request.node.nodeid.endswith("@nursery") == hasattr(request.config, "workerinput")
+
+
 def test_a_child_reports(run: Callable[..., Outcome]) -> None:
     outcome = run(REQUEST)
     assert (outcome.status, outcome.cause) == ("ok", None)
