@@ -9,7 +9,7 @@ from typing import Any
 from service.answers.candidates import Candidate
 from service.answers.export import export
 from service.answers.overview import notices
-from service.answers.ranking import answer, best, pareto
+from service.answers.ranking import answer, compared, leaders
 from service.answers.tables import breakdown_table, candidates_table
 from service.metrics import with_unit
 from service.record.results import SearchRecord
@@ -49,12 +49,10 @@ class Choice:
 
 def front(search: SearchRecord) -> Front:
     """See `service.answers.ranking.pareto` for which layouts take part."""
-    candidates = pareto(search)
-    leading = {}
-    for metric, direction in search.objectives.items():
-        if any(metric in one.metrics for one in candidates):
-            up = direction == "maximize"
-            leading[metric] = best(search, metric if up else None, None if up else metric)
+    comparison = compared(search)
+    candidates = comparison.front()
+    present = {metric for one in candidates for metric in one.metrics}
+    leading = {metric: one for metric, one in leaders(comparison).items() if metric in present}
     return Front(search, tuple(candidates), leading, tuple(notices(search)))
 
 
