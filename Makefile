@@ -15,6 +15,9 @@ DEMO_SPEC := $(or $(GPU_DEMO),examples/tiny_cpu.yaml)
 
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md benchmarks/*/README.md) telemetry/grafana.json
 
+# Byte code that is not kept is made anew by each of the many processes that tests and searches start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-lowest lint docs bench clean
 
@@ -23,11 +26,14 @@ help: ## Show this list
 
 setup: $(STAMP) $(DEMO_DATA).idx ## Install everything, pinned, into .venv, and prepare tokens for the examples
 
-# DeepSpeed's build looks at the torch already there, and builds no extension ahead of time.
+# DeepSpeed's build looks at the torch already there, and builds no extension ahead of time. The pip that comes with
+# Python may take twice as long as the latest, and compiles to byte code on one core, tests of all packages included.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	-$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch setuptools
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	-$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib
 	touch $@
 
 demo: setup ## Run a small search here

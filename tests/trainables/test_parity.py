@@ -35,7 +35,7 @@ GPT = ModelShape("gpt", 2, 64, 4, 4, 256, 512, 64)
 MIXTURE = ModelShape("llama", 4, 64, 4, 2, 96, 512, 64, num_experts=4)
 SEQUENCE_LENGTH = 32
 GLOBAL_BATCH_SIZE = 8
-STEPS = 5
+STEPS = 3
 
 
 def deep(model: ModelShape, layers: int = 4) -> ModelShape:
