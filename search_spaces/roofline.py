@@ -203,14 +203,37 @@ def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficie
     there, back = _tensor_sums(cut, model, tokens, c)
     forward = products.plus(attention).plus(elementwise).plus(spread).plus(there)
     backward = products.times(2).plus(attention, 2.5).plus(elementwise, 2).plus(spread).plus(back)
+    if cut.precision == "fp8" and not cut.compile:
+        casts, gradient_casts = _casts(cut, model, tokens, c)
+        forward, backward = forward.plus(casts), backward.plus(gradient_casts)
     return forward, backward
+
+
+def _casts(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
+    """To fp8, forward and backward, in a block that is not compiled: each product casts what it is given for itself.
+
+    Two bytes a value are read twice, for the scale and for the cast, and one is written. Backward that is done to
+    gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written.
+    """
+    projections, network = _widths(cut, model)
+    products = projections + network
+    given = sum(count * (tokens * inside + inside * outside) for inside, outside, count in products)
+    gradients = sum(count * tokens * outside for _, outside, count in products)
+    return _traffic(5.0 * given, True, c), _traffic(5.0 * gradients + 2.0 * (gradients + given), True, c)
+
+
+def _widths(cut: Cut, model: ModelShape) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """Width in, width out and how many, of the products of attention, and of one feed-forward network."""
+    hidden, inner, heads, keys = _shares(cut, model)
+    projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
+    network = [(hidden, inner, 2 if model.family == "llama" else 1), (inner, hidden, 1)]
+    return projections, network
 
 
 def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
     """The matrix products of a block forward, and the exchanges of tokens and of keys and values among their GPUs."""
-    hidden, inner, heads, keys = _shares(cut, model)
-    projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
-    network = [(hidden, inner, 2 if model.family == "llama" else 1), (inner, hidden, 1)]
+    hidden, _, heads, keys = _shares(cut, model)
+    projections, network = _widths(cut, model)
     speed = _speed(cut, c)
     spread = Load()
     if cut.context > 1:
@@ -266,7 +289,7 @@ def _values(cut: Cut, model: ModelShape) -> float:
         values += 2 * cut.context * (keys + 2 * heads)  # keys and values put in order, and once for each head
     if cut.autocast and not cut.compile:
         values += AUTOCAST_NORMS * hidden
-    if cut.precision == "fp8":
+    if cut.precision == "fp8" and cut.compile:
         values += 2 * (2 * hidden + heads + chosen * inner)
     return values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from trainables.engines.megatron.fp8 import FORWARD, GRADIENT, Float8Linear, quantize, use_fp8
 
@@ -59,3 +60,19 @@ def test_only_linear_layers_change() -> None:
     use_fp8(module)
     assert [type(child) for child in (module[0], module[1], inner[0])] == [Float8Linear, nn.LayerNorm, Float8Linear]
     assert all(parameters[name] is parameter for name, parameter in module.named_parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+def test_a_cast_outside_a_compiled_block_is_a_few_kernels(dtype: torch.dtype) -> None:
+    x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+    found, scale = quantize(x, dtype)
+    plain, plain_scale = quantize.__wrapped__(x, dtype)
+    assert torch.equal(found.view(torch.uint8), plain.view(torch.uint8))
+    assert torch.equal(scale, plain_scale)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        quantize(x, dtype)
+        torch.cuda.synchronize()
+    kernels = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 1 <= len(kernels) <= 4

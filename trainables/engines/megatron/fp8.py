@@ -6,7 +6,8 @@ E4M3 forward and E5M2 for gradients, as in Micikevicius et al. 2022; sums and ou
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,27 @@ from torch import Tensor, nn
 FORWARD = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
 
+COMPILER_OPTIONS = {"triton.mix_order_reduction": False}
+"""For blocks with these layers. torch (2.11 to 2.13) would join the two sums of a norm's backward pass, over the width
+and over the tokens, to one kernel, which is 7 times slower once the scaling of a product's input is joined to it too."""
 
+T = TypeVar("T")
+
+
+def _fused(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, as few kernels also in blocks that are not compiled: its many small ones take as long there as the
+    products. A compiled block makes it part of its own graph."""
+    compiled = torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def run(x: Tensor, *arguments: Any) -> T:
+        plain = torch.compiler.is_compiling() or not x.is_cuda
+        return function(x, *arguments) if plain else compiled(x, *arguments)
+
+    return run
+
+
+@_fused
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x` in 8 bits so that its largest magnitude is the type's, and the fp32 scalar that undoes the scaling."""
     largest = x.abs().amax().float().clamp(min=1e-12)
@@ -38,16 +59,21 @@ class _Product(torch.autograd.Function):
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = quantize(gradients[0], GRADIENT)
         for_x = _multiply(g8, _by_columns(w8), g_scale, w_scale, ctx.dtype)
-        for_weight = _multiply(g8.t().contiguous(), _by_columns(x8), g_scale, x_scale, ctx.dtype)
+        for_weight = _multiply(_transposed(g8), _by_columns(x8), g_scale, x_scale, ctx.dtype)
         return for_x, for_weight
 
 
 _product: Callable[[Tensor, Tensor], Tensor] = _Product.apply
 
 
+@_fused
+def _transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
 def _by_columns(x: Tensor) -> Tensor:
     """`x` (rows, columns) laid out by columns, as the hardware wants the right-hand side of a product."""
-    return x.t().contiguous().t()
+    return _transposed(x).t()
 
 
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from search_spaces.layout import Layout
 from trainables.engines.megatron.context import GatheredAttention
-from trainables.engines.megatron.fp8 import use_fp8
+from trainables.engines.megatron.fp8 import COMPILER_OPTIONS, use_fp8
 from trainables.engines.megatron.mesh import Mesh
 from trainables.model import Block, Embedding, Head
 from trainables.moe import Experts, MoE
@@ -64,7 +64,8 @@ class Parallelizer:
         if self.layout.compile:
             # Selective recomputation is for the compiler to see. Full recomputation goes around what it made: a graph
             # that recomputes fails to keep the device mesh of sequence parallelism (seen with torch 2.13).
-            (block if self.layout.recompute == "full" else module).compile()
+            options = COMPILER_OPTIONS if self.layout.precision == "fp8" else None
+            (block if self.layout.recompute == "full" else module).compile(options=options)
         fully_shard(module, **self.sharding)
         return module
 
