@@ -171,7 +171,12 @@ def test_a_disk_that_fails_ends_spooling_with_one_line_and_gaps_are_told(
     try:
         with caplog.at_level(logging.ERROR):
             telemetry = start(root, kept_s=1)
-            time.sleep(2)
+            lines: list[str] = []
+            give_up = time.monotonic() + 60
+            while not lines and time.monotonic() < give_up:
+                time.sleep(0.5)
+                lines = [record.getMessage() for record in caplog.records if record.name == "telemetry.actor"]
+            time.sleep(1.5)  # what follows is nowhere once memory has dropped it
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "telemetry.actor"]

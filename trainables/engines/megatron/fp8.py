@@ -16,8 +16,10 @@ FORWARD = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
 
 COMPILER_OPTIONS = {"triton.mix_order_reduction": False}
-"""For blocks with these layers. torch (2.11 to 2.13) would join the two sums of a norm's backward pass, over the width
-and over the tokens, to one kernel, which is 7 times slower once the scaling of a product's input is joined to it too."""
+"""For compiled blocks with these layers and RMS norms. torch 2.11 to 2.13 would join the two sums of a norm's backward
+pass, over the width and over the tokens, and with them all that leads to the scaled input of a product, to one kernel
+that takes 7 times as long as several. On H200 blocks of Llama-3-8B are 4% faster without; those of GPT-3, whose layer
+norms are not joined with as much, 2% slower."""
 
 T = TypeVar("T")
 

@@ -64,7 +64,8 @@ class Parallelizer:
         if self.layout.compile:
             # Selective recomputation is for the compiler to see. Full recomputation goes around what it made: a graph
             # that recomputes fails to keep the device mesh of sequence parallelism (seen with torch 2.13).
-            options = COMPILER_OPTIONS if self.layout.precision == "fp8" else None
+            scaled = self.layout.precision == "fp8" and isinstance(block.attention_norm, nn.RMSNorm)
+            options = COMPILER_OPTIONS if scaled else None
             (block if self.layout.recompute == "full" else module).compile(options=options)
         fully_shard(module, **self.sharding)
         return module
