@@ -130,6 +130,7 @@ class Bench:
             metrics=runs[0].metrics | trial_metrics(reports, gang_s) | breakdown_metrics(ranks),
             losses=reports[0].losses,
             environment=dict(self.environment) | reports[0].environment,
+            traceback=next((outcome.traceback for outcome in outcomes if outcome.traceback is not None), None),
             ranks=ranks,
         )
         if len(runs) == 1:

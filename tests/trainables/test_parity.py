@@ -542,17 +542,19 @@ def test_layout_trains_as_one_process(model: ModelShape, layout: Layout, run_ran
         ),
     ],
 )
-def test_a_layout_goes_on_as_one_process_with_smaller_batches(
+def test_a_layout_goes_on_as_one_process_with_other_batches(
     model: ModelShape, layout: Layout, run_ranks: RunRanks
 ) -> None:
-    batches = (GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE // 2)
+    batches: tuple[int, ...] = (GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE // 2)
+    if layout.precision == "fp32":  # what bf16 rounds adds up over so many steps
+        batches += (GLOBAL_BATCH_SIZE,)
     losses, norms = reference(model, batches)
     of_losses, of_norms = TOLERANCES[layout.precision]
     short = request(layout, model)
     for report in reports(run_ranks(replace(short, trial_id=f"short {short.trial_id}", batches=batches))):
         assert report.losses == pytest.approx(losses, rel=of_losses)
         assert report.grad_norms == pytest.approx(norms, rel=of_norms)
-        assert list(report.timings) == list(batches)
+        assert set(report.timings) == set(batches)
 
 
 def test_every_setting_is_run_by_default_and_every_pair_of_rows_that_are_not_marked_slow() -> None:
