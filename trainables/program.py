@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from search_spaces.layout import Layout
 from trainables.breakdown import Profile
-from trainables.measure import Protocol, Stretch, Timing
+from trainables.measure import Procedure, Stretch, Timing
 from trainables.platforms.base import Platform
 
 
@@ -86,7 +86,7 @@ class TrialRequest:
     trial_id: str
     layout: Layout
     program: RankProgram
-    protocol: Protocol
+    procedure: Procedure
     deadline_s: float
     batches: tuple[int, ...] = ()
 

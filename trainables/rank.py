@@ -62,12 +62,12 @@ class Rank:
 
     def report(self) -> RankReport:
         """Time all batches, and profile a step of the first if that is asked for. Collective."""
-        protocol = self.request.protocol
+        procedure = self.request.procedure
         timings: dict[int, Timing] = {}
         for batch in self.batches:
             if timings:
                 self.change_batch(batch)
-            timings[batch] = time_steps(self.timed_step, protocol, self.layout.compile, self.enter, self.agreed)
+            timings[batch] = time_steps(self.timed_step, procedure, self.layout.compile, self.enter, self.agreed)
             self.enter("report")
             losses = self.global_losses()
             check_learning(losses)
@@ -81,7 +81,7 @@ class Rank:
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
             environment={"torch": str(torch.__version__)} | self.platform.versions(self.world.device),
         )
-        if protocol.breakdown:
+        if procedure.breakdown:
             report = replace(report, profile=self.profile(report))
         dist.barrier()
         return report

@@ -101,7 +101,7 @@ class Bench:
             return {}
         progress, members = seen
         steps = progress[0].steady
-        if steps is None or early_stop.remaining_s(request.protocol, max(steps.steps_s)) < early_stop.WORTH_S:
+        if steps is None or early_stop.remaining_s(request.procedure, max(steps.steps_s)) < early_stop.WORTH_S:
             return {}
         spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
         (summary,) = summaries([node_windows(spans, members, self.telemetry)], self.telemetry)

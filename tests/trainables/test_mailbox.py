@@ -12,7 +12,7 @@ from search_spaces.models import PRESETS
 from trainables.breakdown import Profile
 from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member, Order
-from trainables.measure import Protocol, Stretch
+from trainables.measure import Procedure, Stretch
 from trainables.program import Progress, RankReport, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
@@ -23,7 +23,7 @@ Evaluated = tuple[list[Outcome], list[Member], float]
 OK = Outcome(Status.OK, phase="report")
 LAYOUT = Layout("megatron", 2, 4, precision="fp32")
 TRAINING = Training(PRESETS["tiny-llama"], "synthetic", 32, seed=0)
-REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60)
+REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Procedure(3, 0.02, 1.0, 1.0, 5), deadline_s=60)
 
 
 def member(rank: int, store_port: int = 4000) -> Member:

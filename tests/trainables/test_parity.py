@@ -25,7 +25,7 @@ from tests.trainables.conftest import RunRanks
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC, open_tokens
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, learning_rate
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.model import Parts, Stage, language_model_loss
 from trainables.program import RankReport, TrialRequest
 from trainables.training import Training
@@ -126,11 +126,11 @@ def reference(model: ModelShape, batches: tuple[int, ...] = (GLOBAL_BATCH_SIZE,)
 
 def request(layout: Layout, model: ModelShape) -> TrialRequest:
     """A trial of `STEPS` optimizer steps: two of warm-up, however they vary, and the rest in the window."""
-    protocol = Protocol(
+    procedure = Procedure(
         steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=STEPS - 2
     )
     name = f"{layout.label} {model}"
-    return TrialRequest(name, layout, Training(model, SYNTHETIC, SEQUENCE_LENGTH, seed=0), protocol, deadline_s=200)
+    return TrialRequest(name, layout, Training(model, SYNTHETIC, SEQUENCE_LENGTH, seed=0), procedure, deadline_s=200)
 
 
 def reports(outcomes: list[Outcome]) -> list[RankReport]:

@@ -21,7 +21,7 @@ from trainables import profiling
 from trainables.breakdown import Profile
 from trainables.child import Nursery
 from trainables.data import SYNTHETIC
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.platforms.base import Platform
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.platforms.cuda import PLATFORM as CUDA
@@ -31,9 +31,9 @@ from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 LAYOUT = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
-PROTOCOL = Protocol(2, 0.5, 0.2, 0.2, 7, breakdown=True)
+PROCEDURE = Procedure(2, 0.5, 0.2, 0.2, 7, breakdown=True)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROTOCOL, deadline_s=120)
+REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROCEDURE, deadline_s=120)
 
 
 def alone(step: Callable[[], object], platform: Platform = CPU) -> Profile:
@@ -96,7 +96,7 @@ def test_each_rank_says_where_its_step_went(layout: Layout, communication: list[
 
 
 def test_without_the_option_nothing_is_profiled(run_ranks: RunRanks) -> None:
-    request = replace(REQUEST, trial_id="unprofiled", protocol=replace(PROTOCOL, breakdown=False))
+    request = replace(REQUEST, trial_id="unprofiled", procedure=replace(PROCEDURE, breakdown=False))
     for outcome in run_ranks(request):
         assert outcome.report is not None
         assert outcome.report.profile is None
@@ -150,7 +150,7 @@ def check_kept(report: RankReport | None, problem: str | None) -> None:
     """That a rank's figures are there, all but its breakdown."""
     assert report is not None
     (timing,) = report.timings.values()
-    assert len(timing.window_steps_s) >= PROTOCOL.window_min_steps
+    assert len(timing.window_steps_s) >= PROCEDURE.window_min_steps
     assert len(report.losses) == len(timing.warmup_steps_s) + len(timing.window_steps_s)
     assert report.environment
     assert report.profile is not None

@@ -33,7 +33,7 @@ from telemetry.windows.trial import WindowSummary
 from trainables.breakdown import Breakdown, Profile, break_down
 from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member
-from trainables.measure import Protocol, Stretch, Timing
+from trainables.measure import Procedure, Stretch, Timing
 from trainables.program import Progress, RankReport
 from trainables.status import Status
 from trainables.training import Training
@@ -303,7 +303,7 @@ def test_a_request_carries_the_spec_s_own_words() -> None:
     request = make_request("t1", CONFIG, spec)
     assert (request.trial_id, request.layout) == ("t1", CONFIG)
     assert request.program == Training(spec.shape, "synthetic", 128, seed=5)
-    assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5, breakdown=True)
+    assert request.procedure == Procedure(4, 0.02, 30.0, 7.0, 5, breakdown=True)
     assert (request.deadline_s, request.batches) == (99.0, ())
 
 
@@ -311,15 +311,15 @@ def test_many_microbatches_are_timed_by_fewer_but_not_those_of_finalists() -> No
     many = replace(CONFIG, global_batch_size=128)  # 32 on each replica
     for purpose in (Purpose.SEARCH, Purpose.SENTINEL, Purpose.CALIBRATION):
         short = make_request("t1", many, make_spec(), purpose)
-        assert (short.layout, short.batches, short.protocol.window_s) == (many, (24, 8), 3.5)
+        assert (short.layout, short.batches, short.procedure.window_s) == (many, (24, 8), 3.5)
     whole = make_request("t1", many, make_spec(), Purpose.FINALIST)
-    assert (whole.batches, whole.protocol.window_s) == ((), make_spec().finalists.window_s)
+    assert (whole.batches, whole.procedure.window_s) == ((), make_spec().finalists.window_s)
     assert whole.deadline_s == pytest.approx(99.0 * 128 / 24)
     assert make_request("t1", CONFIG, make_spec(), Purpose.FINALIST).deadline_s == 99.0  # it was in full before, too
     spec = make_spec()
     measurement = replace(spec.measurement, short_trials=False)
     whole = make_request("t1", many, replace(spec, measurement=measurement))
-    assert (whole.batches, whole.protocol.window_s) == ((), 7.0)
+    assert (whole.batches, whole.procedure.window_s) == ((), 7.0)
 
 
 def start(actor: Any, *arguments: Any) -> Any:
