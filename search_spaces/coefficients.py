@@ -57,13 +57,27 @@ class Coefficients:
     offloaded_per_s: float = 5e8
 
 
+COUNTED = 6 / 3.5
+"""FLOPs that MFU counts of attention, in those of causal attention: it counts the whole square, and a backward pass of
+two forward ones (Chowdhery et al. 2022, appendix B), where half of it is computed, with two and a half (Dao 2023)."""
+
+
 def data_sheet(name: str) -> Coefficients | None:
     """What is to be expected of the accelerator `name` of `ACCELERATORS`; None where nothing is known of it."""
     return _DATA_SHEETS.get(name)
 
 
+def is_unproven(name: str, calibration: Coefficients) -> bool:
+    """Whether `calibration` is but the data sheet's of the accelerator `name`, on which nothing was ever measured."""
+    return ACCELERATORS[name].published_mfu is not None and calibration == data_sheet(name)
+
+
 def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
-    """Peaks of the data sheet, by the shares that were reached on H200; see docs/cost.md."""
+    """Peaks of the data sheet, by the shares that were reached on H200; see docs/cost.md.
+
+    Where nothing was measured, neither products nor attention are faster than would make an MFU that was published:
+    then no layout's is predicted to be larger.
+    """
     sheet = ACCELERATORS[name]
     facts = (sheet.peak_flops, sheet.fp32_flops, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
     peak, fp32, memory, link, network, limit = (*facts, sheet.network_bytes_per_s, sheet.power_limit_w)
@@ -73,10 +87,11 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
     assert link is not None
     assert network is not None
     assert limit is not None
+    most = sheet.published_mfu or 1.0
     return Coefficients(
         source=f"data sheet of {name}",
-        matmul_flops=0.9 * peak,
-        attention_flops=0.55 * peak,
+        matmul_flops=min(0.9, most) * peak,
+        attention_flops=min(0.55, most / COUNTED) * peak,
         fp32_speed=fp32 / peak,
         fp8_speed=1.5 if sheet.fp8 else 1.0,
         memory_bytes_per_s=0.8 * memory,

@@ -14,6 +14,7 @@ class Accelerator:
     torch runs them by default. `memory_bytes_per_s`: of the device's memory; `link_bytes_per_s`: to all neighbours in
     the node together, one way; `network_bytes_per_s`: the device's share of a node's usual network, one way.
     `platform`: the module of `trainables.platforms` that runs ranks on it; None for that which torch was built for.
+    `published_mfu`: where Wattune itself was never measured on it, the largest MFU that others published of it.
     """
 
     memory_gib: float | None = None
@@ -26,6 +27,7 @@ class Accelerator:
     network_bytes_per_s: float | None = None
     power_limit_w: float | None = None
     platform: str | None = "cuda"
+    published_mfu: float | None = None
 
 
 ACCELERATORS: dict[str, Accelerator] = {
@@ -34,11 +36,13 @@ ACCELERATORS: dict[str, Accelerator] = {
     "h100": Accelerator(79.6, 989.4e12, True, True, 66.9e12, 3.35e12, 450e9, 50e9, 700.0),
     "h200": Accelerator(140.4, 989.4e12, True, True, 66.9e12, 4.8e12, 450e9, 50e9, 700.0),
     # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it; one 200 Gbit/s adapter a GPU, as in NVIDIA's
-    # DGX A100.
-    "a100": Accelerator(80.0, 312e12, False, True, 19.5e12, 2.039e12, 300e9, 25e9, 400.0),
+    # DGX A100. MFU: 225 TFLOP/s, GPT-3 2.7B in sequences of 8192 tokens (Dao 2023, FlashAttention-2, table 1).
+    "a100": Accelerator(80.0, 312e12, False, True, 19.5e12, 2.039e12, 300e9, 25e9, 400.0, published_mfu=0.72),
     # AMD Instinct MI250 data sheet: 128 GB, 362.1 TFLOP/s, 3.2 TB/s and 500 W a card, two devices (GCDs) a card. Links:
     # Infinity Fabric, 400 GB/s between the two of a card, about 100 GB/s to the others; a 200 Gbit/s adapter a card.
-    "mi250": Accelerator(64.0, 181.05e12, False, False, 45.3e12, 1.64e12, 100e9, 12.5e9, 250.0, "rocm"),
+    # MFU: 166 TFLOP/s a card, MPT-7B (Databricks, "Training LLMs at Scale with AMD MI250 GPUs", 2023); on Frontier's
+    # MI250X, of a higher peak, 0.38 with GPT 22B (Dash et al. 2023, arXiv 2312.12705).
+    "mi250": Accelerator(64.0, 181.05e12, False, False, 45.3e12, 1.64e12, 100e9, 12.5e9, 250.0, "rocm", 0.46),
     # Any other GPU: nothing is known ahead, so memory is not checked and there is no MFU.
     "gpu": Accelerator(platform=None),
     "cpu": Accelerator(platform="cpu"),

@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from search_spaces import cost, memory
+from search_spaces.coefficients import is_unproven
+from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.goals import Comparison
@@ -42,11 +44,12 @@ class Forecast:
 @dataclass(frozen=True)
 class Plan:
     """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
-    nothing is known of the machine."""
+    nothing is known of the machine. `notice`: why they are in more doubt than elsewhere, if they are."""
 
     problem: Problem
     forecasts: tuple[Forecast, ...]
     source: str | None
+    notice: str | None = None
 
     @cached_property
     def _compared(self) -> Comparison[Forecast]:
@@ -82,6 +85,7 @@ class Plan:
             "depth_proxy": self.problem.depth_proxy,
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
+            "notice": self.notice,
             "points": [
                 forecast.to_dict() | {"on_predicted_front": forecast.layout in front} for forecast in self.forecasts
             ],
@@ -91,7 +95,19 @@ class Plan:
 def make_plan(problem: Problem, calibration: cost.Coefficients | None) -> Plan:
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
-    return Plan(problem, forecasts, None if calibration is None else calibration.source)
+    if calibration is None:
+        return Plan(problem, forecasts, None)
+    return Plan(problem, forecasts, calibration.source, _notice(problem.cluster.accelerator, calibration))
+
+
+def _notice(accelerator: str, calibration: cost.Coefficients) -> str | None:
+    if not is_unproven(accelerator, calibration):
+        return None
+    most = ACCELERATORS[accelerator].published_mfu
+    return (
+        f"never measured on {accelerator}: by its data sheet, and below the largest MFU published of it, {most:.0%}; "
+        "`wattune calibrate` fits it to your machine"
+    )
 
 
 def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
@@ -111,7 +127,8 @@ def text(plan: Plan, every: bool = False) -> str:
         rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
         parts.append(render(["refused by", "layouts", "for example"], rows))
     if plan.source is not None:
-        parts.append(f"Predicted, not measured. Source: {plan.source}.")
+        notice = f"\nNotice: {plan.notice}." if plan.notice else ""
+        parts.append(f"Predicted, not measured. Source: {plan.source}.{notice}")
     if every or not plan.objectives:
         parts.append(_table(plan, plan.forecasts, every))
     elif not plan.front:

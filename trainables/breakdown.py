@@ -69,7 +69,10 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Profile:
-    """The breakdown of a step, or the `problem` for which there is none, and the seconds that it took to have it."""
+    """The breakdown of a step, or the `problem` for which there is none, and the seconds that it took to have it.
+
+    Neither where it is another rank that had the problem.
+    """
 
     breakdown: Breakdown | None
     problem: str | None

@@ -17,12 +17,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, Literal
 
+from trainables.breakdown import Profile
 from trainables.platforms.base import Platform
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
 from trainables.status import Status
@@ -36,7 +37,7 @@ _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  #
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank's trial ended: `ok` with a report, or another status with its cause.
+    """How one rank's trial ended: `ok` with a report, or another status with its cause, and what it had handed over.
 
     `ABORTED` is a rank that was stopped because another rank failed, whose status is the trial's. `phase` is the last
     phase it reached, `traceback` what Python said of the error, or where a rank that hangs was. `infrastructure`: it
@@ -102,8 +103,8 @@ def _watch(
     aborted: Callable[[], bool],
     follow: Callable[[Progress], None],
 ) -> Outcome:
-    """What the child said last, or what kept it from saying anything."""
-    progress = Progress()
+    """What the child said last, or what kept it from saying anything, with the report that it had handed over."""
+    progress, began_s = Progress(), 0.0
     while True:
         phase = progress.phase
         if messages.poll(POLL_S):
@@ -111,16 +112,28 @@ def _watch(
                 message = messages.recv()
             except EOFError:
                 child.join(5)
-                return Outcome(Status.CRASH, _death(child.exitcode, phase), phase)
+                outcome = Outcome(Status.CRASH, _death(child.exitcode, phase), phase)
+                break
             if isinstance(message, Outcome):
-                return message
+                outcome = message
+                break
+            if message.phase != phase:
+                began_s = elapsed_s()
             progress = message
+            follow(progress)
+            continue  # all that it said counts before it is stopped
         if aborted():
-            return Outcome(ABORTED, None, phase)
+            outcome = Outcome(ABORTED, None, phase)
+            break
         if elapsed_s() > deadline_s:
             cause = f"no result after {deadline_s:.0f} s, in phase {phase}"
-            return Outcome(Status.HANG, cause, phase, traceback=_where(child, stack))
+            outcome = Outcome(Status.HANG, cause, phase, traceback=_where(child, stack))
+            break
         follow(progress)
+    if outcome.report is not None or progress.report is None:
+        return outcome
+    lacking = Profile(None, outcome.cause, elapsed_s() - began_s)
+    return replace(outcome, report=replace(progress.report, profile=lacking))
 
 
 def _where(child: BaseProcess, stack: Path) -> str | None:

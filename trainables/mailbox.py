@@ -145,7 +145,8 @@ class Mailbox:
         """Run one trial.
 
         Returns the outcomes by worker, or the one outcome that ended it, the gang's members, and the seconds that the
-        gang spent on it: since it was last free, so that waiting for this trial counts.
+        gang spent on it: since it was last free, so that waiting for this trial counts. A trial that failed once all
+        its ranks had handed over a report has ended well.
         """
         async with self.changed:
             members = await self._all_members()
@@ -161,9 +162,12 @@ class Mailbox:
                 self.round = None
             gang_s, self.free_since = time.monotonic() - self.free_since, time.monotonic()
             self.changed.notify_all()
+        outcomes = [current.outcomes[worker] for worker in range(workers) if worker in current.outcomes]
         if current.failure is not None:
-            return [current.failure], members, gang_s
-        return [current.outcomes[worker] for worker in range(workers)], members, gang_s
+            if len(outcomes) < workers or any(outcome.report is None for outcome in outcomes):
+                return [current.failure], members, gang_s
+            outcomes = [replace(outcome, status=Status.OK, cause=None) for outcome in outcomes]
+        return outcomes, members, gang_s
 
     async def give_up(self, cause: str) -> None:
         """End the trial under way, if any, as crashed: its gang is gone."""

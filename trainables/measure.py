@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Protocol:
+class Procedure:
     """When warm-up ends, how long the window is, and whether one more step is profiled after it.
 
     The fields are the spec's `measurement` section.
@@ -48,15 +48,15 @@ class Stretch:
     end_ns: int
 
 
-def is_steady(steps: list[float], protocol: Protocol) -> bool:
+def is_steady(steps: list[float], procedure: Procedure) -> bool:
     """Whether the last `steady_steps` steps, the very first never counted, agree within the tolerance."""
-    recent = steps[1:][-protocol.steady_steps :]
-    return len(recent) == protocol.steady_steps and max(recent) <= min(recent) * (1 + protocol.warmup_tolerance)
+    recent = steps[1:][-procedure.steady_steps :]
+    return len(recent) == procedure.steady_steps and max(recent) <= min(recent) * (1 + procedure.warmup_tolerance)
 
 
 def time_steps(
     step: Callable[[], tuple[float, int]],
-    protocol: Protocol,
+    procedure: Procedure,
     compiled: bool,
     on_phase: Callable[[str], None] = lambda phase: None,
     on_steady: Callable[[Stretch], None] = lambda steps: None,
@@ -74,17 +74,17 @@ def time_steps(
         seconds, now = step()
         warmup.append(seconds)
         stamps.append(now)
-        steady = is_steady(warmup, protocol)
+        steady = is_steady(warmup, procedure)
         # The first step carries compilation and the creation of communicators: it has no say in the limit.
-        if len(warmup) > protocol.steady_steps and sum(warmup[1:]) >= protocol.warmup_max_s:
+        if len(warmup) > procedure.steady_steps and sum(warmup[1:]) >= procedure.warmup_max_s:
             break
     if steady:
-        agreed = protocol.steady_steps
+        agreed = procedure.steady_steps
         on_steady(Stretch(tuple(warmup[-agreed:]), stamps[-agreed - 1], stamps[-1]))
     on_phase("window")
     start = now
     window: list[float] = []
-    while len(window) < protocol.window_min_steps or sum(window) < protocol.window_s:
+    while len(window) < procedure.window_min_steps or sum(window) < procedure.window_s:
         seconds, now = step()
         window.append(seconds)
     usual = statistics.median(window)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from search_spaces.layout import Layout
 from trainables.breakdown import Profile
-from trainables.measure import Protocol, Stretch, Timing
+from trainables.measure import Procedure, Stretch, Timing
 from trainables.platforms.base import Platform
 
 
@@ -27,13 +27,15 @@ class Place:
 class Progress:
     """How far a rank is: its phase, its GPU's UUID (None on CPU and before it has one) and the trial's latest speed.
 
-    `steady` are the latest steps that ended a warm-up by agreeing.
+    `steady` are the latest steps that ended a warm-up by agreeing. `report` is there once all is measured that a trial
+    cannot do without, and stands whatever comes after.
     """
 
     phase: str = "start"
     device: str | None = None
     tokens_per_s: float | None = None
     steady: Stretch | None = None
+    report: RankReport | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class RankReport:
     """What one rank measured.
 
     `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. `timings` are by global
-    batch size in the order of time. Losses are those of the global batch; `profile` is that of one step after the first
-    window, None if none was asked for. `environment` are names of devices and versions of libraries.
+    batch size in the order of time. Losses are those of the global batch; `profile` is that of one more step of the
+    first size, None if none was asked for. `environment` are names of devices and versions of libraries.
     """
 
     rank: int
@@ -68,7 +70,8 @@ class RankProgram(ABC):
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Run the trial's layout as rank `place.rank` and time it. Collective over the ranks.
 
-        `on_progress` is to be called at each phase and step. Raises `InvalidTrial` for a trial that ran in vain; any
+        `on_progress` is to be called at each phase and step. A trial whose ranks have all handed over a report in their
+        progress has ended well, however they end. Raises `InvalidTrial` for a trial that ran in vain; any
         other error is a crash, or the memory having run out.
         """
 
@@ -77,14 +80,13 @@ class RankProgram(ABC):
 class TrialRequest:
     """A trial as a gang gets it: which program is to run a layout, and how it is to be timed.
 
-    `batches`: the global batch sizes to time, one after the other, each a divisor of the one before; the layout's own
-    if there are none.
+    `batches`: the global batch sizes to time, one after the other; the layout's own if there are none.
     """
 
     trial_id: str
     layout: Layout
     program: RankProgram
-    protocol: Protocol
+    procedure: Procedure
     deadline_s: float
     batches: tuple[int, ...] = ()
 

@@ -62,20 +62,15 @@ class Rank:
 
     def report(self) -> RankReport:
         """Time all batches, and profile a step of the first if that is asked for. Collective."""
-        protocol = self.request.protocol
+        procedure = self.request.procedure
         timings: dict[int, Timing] = {}
-        profile: Profile | None = None
         for batch in self.batches:
             if timings:
                 self.change_batch(batch)
-            timings[batch] = time_steps(self.timed_step, protocol, self.layout.compile, self.enter, self.agreed)
+            timings[batch] = time_steps(self.timed_step, procedure, self.layout.compile, self.enter, self.agreed)
             self.enter("report")
             losses = self.global_losses()
             check_learning(losses)
-            if protocol.breakdown and profile is None:
-                self.enter("breakdown")
-                meet = partial(self.world.meet, "profiling")
-                profile = profile_step(self.step, self.layout, self.platform, meet, self.world.slowest)
         report = RankReport(
             rank=self.world.rank,
             coordinates=self.layout.coordinates(self.world.rank),
@@ -85,10 +80,22 @@ class Rank:
             grad_norms=tuple(float(norm) for norm in self.grad_norms),
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
             environment={"torch": str(torch.__version__)} | self.platform.versions(self.world.device),
-            profile=profile,
         )
+        if procedure.breakdown:
+            report = replace(report, profile=self.profile(report))
         dist.barrier()
         return report
+
+    def profile(self, report: RankReport) -> Profile:
+        """Profile a step of the first batch, once all ranks have handed over their `report` of all else. Collective."""
+        self.progress = replace(self.progress, report=report)
+        self.enter("breakdown")
+        self.world.meet("measured")
+        if self.layout.global_batch_size != self.batches[0]:
+            self.change_batch(self.batches[0])
+        return profile_step(
+            self.step, self.layout, self.platform, partial(self.world.meet, "profiling"), self.world.slowest
+        )
 
     def enter(self, phase: str) -> None:
         self.progress = replace(self.progress, phase=phase)

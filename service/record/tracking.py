@@ -23,6 +23,7 @@ from service.problem import Problem
 from service.record import store
 from service.result import TrialResult
 from service.spec import dump_spec
+from telemetry.devices import is_host
 from telemetry.store import thin, write_samples
 from trainables.data import SYNTHETIC
 
@@ -337,7 +338,7 @@ def _device_names(samples: pyarrow.Table) -> dict[str, str]:
     short = 8 if len({node[:8] for node in nodes}) == len(nodes) else None
     names = {}
     for row in devices:
-        name = ("cpu" if row["kind_first"] == "cpu" else "gpu") + str(row["index_first"])
+        name = ("cpu" if is_host(row["kind_first"]) else "gpu") + str(row["index_first"])
         names[row["device"]] = f"{row['node_first'][:short]}-{name}" if len(nodes) > 1 else name
     return names
 

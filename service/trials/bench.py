@@ -101,7 +101,7 @@ class Bench:
             return {}
         progress, members = seen
         steps = progress[0].steady
-        if steps is None or early_stop.remaining_s(request.protocol, max(steps.steps_s)) < early_stop.WORTH_S:
+        if steps is None or early_stop.remaining_s(request.procedure, max(steps.steps_s)) < early_stop.WORTH_S:
             return {}
         spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
         (summary,) = summaries([node_windows(spans, members, self.telemetry)], self.telemetry)
@@ -130,6 +130,7 @@ class Bench:
             metrics=runs[0].metrics | trial_metrics(reports, gang_s) | breakdown_metrics(ranks),
             losses=reports[0].losses,
             environment=dict(self.environment) | reports[0].environment,
+            traceback=next((outcome.traceback for outcome in outcomes if outcome.traceback is not None), None),
             ranks=ranks,
         )
         if len(runs) == 1:

@@ -13,7 +13,7 @@ from service.goals import Figures, Goals
 from service.metrics import TABLE, known
 from service.problem import Problem
 from service.trials.figures import of_step
-from trainables.measure import Protocol, Stretch
+from trainables.measure import Procedure, Stretch
 
 TIME_NOISE, ENERGY_NOISE = 3 * 0.0025, 3 * 0.009
 """Shares by which time and energy may still turn out better: three times the largest difference between neighbouring
@@ -33,9 +33,9 @@ BOUND = "bound_"
 """What the name of a metric begins with that is the best which a pruned trial could have come to."""
 
 
-def remaining_s(protocol: Protocol, step_s: float) -> float:
+def remaining_s(procedure: Procedure, step_s: float) -> float:
     """Seconds of the window that a trial has before it, and of the step that is profiled."""
-    return max(protocol.window_s, protocol.window_min_steps * step_s) + protocol.breakdown * step_s
+    return max(procedure.window_s, procedure.window_min_steps * step_s) + procedure.breakdown * step_s
 
 
 def bounds(problem: Problem, gpus: int, steps: Stretch, energy_j: float | None) -> dict[str, float]:

@@ -23,7 +23,7 @@ from service.trials.bench import Bench
 from service.trials.extrapolation import SPENT, over_depth
 from service.trials.pool import Pool
 from service.trials.windows import Nodes
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.program import TrialRequest
 from trainables.status import Status
 from trainables.training import Training
@@ -127,7 +127,7 @@ def run_probe(bench: Bench, trial_id: str, layout: Layout, depths: tuple[int, in
         if result.status != "ok":
             return None, seconds
         seconds += sum(result.metrics[name] or 0.0 for name in SPENT)
-    if (reason := probe.refusal(layout, bench.problem, *proxies)) is None:
+    if (reason := probe.overflow(layout, bench.problem, *proxies)) is None:
         return None, seconds
     spent: dict[str, float | None] = {"probe_time_s": seconds}
     return TrialResult(trial_id, layout, Status.OOM, reason, spent, proxies=tuple(proxies)), seconds
@@ -152,7 +152,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
         trial_id=trial_id,
         layout=layout,
         program=Training(problem.shape, problem.data, problem.sequence_length, problem.seed),
-        protocol=Protocol(**timing),
+        procedure=Procedure(**timing),
         deadline_s=deadline_s,
         batches=sizes,
     )

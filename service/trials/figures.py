@@ -46,8 +46,14 @@ def breakdown_metrics(ranks: tuple[RankRecord, ...]) -> dict[str, float | None]:
 
 def breakdown_problems(outcomes: list[Outcome]) -> list[str]:
     """Why ranks that were to be profiled have no breakdown."""
-    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
-    return [f"no breakdown of rank {r.rank}: {r.profile.problem}" for r in reports if r.profile and r.profile.problem]
+    ranks: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        if outcome.report is not None and outcome.report.profile is not None and outcome.report.profile.problem:
+            ranks.setdefault(outcome.report.profile.problem, []).append(outcome.report.rank)
+    return [
+        f"no breakdown of rank{'s' * (len(these) > 1)} {', '.join(map(str, sorted(these)))}: {problem}"
+        for problem, these in ranks.items()
+    ]
 
 
 def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> list[str]:

@@ -12,14 +12,14 @@ from search_spaces.memory import band, estimate
 from service.problem import Problem
 from service.result import Proxy
 from service.trials.extrapolation import line
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.program import TrialRequest
 
 LAYERS_PER_STAGE = (4, 8)
 """With fewer, blocks still fit in what the loss has given back, and a line through them is too steep: by two and four
 layers, twelve that took 134 GiB were foretold 148 (H200)."""
 
-STEPS = Protocol(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window_s=1e-9, window_min_steps=1)
+STEPS = Procedure(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window_s=1e-9, window_min_steps=1)
 """Three steps: the first makes the optimizer's states, without which the peak of those after it is not reached."""
 
 
@@ -37,10 +37,10 @@ def depths(layout: Layout, problem: Problem) -> tuple[int, int] | None:
 
 def probing(request: TrialRequest) -> TrialRequest:
     """The trial cut down to a few steps, of the smallest batch to which it would come."""
-    return replace(request, protocol=STEPS, batches=request.batches[-1:])
+    return replace(request, procedure=STEPS, batches=request.batches[-1:])
 
 
-def refusal(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> str | None:
+def overflow(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> str | None:
     """Why a layout does not fit, by two probes that ended well; None if it may.
 
     What torch reserves and does not use it gives back where memory is short, so that it does not count.

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from service.remote import call
 from service.result import NodeWindow
 from telemetry.actor import Telemetry
+from telemetry.devices import is_host
 from telemetry.windows.trial import WindowSummary, combine
 from trainables.mailbox import Member
 
@@ -59,7 +60,7 @@ def idle_windows(
         if workers <= len(window.devices):
             continue
         description = ray.get(call(telemetry[window.node_id], Telemetry.describe))
-        gpus = [device["uuid"] for device in description["devices"] if device["kind"] != "cpu"]
+        gpus = [device["uuid"] for device in description["devices"] if not is_host(device["kind"])]
         if gpus and len(gpus) != workers:
             return None
         if left := tuple(gpu for gpu in gpus if gpu not in window.devices):

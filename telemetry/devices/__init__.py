@@ -112,3 +112,8 @@ def discover(process_root: int | None = None) -> list[Device]:
 def throttle_bits(kind: str | None) -> Mapping[str, int]:
     """Masks of `throttle_reasons` by cause, for a kind of device; none for a kind that is not known here."""
     return next((vendor.throttle_bits for vendor in vendors() if vendor.kind == kind), {})
+
+
+def is_host(kind: str | None) -> bool:
+    """Whether a device of this kind is the machine itself, and no GPU."""
+    return any(vendor.kind == kind and vendor.precedence is Precedence.HOST for vendor in vendors())

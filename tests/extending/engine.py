@@ -18,7 +18,7 @@ from service.plan import make_plan, text
 from service.spec import parse_spec
 from trainables.child import Nursery
 from trainables.data import SYNTHETIC
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.platforms.base import platform_of
 from trainables.program import Place, TrialRequest
 from trainables.training import Training
@@ -37,7 +37,7 @@ space:
   precision: [fp32, bf16]
   compile: [false, true]
 """
-STEPS = Protocol(steady_steps=2, warmup_tolerance=0.9, warmup_max_s=0.1, window_s=1e-3, window_min_steps=3)
+STEPS = Procedure(steady_steps=2, warmup_tolerance=0.9, warmup_max_s=0.1, window_s=1e-3, window_min_steps=3)
 
 
 def planned() -> list[Layout]:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.cost import Coefficients, data_sheet, predict
+from search_spaces.coefficients import is_unproven
+from search_spaces.cost import Coefficients, data_sheet, predict, predicted_metrics
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS
@@ -72,6 +73,7 @@ AXES: dict[str, list[Any]] = {
     "compile": [False, True],
     "precision": ["bf16", "fp32", "fp8"],
 }
+UNPROVEN = [name for name, accelerator in ACCELERATORS.items() if accelerator.published_mfu is not None]
 RATES = [field for field in fields(Coefficients) if field.name.endswith("_per_s")]
 
 
@@ -260,6 +262,21 @@ def test_gpt3_on_1024_h100_is_about_as_fast_as_published() -> None:
     )
     speed = predict(layout, work, SHEET).tokens_per_s * model.flops_per_token(2048) / 1024
     assert 0.3 < speed / 989.4e12 < 0.5
+
+
+@settings(deadline=None, max_examples=50)
+@given(LAYOUTS, st.sampled_from(UNPROVEN), st.sampled_from([512, 8192, 131_072]))
+def test_where_nothing_was_measured_no_layout_is_faster_than_what_was_published(
+    drawn: tuple[Workload, Layout], name: str, length: int
+) -> None:
+    work = replace(drawn[0], sequence_length=length, accelerator=ACCELERATORS[name])
+    mfu = predicted_metrics(drawn[1], work, sheet_of(name))["mfu"]
+    assert mfu < (ACCELERATORS[name].published_mfu or 0)
+
+
+def test_only_data_sheets_of_what_was_never_measured_are_unproven() -> None:
+    assert [name for name in ACCELERATORS if name != "gpu" and is_unproven(name, sheet_of(name))] == ["a100", "mi250"]
+    assert not is_unproven("a100", replace(sheet_of("a100"), source="16 trials", matmul_flops=280e12))
 
 
 def test_every_accelerator_that_is_known_has_a_labelled_calibration() -> None:

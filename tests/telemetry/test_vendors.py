@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from telemetry import devices, live
-from telemetry.devices import Precedence, discover, replay, throttle_bits, vendors
+from telemetry.devices import Precedence, discover, is_host, replay, throttle_bits, vendors
 from telemetry.sampler import Sampler
 from telemetry.samples import THROTTLE_CAUSES, SampleBuffer
 from telemetry.windows.trial import summarise
@@ -105,3 +105,4 @@ def test_every_vendor_speaks_of_known_causes_and_of_kinds_of_its_own() -> None:
     assert {cause for vendor in vendors() for cause in vendor.throttle_bits} <= set(THROTTLE_CAUSES)
     by_precedence = {vendor.kind: vendor.precedence for vendor in vendors() if vendor.precedence is not Precedence.GPU}
     assert by_precedence == {"replay": Precedence.RECORDED, "cpu": Precedence.HOST}
+    assert [kind for kind in (*kinds, None) if is_host(kind)] == ["cpu"]

@@ -27,7 +27,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from trainables import child
 from trainables.data import SYNTHETIC
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.model import Block
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import Place, Progress, RankReport, TrialRequest
@@ -36,9 +36,9 @@ from trainables.training import Training
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 SHARDED = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32", zero_stage=3)
 PIPELINE = replace(SHARDED, zero_stage=0, pipeline_parallel_size=2)
-PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
+PROCEDURE = Procedure(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("good", SHARDED, TRAINING, PROTOCOL, deadline_s=60)
+REQUEST = TrialRequest("good", SHARDED, TRAINING, PROCEDURE, deadline_s=60)
 
 FAULTS = {"backward": SHARDED, "killed": PIPELINE, "forward": SHARDED, "optimizer": SHARDED}
 STEPS_BEFORE = 3

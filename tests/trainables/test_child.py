@@ -19,7 +19,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from trainables.child import ABORTED, Nursery, Outcome, error_line, is_out_of_memory
 from trainables.data import SYNTHETIC
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import InvalidTrial, Place, Progress, RankProgram, RankReport, TrialRequest
 from trainables.status import Status
@@ -27,11 +27,11 @@ from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 LAYOUT = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
-SHORT = Protocol(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
-ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
+SHORT = Procedure(steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=18)
+ENDLESS = Procedure(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
 REQUEST = TrialRequest("short", LAYOUT, TRAINING, SHORT, deadline_s=120)
-TRAINING_FOREVER = replace(REQUEST, trial_id="endless", protocol=ENDLESS)
+TRAINING_FOREVER = replace(REQUEST, trial_id="endless", procedure=ENDLESS)
 WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(LAYOUT, num_gpus=2))  # the other rank never comes
 
 

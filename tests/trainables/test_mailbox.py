@@ -9,10 +9,11 @@ import pytest
 
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
+from trainables.breakdown import Profile
 from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member, Order
-from trainables.measure import Protocol, Stretch
-from trainables.program import Progress, TrialRequest
+from trainables.measure import Procedure, Stretch
+from trainables.program import Progress, RankReport, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
@@ -22,7 +23,7 @@ Evaluated = tuple[list[Outcome], list[Member], float]
 OK = Outcome(Status.OK, phase="report")
 LAYOUT = Layout("megatron", 2, 4, precision="fp32")
 TRAINING = Training(PRESETS["tiny-llama"], "synthetic", 32, seed=0)
-REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Protocol(3, 0.02, 1.0, 1.0, 5), deadline_s=60)
+REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Procedure(3, 0.02, 1.0, 1.0, 5), deadline_s=60)
 
 
 def member(rank: int, store_port: int = 4000) -> Member:
@@ -147,6 +148,39 @@ async def test_the_first_failure_is_the_cause() -> None:
     await mailbox.hand_in(0, number, Outcome(Status.CRASH, "Connection closed by peer", "warmup"))
     outcomes, *_ = await soon(trial)
     assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("oom", "rank 1: memory")]
+
+
+def measured(rank: int, problem: str | None) -> RankReport:
+    return RankReport(rank, {}, None, {}, (6.0,), (1.0,), None, {}, Profile(None, problem, 60.0))
+
+
+@in_a_loop
+async def test_a_trial_that_fails_once_all_its_ranks_have_measured_ends_well() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    stopped = asyncio.create_task(mailbox.aborted(number))
+    problem = "no result after 60 s, in phase breakdown"
+    hung = Outcome(Status.HANG, problem, "breakdown", measured(1, problem), traceback="in profile_step")
+    await mailbox.hand_in(1, number, hung)
+    await soon(stopped)
+    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "breakdown", measured(0, None)))
+    outcomes, *_ = await soon(trial)
+    assert outcomes == [
+        Outcome(Status.OK, None, "breakdown", measured(0, None)),
+        Outcome(Status.OK, None, "breakdown", measured(1, problem), traceback="in profile_step"),
+    ]
+
+
+@in_a_loop
+async def test_a_trial_of_which_one_rank_has_not_measured_has_failed() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    await mailbox.hand_in(1, number, Outcome(Status.CRASH, "killed", "breakdown", measured(1, "killed")))
+    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "report"))
+    outcomes, *_ = await soon(trial)
+    assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("crash", "rank 1: killed")]
 
 
 @in_a_loop

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from trainables.measure import Protocol, Stretch, Timing, is_steady, time_steps
+from trainables.measure import Procedure, Stretch, Timing, is_steady, time_steps
 
-PROTOCOL = Protocol(steady_steps=3, warmup_tolerance=0.02, warmup_max_s=30.0, window_s=10.0, window_min_steps=5)
+PROCEDURE = Procedure(steady_steps=3, warmup_tolerance=0.02, warmup_max_s=30.0, window_s=10.0, window_min_steps=5)
 
 
 def scripted(seconds: Iterable[float]) -> Callable[[], tuple[float, int]]:
@@ -23,8 +23,8 @@ def scripted(seconds: Iterable[float]) -> Callable[[], tuple[float, int]]:
     return step
 
 
-def timed(seconds: Iterable[float], protocol: Protocol = PROTOCOL, compiled: bool = False) -> Timing:
-    return time_steps(scripted(seconds), protocol, compiled)
+def timed(seconds: Iterable[float], procedure: Procedure = PROCEDURE, compiled: bool = False) -> Timing:
+    return time_steps(scripted(seconds), procedure, compiled)
 
 
 def test_warm_up_ends_as_soon_as_recent_steps_agree() -> None:
@@ -36,11 +36,11 @@ def test_warm_up_ends_as_soon_as_recent_steps_agree() -> None:
 
 
 def test_the_first_step_never_counts_as_steady() -> None:
-    assert not is_steady([2.0, 2.0, 2.0], PROTOCOL)
-    assert is_steady([2.0, 2.0, 2.0, 2.0], PROTOCOL)
-    assert is_steady([2.0, 2.0, 2.0, 2.04], PROTOCOL)
-    assert not is_steady([2.0, 2.0, 2.0, 2.05], PROTOCOL)
-    assert not is_steady([], PROTOCOL)
+    assert not is_steady([2.0, 2.0, 2.0], PROCEDURE)
+    assert is_steady([2.0, 2.0, 2.0, 2.0], PROCEDURE)
+    assert is_steady([2.0, 2.0, 2.0, 2.04], PROCEDURE)
+    assert not is_steady([2.0, 2.0, 2.0, 2.05], PROCEDURE)
+    assert not is_steady([], PROCEDURE)
 
 
 def test_unsteady_steps_warm_up_no_longer_than_allowed() -> None:
@@ -56,7 +56,7 @@ def test_a_slow_first_step_does_not_use_up_the_warm_up() -> None:
 
 def test_even_slow_steps_warm_up_as_often_as_they_must_agree() -> None:
     timing = timed(itertools.cycle([40.0, 80.0]))
-    assert len(timing.warmup_steps_s) == PROTOCOL.steady_steps + 1
+    assert len(timing.warmup_steps_s) == PROCEDURE.steady_steps + 1
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(4.0, 5), (2.0, 5), (1.0, 10), (0.3, 34)])
@@ -79,11 +79,11 @@ def test_a_slow_step_in_the_window_leaves_the_compile_time_alone() -> None:
 
 def test_the_steps_that_agreed_are_told_before_the_window() -> None:
     events: list[str | Stretch] = []
-    time_steps(scripted([9.0, 3.0, *[2.0] * 20]), PROTOCOL, False, events.append, events.append)
+    time_steps(scripted([9.0, 3.0, *[2.0] * 20]), PROCEDURE, False, events.append, events.append)
     agreed = Stretch((2.0, 2.0, 2.0), 1_000_000_000_000 + 12 * 10**9, 1_000_000_000_000 + 18 * 10**9)
     assert events == ["warmup", agreed, "window"]
     events.clear()
-    time_steps(scripted(itertools.cycle([1.0, 2.0])), PROTOCOL, False, events.append, events.append)
+    time_steps(scripted(itertools.cycle([1.0, 2.0])), PROCEDURE, False, events.append, events.append)
     assert events == ["warmup", "window"]
 
 
@@ -95,5 +95,5 @@ def test_phases_are_told_as_they_begin() -> None:
         events.append("step")
         return step()
 
-    time_steps(watched, PROTOCOL, False, events.append)
+    time_steps(watched, PROCEDURE, False, events.append)
     assert events == ["warmup", *["step"] * 4, "window", *["step"] * 5]

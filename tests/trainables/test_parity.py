@@ -25,7 +25,7 @@ from tests.trainables.conftest import RunRanks
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC, open_tokens
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY, learning_rate
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.model import Parts, Stage, language_model_loss
 from trainables.program import RankReport, TrialRequest
 from trainables.training import Training
@@ -126,11 +126,11 @@ def reference(model: ModelShape, batches: tuple[int, ...] = (GLOBAL_BATCH_SIZE,)
 
 def request(layout: Layout, model: ModelShape) -> TrialRequest:
     """A trial of `STEPS` optimizer steps: two of warm-up, however they vary, and the rest in the window."""
-    protocol = Protocol(
+    procedure = Procedure(
         steady_steps=1, warmup_tolerance=0.5, warmup_max_s=1e-9, window_s=1e-9, window_min_steps=STEPS - 2
     )
     name = f"{layout.label} {model}"
-    return TrialRequest(name, layout, Training(model, SYNTHETIC, SEQUENCE_LENGTH, seed=0), protocol, deadline_s=200)
+    return TrialRequest(name, layout, Training(model, SYNTHETIC, SEQUENCE_LENGTH, seed=0), procedure, deadline_s=200)
 
 
 def reports(outcomes: list[Outcome]) -> list[RankReport]:
@@ -542,17 +542,19 @@ def test_layout_trains_as_one_process(model: ModelShape, layout: Layout, run_ran
         ),
     ],
 )
-def test_a_layout_goes_on_as_one_process_with_smaller_batches(
+def test_a_layout_goes_on_as_one_process_with_other_batches(
     model: ModelShape, layout: Layout, run_ranks: RunRanks
 ) -> None:
-    batches = (GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE // 2)
+    batches: tuple[int, ...] = (GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE // 2)
+    if layout.precision == "fp32":  # what bf16 rounds adds up over so many steps
+        batches += (GLOBAL_BATCH_SIZE,)
     losses, norms = reference(model, batches)
     of_losses, of_norms = TOLERANCES[layout.precision]
     short = request(layout, model)
     for report in reports(run_ranks(replace(short, trial_id=f"short {short.trial_id}", batches=batches))):
         assert report.losses == pytest.approx(losses, rel=of_losses)
         assert report.grad_norms == pytest.approx(norms, rel=of_norms)
-        assert list(report.timings) == list(batches)
+        assert set(report.timings) == set(batches)
 
 
 def test_every_setting_is_run_by_default_and_every_pair_of_rows_that_are_not_marked_slow() -> None:

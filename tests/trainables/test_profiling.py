@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,27 +9,31 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import DeviceType
+from torch.distributed import TCPStore
 from torch.nn.functional import scaled_dot_product_attention
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
+from tests.trainables.faults import no_memory
 from trainables import profiling
 from trainables.breakdown import Profile
+from trainables.child import Nursery
 from trainables.data import SYNTHETIC
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.platforms.base import Platform
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.platforms.cuda import PLATFORM as CUDA
 from trainables.profiling import profile_step
-from trainables.program import RankReport, TrialRequest
+from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 LAYOUT = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
-PROTOCOL = Protocol(2, 0.5, 0.2, 0.2, 7, breakdown=True)
+PROCEDURE = Procedure(2, 0.5, 0.2, 0.2, 7, breakdown=True)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROTOCOL, deadline_s=120)
+REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROCEDURE, deadline_s=120)
 
 
 def alone(step: Callable[[], object], platform: Platform = CPU) -> Profile:
@@ -90,7 +96,7 @@ def test_each_rank_says_where_its_step_went(layout: Layout, communication: list[
 
 
 def test_without_the_option_nothing_is_profiled(run_ranks: RunRanks) -> None:
-    request = replace(REQUEST, trial_id="unprofiled", protocol=replace(PROTOCOL, breakdown=False))
+    request = replace(REQUEST, trial_id="unprofiled", procedure=replace(PROCEDURE, breakdown=False))
     for outcome in run_ranks(request):
         assert outcome.report is not None
         assert outcome.report.profile is None
@@ -115,6 +121,81 @@ def test_a_profiler_that_fails_leaves_the_step_and_its_reason(method: str, monke
     assert done == ["meet", "step"]
     assert found.breakdown is None
     assert found.problem == "the profiler failed: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+
+
+@dataclass(frozen=True)
+class Unprofilable(Training):
+    """A training of which the last rank comes to nothing once the profiler begins, in the way that `fault` names."""
+
+    fault: str = ""
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        fault = self.fault
+
+        class Faulty(torch.autograd.profiler.profile):
+            def __enter__(self) -> Any:
+                if fault == "hang":
+                    signal.pause()
+                if fault == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                register_optimizer_step_pre_hook(lambda *arguments: no_memory())
+                return super().__enter__()
+
+        if place.rank == request.layout.num_gpus - 1:
+            profiling.profile = Faulty  # type: ignore[attr-defined]
+        return super().run(request, place, on_progress)
+
+
+def check_kept(report: RankReport | None, problem: str | None) -> None:
+    """That a rank's figures are there, all but its breakdown."""
+    assert report is not None
+    (timing,) = report.timings.values()
+    assert len(timing.window_steps_s) >= PROCEDURE.window_min_steps
+    assert len(report.losses) == len(timing.warmup_steps_s) + len(timing.window_steps_s)
+    assert report.environment
+    assert report.profile is not None
+    assert (report.profile.breakdown, report.profile.problem) == (None, problem)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "problem"),
+    [
+        ("killed", "crash", "the process was killed by SIGKILL in phase breakdown"),
+        ("memory", "oom", "breakdown: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
+    ],
+)
+def test_figures_are_kept_when_a_rank_fails_in_the_breakdown(
+    fault: str, status: str, problem: str, run_ranks: RunRanks
+) -> None:
+    program = Unprofilable(**vars(TRAINING), fault=fault)
+    other, failed = run_ranks(replace(REQUEST, trial_id=f"unprofilable: {fault}", program=program))
+    assert (failed.status, failed.phase, failed.cause) == (status, "breakdown", problem)
+    check_kept(failed.report, problem)
+    # The other one is stopped, unless it hears first that its peer is gone.
+    assert other.status in ("aborted", "crash")
+    check_kept(other.report, other.cause)
+
+
+def test_figures_are_kept_when_the_profiler_hangs(nursery: Nursery, store: TCPStore) -> None:
+    phase = ""
+
+    def follow(progress: Progress) -> None:
+        nonlocal phase
+        phase = progress.phase
+
+    request = replace(
+        REQUEST,
+        trial_id="unprofilable: hang",
+        layout=replace(LAYOUT, num_gpus=1),
+        program=Unprofilable(**vars(TRAINING), fault="hang"),
+    )
+    place = Place(0, 0, "127.0.0.1", store.port, CPU)
+    with nursery.trial(request, place, lambda: 130.0 if phase == "breakdown" else 50.0, lambda: False, follow) as found:
+        assert (found.status, found.cause) == ("hang", "no result after 120 s, in phase breakdown")
+    check_kept(found.report, found.cause)
+    assert found.report is not None
+    assert found.report.profile is not None
+    assert found.report.profile.time_s == 80.0
 
 
 def test_a_step_that_fails_fails() -> None:

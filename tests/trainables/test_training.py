@@ -15,7 +15,7 @@ from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
 from trainables.child import Nursery
 from trainables.data import SYNTHETIC
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import InvalidTrial, Place, Progress, TrialRequest
 from trainables.rank import check_learning
@@ -23,9 +23,9 @@ from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 LAYOUT = Layout("megatron", 1, 4, micro_batch_size=2, precision="fp32")
-PROTOCOL = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=7)
+PROCEDURE = Procedure(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=7)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
-REQUEST = TrialRequest("alone", LAYOUT, TRAINING, PROTOCOL, deadline_s=120)
+REQUEST = TrialRequest("alone", LAYOUT, TRAINING, PROCEDURE, deadline_s=120)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_a_rank_reports_what_it_measured(engine: str, run_ranks: RunRanks) -> No
     report = outcome.report
     assert report is not None
     timing = report.timings[LAYOUT.global_batch_size]
-    assert len(timing.window_steps_s) >= PROTOCOL.window_min_steps
-    assert sum(timing.window_steps_s) >= PROTOCOL.window_s
+    assert len(timing.window_steps_s) >= PROCEDURE.window_min_steps
+    assert sum(timing.window_steps_s) >= PROCEDURE.window_s
     # The steps fill the window, but for the exchanges of their times, in which a busy machine may halt the process.
     window_s = (timing.end_ns - timing.start_ns) / 1e9
     assert 0.6 * window_s < sum(timing.window_steps_s) <= window_s * (1 + 1e-9)
@@ -86,9 +86,12 @@ def test_training_that_does_not_learn_is_invalid(run_ranks: RunRanks, tmp_path: 
     per_step = LAYOUT.global_batch_size * TRAINING.sequence_length
     by_step = np.array([0] * 20 + list(range(1, 11)), dtype=np.uint16)
     np.save(tmp_path / "tokens.npy", np.append(by_step.repeat(per_step), 0))
-    protocol = Protocol(1, 0.5, 1e-9, 1e-9, window_min_steps=28)
+    procedure = Procedure(1, 0.5, 1e-9, 1e-9, window_min_steps=28)
     request = replace(
-        REQUEST, trial_id="unlearning", program=replace(TRAINING, data=str(tmp_path / "tokens.npy")), protocol=protocol
+        REQUEST,
+        trial_id="unlearning",
+        program=replace(TRAINING, data=str(tmp_path / "tokens.npy")),
+        procedure=procedure,
     )
     (outcome,) = run_ranks(request)
     assert outcome.status == "invalid"

@@ -63,8 +63,5 @@ class TrainingEngine(Protocol):
         ...
 
     def set_global_batch_size(self, size: int) -> None:
-        """Train steps of `size` sequences from now on: fewer microbatches, as large as before.
-
-        `size` divides the present one: DeepSpeed counts microbatches from the engine's first to know where steps end.
-        """
+        """Train steps of `size` sequences from now on: another number of microbatches, as large as before."""
         ...

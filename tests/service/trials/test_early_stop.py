@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.problem import Problem
 from service.spec import make_problem
 from service.trials.early_stop import bounds, cause, dominating, remaining_s
-from trainables.measure import Protocol, Stretch
+from trainables.measure import Procedure, Stretch
 
 SECOND = 1_000_000_000
 OBJECTIVES = {"tokens_per_s": "maximize", "joules_per_token": "minimize", "throttle_ratio": "minimize"}
@@ -127,6 +127,6 @@ def test_the_cause_names_the_bounds_and_who_beats_them() -> None:
 
 
 def test_what_a_trial_has_before_it_is_its_window_and_the_step_to_profile() -> None:
-    protocol = Protocol(3, 0.02, 30.0, window_s=10.0, window_min_steps=5, breakdown=True)
-    assert remaining_s(protocol, 1.0) == 11.0
-    assert remaining_s(protocol, 12.0) == 72.0
+    procedure = Procedure(3, 0.02, 30.0, window_s=10.0, window_min_steps=5, breakdown=True)
+    assert remaining_s(procedure, 1.0) == 11.0
+    assert remaining_s(procedure, 12.0) == 72.0

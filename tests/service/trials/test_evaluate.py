@@ -33,7 +33,7 @@ from telemetry.windows.trial import WindowSummary
 from trainables.breakdown import Breakdown, Profile, break_down
 from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member
-from trainables.measure import Protocol, Stretch, Timing
+from trainables.measure import Procedure, Stretch, Timing
 from trainables.program import Progress, RankReport
 from trainables.status import Status
 from trainables.training import Training
@@ -207,6 +207,8 @@ def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:
     assert breakdown_problems(outcomes) == [f"no breakdown of rank 1: {failed.problem}"]
     assert rank_records(outcomes, members(["a", "a"]))[1].breakdown is None
     assert breakdown_metrics(rank_records(ranks(2, [None] * 2), members(["a", "a"]))) == {}
+    both = ranks(2, [None] * 2, layout=STAGES, profiles=[failed, failed])
+    assert breakdown_problems(both) == [f"no breakdown of ranks 0, 1: {failed.problem}"]
 
 
 def test_the_breakdown_s_own_time_is_no_overhead() -> None:
@@ -301,7 +303,7 @@ def test_a_request_carries_the_spec_s_own_words() -> None:
     request = make_request("t1", CONFIG, spec)
     assert (request.trial_id, request.layout) == ("t1", CONFIG)
     assert request.program == Training(spec.shape, "synthetic", 128, seed=5)
-    assert request.protocol == Protocol(4, 0.02, 30.0, 7.0, 5, breakdown=True)
+    assert request.procedure == Procedure(4, 0.02, 30.0, 7.0, 5, breakdown=True)
     assert (request.deadline_s, request.batches) == (99.0, ())
 
 
@@ -309,15 +311,15 @@ def test_many_microbatches_are_timed_by_fewer_but_not_those_of_finalists() -> No
     many = replace(CONFIG, global_batch_size=128)  # 32 on each replica
     for purpose in (Purpose.SEARCH, Purpose.SENTINEL, Purpose.CALIBRATION):
         short = make_request("t1", many, make_spec(), purpose)
-        assert (short.layout, short.batches, short.protocol.window_s) == (many, (24, 8), 3.5)
+        assert (short.layout, short.batches, short.procedure.window_s) == (many, (24, 8), 3.5)
     whole = make_request("t1", many, make_spec(), Purpose.FINALIST)
-    assert (whole.batches, whole.protocol.window_s) == ((), make_spec().finalists.window_s)
+    assert (whole.batches, whole.procedure.window_s) == ((), make_spec().finalists.window_s)
     assert whole.deadline_s == pytest.approx(99.0 * 128 / 24)
     assert make_request("t1", CONFIG, make_spec(), Purpose.FINALIST).deadline_s == 99.0  # it was in full before, too
     spec = make_spec()
     measurement = replace(spec.measurement, short_trials=False)
     whole = make_request("t1", many, replace(spec, measurement=measurement))
-    assert (whole.batches, whole.protocol.window_s) == ((), 7.0)
+    assert (whole.batches, whole.procedure.window_s) == ((), 7.0)
 
 
 def start(actor: Any, *arguments: Any) -> Any:
@@ -410,6 +412,24 @@ def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> Non
     result = Bench(spec, answering(outcomes), {}, {}).run(make_request("t2", layout, spec))
     assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")
     assert (result.metrics, result.windows, result.infrastructure) == ({}, (), False)
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_that_failed_in_its_breakdown_keeps_its_figures(ray_session: Any) -> None:
+    spec, layout, problem = make_spec(), replace(CONFIG, num_gpus=2), "no result after 99 s, in phase breakdown"
+    lacking = [Profile(None, problem, 60.0), Profile(None, None, 60.0)]
+    whole = ranks(2, [1.0] * 2, layout=layout, profiles=lacking)
+    outcomes = [
+        replace(whole[0], status=Status.HANG, cause=problem, phase="breakdown", traceback="in profile_step"),
+        replace(whole[1], status=ABORTED, phase="breakdown"),
+    ]
+    telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(2)})}
+    result = Bench(spec, answering(outcomes), telemetry, {}).run(make_request("t3", layout, spec))
+    assert (result.status, result.cause) == ("ok", f"no breakdown of rank 0: {problem}")
+    assert result.traceback == "in profile_step"
+    assert result.metrics["joules_per_token"] == pytest.approx(2 * 2560 / (16 * 128 * 4))
+    assert result.metrics["breakdown_time_s"] == 60.0
+    assert "breakdown_span_s" not in result.metrics
 
 
 def steady(mailbox: Any, lost: bool = False) -> None:

@@ -32,7 +32,7 @@ from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Outcome
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox, Member
-from trainables.measure import Protocol
+from trainables.measure import Procedure
 from trainables.program import TrialRequest
 from trainables.training import Training
 
@@ -40,8 +40,8 @@ CLUSTER = Cluster(gpus_per_node=2, accelerator="cpu", cpus_per_worker=0.5)
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
 LAYOUT = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 LONGER = replace(LAYOUT, global_batch_size=96)
-SHORT = Protocol(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
-ENDLESS = Protocol(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
+SHORT = Procedure(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
+ENDLESS = Procedure(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
 REQUEST = TrialRequest("trial", LAYOUT, TRAINING, SHORT, deadline_s=120)
 
@@ -188,7 +188,7 @@ def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang:
 @pytest.mark.timeout(240)
 def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gang, telemetry: Fleet) -> None:
     watching: Any = telemetry[ray.get_runtime_context().get_node_id()]
-    trial = begin(protocol=ENDLESS)
+    trial = begin(procedure=ENDLESS)
     give_up = time.monotonic() + 60
     name, works = f"trial-{next(trial_numbers) - 1}", dict[str, Work]()
     while not (name in works and works[name].tokens_per_s) and time.monotonic() < give_up:
@@ -236,7 +236,7 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_the_trial_with_its_cause(begi
 def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) -> None:
     assert statuses(begin()) == [("ok", None)] * 2
     before = workers()
-    trial = begin(protocol=ENDLESS)
+    trial = begin(procedure=ENDLESS)
     trial_process(before[1]).kill()
     began = time.monotonic()
     ((status, cause),) = statuses(trial)
@@ -253,7 +253,7 @@ def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) ->
 
 @pytest.mark.timeout(240)
 def test_a_trial_past_its_deadline_is_a_hang_and_the_gang_goes_on(begin: Begin) -> None:
-    ((status, cause),) = statuses(begin(protocol=ENDLESS, deadline_s=6))
+    ((status, cause),) = statuses(begin(procedure=ENDLESS, deadline_s=6))
     assert status == "hang"
     assert cause is not None
     assert cause.endswith(": no result after 6 s, in phase warmup")
@@ -265,7 +265,7 @@ def test_a_trial_past_its_deadline_is_a_hang_and_the_gang_goes_on(begin: Begin) 
 def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begin) -> None:
     assert statuses(begin()) == [("ok", None)] * 2
     before = workers()
-    trial = begin(protocol=ENDLESS)
+    trial = begin(procedure=ENDLESS)
     orphans = [trial_process(worker) for worker in before]
     before[1].kill()
     began = time.monotonic()
@@ -312,7 +312,7 @@ def killed(actor: Any) -> None:
 def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
     pool: Any = start_pool([gang.mailbox])
     mailbox: Any = ray.get(pool.lease.remote("a", 60))
-    trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="a", protocol=ENDLESS))
+    trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="a", procedure=ENDLESS))
     trial_process(workers()[0])
     killed(mailbox)
     with pytest.raises(RayActorError):
@@ -409,7 +409,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
         if replaced:
             ray.get(pool.release.remote("a"))
             mailbox = ray.get(pool.lease.remote("b", 120))
-            trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="b", protocol=ENDLESS))
+            trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="b", procedure=ENDLESS))
             time.sleep(5)
             (lost,) = set(telemetry) - before
             lose(node)

@@ -16,7 +16,7 @@ from service.result import Proxy, Purpose, RankRecord, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run_trial
-from service.trials.probe import depths, probing, refusal
+from service.trials.probe import depths, overflow, probing
 from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
@@ -69,7 +69,7 @@ def test_only_what_is_on_the_edge_needs_a_probe() -> None:
 
 def test_a_probe_takes_few_steps_of_few_microbatches() -> None:
     plain = probing(make_request("t", CONFIG, SPEC))
-    assert (plain.batches, plain.protocol.window_min_steps, plain.protocol.breakdown) == ((), 1, False)
+    assert (plain.batches, plain.procedure.window_min_steps, plain.procedure.breakdown) == ((), 1, False)
     many = replace(CONFIG, global_batch_size=512)
     assert probing(make_request("t", many, SPEC)).batches == (16,)  # two on each of four replicas
 
@@ -95,12 +95,12 @@ def test_each_rank_s_memory_is_followed_to_the_full_depth() -> None:
             share = 0.75 * whole / 32
             few, more = (whole / 4 + layers * share for layers in (4, 8))
             peaks = [[peak if rank == fullest else 10.0 for rank in range(4)] for peak in (few, more)]
-            cause = refusal(PIPELINE, SPEC, ran(4, peaks[0], PIPELINE), ran(8, peaks[1], PIPELINE))
+            cause = overflow(PIPELINE, SPEC, ran(4, peaks[0], PIPELINE), ran(8, peaks[1], PIPELINE))
             assert (cause is None) == fits
             if cause is not None:
                 assert cause.startswith(f"probe: rank {fullest} takes {few:.1f} GiB with 4 layers")
                 assert cause.endswith(f"with 32 it needs {usable_gib + 0.1:.0f} GiB of {usable_gib:.0f}")
-    assert refusal(PIPELINE, SPEC, ran(4, [None] * 4, PIPELINE), ran(8, [None] * 4, PIPELINE)) is None
+    assert overflow(PIPELINE, SPEC, ran(4, [None] * 4, PIPELINE), ran(8, [None] * 4, PIPELINE)) is None
 
 
 class Quiet:

@@ -211,6 +211,7 @@ class DeepSpeedEngine:
         steps = self.layout.gradient_accumulation_steps
         # DeepSpeed takes the ranks of a sequence for data-parallel ones, and so its batch for that many times as large.
         self.engine.set_train_batch_size(steps * self.layout.micro_batch_size * self.engine.dp_world_size)
+        self.engine.micro_steps = 0  # by which it knows where steps end
         for experts in (m for m in self.engine.module.modules() if isinstance(m, DispatchedExperts)):
             experts.scale *= before / steps
 
