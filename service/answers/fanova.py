@@ -71,7 +71,7 @@ def _leaves(
         if not gain.max(initial=0.0) > 1e-12 * (values**2).sum():
             yield box, float(values[points].mean())
             continue
-        best = random.choice(np.flatnonzero(gain >= gain.max() * (1 - 1e-9)))
+        best = int(random.choice(np.flatnonzero(gain >= gain.max() * (1 - 1e-9))))
         first, second = splits[best]
         nodes += [(box & first, points[side[best]]), (box & second, points[~side[best]])]
 

@@ -123,7 +123,7 @@ class _File:
         columns = "run_uuid, name, start_time, end_time"
         with self._tables() as tables:
             found = tables.execute(f"SELECT {columns} FROM runs WHERE {clause} ORDER BY start_time, run_uuid", values)
-            runs = {row[0]: Run(*row, {}, {}, {}) for row in found}
+            runs = {run: Run(run, name, started, ended, {}, {}, {}) for run, name, started, ended in found}
             chosen = f"WHERE run_uuid IN (SELECT run_uuid FROM runs WHERE {clause})"
             for run, key, value in tables.execute(f"SELECT run_uuid, key, value FROM tags {chosen}", values):
                 runs[run].tags[key] = value
@@ -168,7 +168,7 @@ class _Server:
     def find(self, tags: Mapping[str, str], params: Mapping[str, Any]) -> list[Run]:
         if (experiment := self.experiment()) is None:
             return []
-        query = {
+        query: dict[str, Any] = {
             "experiment_ids": [experiment],
             "filter": store.having(tags, params),
             "order_by": ["attributes.start_time ASC"],
