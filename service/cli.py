@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from service.client import Wattune
 from service.errors import InputError, SearchError
@@ -238,6 +238,8 @@ def best(
     elif style == "json":
         click.echo(json.dumps(choice.to_dict(), indent=2))
     else:
+        import yaml
+
         click.echo(yaml.safe_dump(choice.to_dict(), sort_keys=False), nl=False)
     for notice in choice.notices:
         click.echo(f"note: {notice}", err=True)
@@ -291,13 +293,12 @@ def data(text: tuple[Path, ...], out: Path) -> None:
 @refusing_bad_input
 def ui(port: int, tracking_uri: str | None) -> None:
     """Open MLflow's web pages on the record, for this machine alone."""
-    pages = Wattune(tracking_uri).pages(port)
-    click.echo(f"{pages.url}    (Ctrl-C ends it)")
-    try:
-        sys.exit(pages.server.wait())
-    except KeyboardInterrupt:
-        pages.server.kill()
-        sys.exit(0)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Wattune(tracking_uri).pages(port)) as pages:
+        click.echo(f"{pages.url}    (Ctrl-C ends it)")
+        sys.exit(pages.wait())
 
 
 def _print_outcome(client: Wattune, search: str) -> None:

@@ -207,7 +207,7 @@ class Wattune:
         return watch(address)
 
     def pages(self, port: int = 5000) -> Pages:
-        """Start MLflow's web pages on the record, for this machine alone. To be ended by the caller."""
+        """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`."""
         from service.record.pages import serve
 
         return serve(self.tracking_uri, home.Home.locate(), port)

@@ -6,16 +6,21 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import ray
 
 from service.errors import InputError
+from service.home import Home
 from service.problem import Cluster
 from service.trials.gang import resources_per_worker
+
+CLEANING_S = 5.0
 
 
 @contextlib.contextmanager
@@ -27,28 +32,51 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    ray._private.worker._worker_logs_enabled = False  # of the raylet too, which `log_to_driver` leaves on
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address := os.environ.get("RAY_ADDRESS"):
-        try:
-            knock(address)
-            # Ray Train's helpers look for their cluster by this variable, and die where a host runs several.
-            ray.init(runtime_env={"env_vars": {"RAY_ADDRESS": address}}, **quiet)
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
-    else:
-        cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=True,
-            _temp_dir=tempfile.mkdtemp(prefix="wattune-ray-"),
-            **quiet,
-        )
+    with contextlib.ExitStack() as ending:
+        if address := os.environ.get("RAY_ADDRESS"):
+            ending.callback(ray.shutdown)
+            try:
+                knock(address)
+                # Ray Train's helpers look for their cluster by this variable, and die where a host runs several.
+                ray.init(runtime_env={"env_vars": {"RAY_ADDRESS": address}}, **quiet)
+            except (OSError, RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
+        else:
+            cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
+            folder = ending.enter_context(_scratch())
+            ending.callback(ray.shutdown)
+            with _leaving_nothing_outside(folder):
+                ray.init(address="local", num_cpus=cpus, include_dashboard=True, _temp_dir=folder, **quiet)
+        yield
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
+    """A folder for the time of a search, with a name short enough for Ray's sockets."""
+    folder = tempfile.mkdtemp(prefix="wattune-ray-")
+    try:
+        yield folder
+    finally:
+        until = time.monotonic() + CLEANING_S
+        while os.path.exists(folder) and time.monotonic() < until:  # the last of Ray's processes may write yet
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _leaving_nothing_outside(folder: str) -> Iterator[None]:
+    """Processes that are started meanwhile keep in `folder` what is temporary, and compiled code for later searches."""
+    before = dict(os.environ)
+    os.environ["TMPDIR"] = folder
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Home.locate().compiled))
     try:
         yield
     finally:
-        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def knock(address: str) -> None:

@@ -23,7 +23,7 @@ from service.display import Display
 from service.errors import SearchError
 from service.home import Home
 from service.problem import Problem
-from service.record.provenance import hardware, software
+from service.record.provenance import busy, hardware, software, surroundings
 from service.record.tracking import Tracker
 from service.remote import ON_HEAD, call
 from service.result import Purpose, TrialResult
@@ -62,7 +62,7 @@ class Driver:
         for result in self.agenda.results:
             self.display.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry)
-        environment = software() | hardware(telemetry)
+        environment = software() | surroundings() | hardware(telemetry)
         if not begun:
             self.tracker.start_search(self.search_id, self.problem, environment)
         so_far = f", {self.display.done} of them done" if begun else ""
@@ -70,6 +70,9 @@ class Driver:
         self.display.say(
             f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
         )
+        notices = busy(environment)
+        for notice in notices:
+            self.display.say(f"notice: {notice}")
         status, gangs = "failed", list[Gang]()
         self._clear_spool()  # Ray would go on with the files of a driver that was killed
         try:
@@ -79,8 +82,8 @@ class Driver:
             self._tune(start_pool([gang.mailbox for gang in gangs]), len(gangs), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
         finally:
-            drifted = self._drift()
-            self.tracker.finish_search(status, summary(self.display, self.agenda), drifted)
+            notices += self._drift()
+            self.tracker.finish_search(status, summary(self.display, self.agenda), notices)
             close_gangs(gangs)
             stop_telemetry(telemetry)
             self._clear_spool()

@@ -52,6 +52,11 @@ class Home:
         """Samples as each node takes them, on its own disk: see `telemetry.spool`."""
         return self.path / "telemetry"
 
+    @property
+    def compiled(self) -> Path:
+        """What torch compiled for layouts, taken again by later searches on this machine."""
+        return self.path / "compiled"
+
     def calibration(self, accelerator: str) -> Path:
         """The cost model's coefficients as trials on these machines have them: see `service.fitting`."""
         return self.path / "calibration" / f"{accelerator}.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import METRICS, Direction
 from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Measurement, Problem, Sampler
+from trainables.data import located
 
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
@@ -321,7 +322,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_spec(text: str, source: str = "spec") -> Problem:
-    """The problem of a spec's YAML text. Raises `InputError` with one line for whatever is wrong with it."""
+    """The problem of a spec's YAML text, whose paths are relative to the working directory.
+
+    Raises `InputError` with one line for whatever is wrong with it.
+    """
     try:
         fields = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2025-13-01 is no date
@@ -361,13 +365,17 @@ def new_search_id(problem: Problem) -> str:
 
 
 def load_spec(path: str | Path) -> Problem:
-    """The problem of the spec file at `path`. Raises `InputError` with one line for whatever is wrong with it."""
+    """The problem of the spec file at `path`, to whose folder its paths are relative.
+
+    Raises `InputError` with one line for whatever is wrong with it.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise InputError(f"{path}: cannot read the spec: {reason}") from None
-    return parse_spec(text, str(path))
+    problem = parse_spec(text, str(path))
+    return replace(problem, data=located(problem.data, Path(path).parent))
 
 
 def _input_error(text: str) -> InputError:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import multiprocessing
+import multiprocessing.util
 import os
 import re
+import shutil
 import signal
 import tempfile
 import threading
@@ -64,6 +66,10 @@ class Nursery:
         first = self._context.Process(target=_nothing)
         first.start()
         first.join()
+
+    def close(self) -> None:
+        """Remove the server's socket, which Ray leaves behind as it ends workers without Python's own clean-up."""
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
 
     @contextlib.contextmanager
     def trial(

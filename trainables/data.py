@@ -58,9 +58,10 @@ class DataError(ValueError):
     """The tokens cannot be used; its text is one line that says which file and why."""
 
 
-def located(source: str) -> str:
-    """`source` as a process with another working directory has to name it: a path is made absolute."""
-    return source if source == SYNTHETIC else os.path.abspath(source)
+def located(source: str, folder: str | Path = ".") -> str:
+    """`source` as a process with another working directory has to name it: a path, relative to `folder`, is made
+    absolute."""
+    return source if source == SYNTHETIC else os.path.abspath(Path(folder, Path(source).expanduser()))
 
 
 class _Tokens(Protocol):

@@ -111,6 +111,7 @@ def worker_loop(config: dict[str, Any]) -> None:
         )
         with trial as outcome:
             ray.get(mailbox.hand_in.remote(worker, number, outcome))
+    nursery.close()
 
 
 def _incarnation() -> str:

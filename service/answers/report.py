@@ -12,6 +12,7 @@ import numpy as np
 
 from search_spaces.layout import AXES, Layout
 from search_spaces.space import varying
+from service.answers import fanova
 from service.answers.candidates import explored
 from service.answers.overview import notices
 from service.answers.tables import render
@@ -178,7 +179,7 @@ def advances(search: SearchRecord) -> list[Advance]:
 def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
     """Objective -> axis -> its share of the variance over the space that single axes explain (Hutter et al. 2014).
 
-    Optuna's fANOVA, on the explored trials that ended well, of the axes on which these differ.
+    By `fanova`, on the explored trials that ended well, of the axes on which these differ.
     """
     comparison = search.goals.among(explored(search.trials))
     shares = {}
@@ -192,24 +193,11 @@ def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
 
 def _importance(values: Sequence[tuple[Layout, float]]) -> dict[str, float]:
     """Axis -> its share, of the values of layouts."""
-    import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-    from optuna.importance import FanovaImportanceEvaluator, get_param_importances
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     axes = varying([layout for layout, _ in values])
-    distributions: dict[str, BaseDistribution] = {
-        axis: IntDistribution(0, len(choices) - 1)
-        if AXES[axis].ordered
-        else CategoricalDistribution(range(len(choices)))
-        for axis, choices in axes.items()
-    }
-    study = optuna.create_study()
-    for layout, value in values:
-        place = {axis: choices.index(getattr(layout, axis)) for axis, choices in axes.items()}
-        study.add_trial(optuna.create_trial(params=place, distributions=distributions, value=value))
-    shares = get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
-    return {axis: float(share) for axis, share in shares.items()}
+    places = [[choices.index(getattr(layout, axis)) for axis, choices in axes.items()] for layout, _ in values]
+    sizes, ordered = [len(choices) for choices in axes.values()], [AXES[axis].ordered for axis in axes]
+    shares = fanova.shares(places, [value for _, value in values], sizes, ordered)
+    return dict(sorted(zip(axes, shares, strict=True), key=lambda one: -one[1]))
 
 
 def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -25,6 +26,17 @@ def software() -> dict[str, str]:
     if commit.returncode == 0:
         versions["git_commit"] = commit.stdout.strip()
     return versions
+
+
+def surroundings() -> dict[str, str]:
+    """How busy this machine is, which is to be asked before a search makes it so."""
+    return {"cores": str(os.cpu_count()), "load_average": f"{os.getloadavg()[0]:.1f}"}
+
+
+def busy(environment: Mapping[str, str]) -> list[str]:
+    """A notice if the machine, by its `surroundings`, had more to do than it has cores."""
+    cores, load = environment["cores"], environment["load_average"]
+    return [f"the machine was busy: load {load} on {cores} cores"] if float(load) > int(cores) else []
 
 
 def hardware(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> dict[str, str]:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from search_spaces.layout import Layout
 from service.errors import InputError
 from service.goals import Goals, parse_condition
 from service.metrics import Direction, Method
 from service.record import store
+from service.record.runs import Run, Runs
 from service.result import Purpose
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Run
 
 _NAMED = 5  # how many known searches an error message lists
 
@@ -85,26 +79,27 @@ class Results:
 
     def __init__(self, tracking_uri: str) -> None:
         self.tracking_uri = tracking_uri
+        self._runs = Runs(tracking_uri)
 
     def searches(self) -> list[SearchRecord]:
         """All searches, the latest first. Raises `InputError` if the store cannot be read."""
         children: dict[str, list[Run]] = {}
-        for run in self._find({store.ROLE: store.TRIAL}):
-            children.setdefault(run.data.tags[store.PARENT], []).append(run)
-        parents = self._find({store.ROLE: store.SEARCH})
-        return [_search(run, children.get(run.info.run_id, [])) for run in reversed(parents)]
+        for run in self._runs.find({store.ROLE: store.TRIAL}):
+            children.setdefault(run.tags[store.PARENT], []).append(run)
+        parents = self._runs.find({store.ROLE: store.SEARCH})
+        return [_search(run, children.get(run.id, [])) for run in reversed(parents)]
 
     def finished(self, params: Mapping[str, Any]) -> Iterator[SearchRecord]:
         """The searches that ran to their end and have these `params`, the latest first; each is read when it is next.
 
         Raises `InputError` if the store cannot be read.
         """
-        for run in reversed(self._find({store.ROLE: store.SEARCH, store.STATUS: "finished"}, params)):
-            yield _search(run, self._find({store.PARENT: run.info.run_id}))
+        for run in reversed(self._runs.find({store.ROLE: store.SEARCH, store.STATUS: "finished"}, params)):
+            yield _search(run, self._runs.find({store.PARENT: run.id}))
 
     def search(self, key: str) -> SearchRecord:
         """The search with this id, or with the only id that starts so. Raises `InputError` for none or several."""
-        parents = {run.data.tags[store.SEARCH_ID]: run for run in self._find({store.ROLE: store.SEARCH})}
+        parents = {run.tags[store.SEARCH_ID]: run for run in self._runs.find({store.ROLE: store.SEARCH})}
         matches = store.matching(key, parents)
         if len(matches) > 1:
             raise InputError(f"search {key!r} is ambiguous: {_some(matches)}")
@@ -112,31 +107,14 @@ class Results:
             known = f"known: {_some(list(parents))}" if parents else "there are none"
             raise InputError(f"search {key!r} is unknown at {store.shown(self.tracking_uri)}; {known}")
         parent = parents[matches[0]]
-        return _search(parent, self._find({store.PARENT: parent.info.run_id}))
+        return _search(parent, self._runs.find({store.PARENT: parent.id}))
 
     def spec_of(self, search: SearchRecord) -> str:
         """The YAML of the search's spec. Raises `InputError` if the search has none, or none that is in reach."""
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with store.readable(self.tracking_uri), tempfile.TemporaryDirectory() as folder:
-            if not any(file.path == store.SPEC for file in self._client.list_artifacts(search.run_id)):
-                raise InputError(f"search {search.id} has no {store.SPEC} that can be read from here")
-            return Path(self._client.download_artifacts(search.run_id, store.SPEC, folder)).read_text()
-
-    @cached_property
-    def _client(self) -> MlflowClient:
-        return store.open_client(self.tracking_uri)
-
-    def _find(self, tags: Mapping[str, str], params: Mapping[str, Any] | None = None) -> list[Run]:
-        """Runs with these tags and parameters, oldest first; none where nothing was ever recorded."""
-        database = store.sqlite_file(self.tracking_uri)
-        if database is not None and not database.exists():
-            return []
-        client = self._client
-        with store.readable(self.tracking_uri):
-            experiment = client.get_experiment_by_name(store.EXPERIMENT)
-            if experiment is None:
-                return []
-            return list(store.find_runs(client, experiment.experiment_id, tags, params))
+        text = self._runs.artifact(search.run_id, store.SPEC)
+        if text is None:
+            raise InputError(f"search {search.id} has no {store.SPEC} that can be read from here")
+        return text
 
 
 def _some(ids: Sequence[str]) -> str:
@@ -146,12 +124,12 @@ def _some(ids: Sequence[str]) -> str:
 
 
 def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
-    tags, params = run.data.tags, run.data.params
+    tags, params = run.tags, run.params
     return SearchRecord(
         id=tags[store.SEARCH_ID],
-        name=run.info.run_name,
+        name=run.name,
         status=tags[store.STATUS],
-        started=_time(run.info.start_time),
+        started=_time(run.started_ms),
         objectives={metric: Direction(way) for metric, way in json.loads(tags[store.OBJECTIVES]).items()},
         constraints=tuple(json.loads(tags[store.CONSTRAINTS])),
         params={k: store.from_param(v) for k, v in params.items() if not k.startswith(store.ENVIRONMENT)},
@@ -159,27 +137,27 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
             k.removeprefix(store.ENVIRONMENT): v for k, v in params.items() if k.startswith(store.ENVIRONMENT)
         },
         notices=tuple(tags.get(store.NOTICES, "").splitlines()),
-        run_id=run.info.run_id,
+        run_id=run.id,
         # A run is there for a moment before its parameters are.
-        trials=tuple(_trial(child) for child in children if "engine" in child.data.params),
+        trials=tuple(_trial(child) for child in children if "engine" in child.params),
     )
 
 
 def _trial(run: Run) -> TrialRecord:
-    tags = run.data.tags
+    tags = run.tags
     return TrialRecord(
         trial_id=tags[store.TRIAL_ID],
-        label=run.info.run_name,
-        layout=Layout.from_dict({k: store.from_param(v) for k, v in run.data.params.items()}),
+        label=run.name,
+        layout=Layout.from_dict({k: store.from_param(v) for k, v in run.params.items()}),
         status=tags[store.STATUS],
         cause=tags.get(store.CAUSE),
-        metrics={k: v for k, v in run.data.metrics.items() if "/" not in k and math.isfinite(v)},
+        metrics={k: v for k, v in run.metrics.items() if "/" not in k and math.isfinite(v)},
         methods={k.removeprefix(store.METHOD): Method(v) for k, v in tags.items() if k.startswith(store.METHOD)},
-        run_id=run.info.run_id,
+        run_id=run.id,
         purpose=Purpose(tags.get(store.PURPOSE, Purpose.SEARCH)),
         infrastructure=tags.get(store.INFRASTRUCTURE) == "true",
-        started=_time(run.info.start_time),
-        ended=_time(run.info.end_time) if run.info.end_time else None,
+        started=_time(run.started_ms),
+        ended=_time(run.ended_ms) if run.ended_ms else None,
     )
 
 

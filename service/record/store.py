@@ -121,9 +121,7 @@ def find_runs(
     client: MlflowClient, experiment_id: str, tags: Mapping[str, str], params: Mapping[str, Any] | None = None
 ) -> Iterator[Run]:
     """Every run of the experiment that has these tags and parameters, oldest first."""
-    wanted = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
-    wanted += [f"params.`{key}` = '{to_param(value)}'" for key, value in (params or {}).items()]
-    clause = " and ".join(wanted)
+    clause = having(tags, params or {})
     token: str | None = None
     while True:
         page = client.search_runs([experiment_id], clause, order_by=["attributes.start_time ASC"], page_token=token)
@@ -131,6 +129,13 @@ def find_runs(
         token = page.token
         if not token:
             return
+
+
+def having(tags: Mapping[str, str], params: Mapping[str, Any]) -> str:
+    """MLflow's filter of runs for those with these tags and parameters."""
+    wanted = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
+    wanted += [f"params.`{key}` = '{to_param(value)}'" for key, value in params.items()]
+    return " and ".join(wanted)
 
 
 def matching(key: str, known: Collection[str]) -> list[str]:

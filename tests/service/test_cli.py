@@ -253,13 +253,3 @@ def test_every_command_is_documented_as_a_method_of_the_client() -> None:
             documented[row[1]] = re.findall(r"`(\w+)\(", row[2])
     assert set(main.commands) <= set(documented)
     assert all(callable(getattr(Wattune, method)) for name in main.commands for method in documented[name])
-
-
-def test_asking_for_help_imports_nothing_heavy() -> None:
-    heavy = ("ray", "torch", "mlflow", "optuna", "pyarrow", "pydantic", "numpy")
-    code = (
-        "import sys; from service.cli import main; main(['--help'], standalone_mode=False); "
-        f"print([name for name in {heavy} if name in sys.modules])"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert ran.stdout.splitlines()[-1] == "[]"

@@ -93,21 +93,6 @@ def test_the_client_plans_and_prepares_data(home: Home, tmp_path: Path) -> None:
         Wattune.prepare_data([tmp_path / "missing.txt"], tmp_path / "other")
 
 
-def test_the_record_s_pages_are_served_until_they_are_ended(wattune: Wattune, home: Home) -> None:
-    pages = wattune.pages(port=0)
-    try:
-        assert pages.url.startswith("http://127.0.0.1:0/#/experiments/")
-        assert pages.server.poll() is None
-    finally:
-        pages.server.kill()
-        pages.server.wait()
-    (home.path / "mlflow.db").unlink()
-    with pytest.raises(InputError, match="nothing is recorded"):
-        wattune.pages()
-    with pytest.raises(InputError, match="serves its own pages"):
-        Wattune("http://mlflow:5000").pages()
-
-
 def test_what_needs_a_cluster_says_so(wattune: Wattune) -> None:
     with pytest.raises(InputError, match="address"):
         wattune.stop("tiny")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,14 +133,3 @@ def test_command() -> None:
     assert "Predicted front" in brief
     assert sum(point.label in brief for point in points) < len(points)
     assert all(point.label in full for point in points)
-
-
-def test_planning_imports_no_engine() -> None:
-    code = (
-        "import sys; from service.cli import main; main(['plan', sys.argv[1]], standalone_mode=False); "
-        "print([name for name in ('torch', 'ray', 'mlflow', 'optuna', 'scipy', 'pandas') if name in sys.modules])"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(EXAMPLES / "tiny_cpu.yaml")], check=True, capture_output=True, text=True
-    )
-    assert ran.stdout.splitlines()[-1] == "[]"

@@ -92,6 +92,7 @@ def test_search_trains_measures_records_and_answers(
     assert len({trial.label for trial in record.trials}) == 3
     assert record.trials[4].label == record.trials[0].label
     assert record.environment["devices"]
+    assert float(record.environment["load_average"]) >= 0
     for trial in record.trials:
         assert trial.metrics["tokens_per_s"] > 0
         assert trial.metrics["joules_per_token"] > 0

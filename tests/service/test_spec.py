@@ -62,6 +62,35 @@ def test_examples_load(path: Path) -> None:
     assert max(point.num_gpus for point in spec.legal.layouts) <= spec.cluster.size
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_find_their_data_from_anywhere(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = path.parents[1] / ".wattune" / "data" / "demo"  # by `make setup`
+    assert load_spec(path).data in (str(prepared), "synthetic")
+
+
+def test_paths_in_a_file_begin_at_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "specs").mkdir()
+    file = tmp_path / "specs" / "spec.yaml"
+    for name, meant in (
+        ("tokens", "specs/tokens"),
+        ("../tokens.npy", "tokens.npy"),
+        (str(tmp_path / "tokens"), "tokens"),
+    ):
+        file.write_text(yaml.safe_dump(fields(data=name)))
+        assert load_spec("specs/spec.yaml").data == str(tmp_path / meant)
+    file.write_text(yaml.safe_dump(fields(data="~/tokens")))
+    assert load_spec(file).data == str(Path("~/tokens").expanduser())
+    file.write_text(yaml.safe_dump(fields(data="synthetic")))
+    assert load_spec(file).data == "synthetic"
+
+
+def test_paths_in_a_text_begin_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert spec(data="tokens").located().data == str(tmp_path / "tokens")
+
+
 def test_there_are_examples() -> None:
     assert {"tiny_cpu", "llama3_8b_8xh200"} <= {path.stem for path in EXAMPLES}
 
