@@ -29,6 +29,7 @@ TRIAL = "trial"
 SEARCH_ID = "wattune.search_id"
 TRIAL_ID = "wattune.trial_id"
 STATUS = "wattune.status"
+HEARTBEAT = "wattune.heartbeat"
 CAUSE = "wattune.cause"
 ENERGY = "wattune.energy"
 DATA = "wattune.data"
@@ -42,6 +43,8 @@ ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 
 SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
+
+GOING_ON = ("queued", "running")  # statuses of a search that has a driver, if that is not dead
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https")
