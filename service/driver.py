@@ -13,17 +13,21 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.tune
+from optuna.exceptions import StorageInternalError
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.tune.experiment import Trial
+from sqlalchemy.exc import SQLAlchemyError
 
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
+from service.cluster import awaited
 from service.display import Display
 from service.errors import SearchError
 from service.home import Home
 from service.problem import Problem
 from service.record.provenance import hardware, software
+from service.record.store import first_line
 from service.record.tracking import Tracker
 from service.remote import ON_HEAD, call
 from service.result import Purpose, TrialResult
@@ -54,7 +58,7 @@ class Driver:
     def __init__(self, problem: Problem, search_id: str, home: Home, tracker: Tracker, agenda: Agenda) -> None:
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda = tracker, agenda
-        self.display = Display(problem.goals, problem.budget, agenda.sought, agenda.began)
+        self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
 
     def run(self, begun: bool = False) -> None:
@@ -70,6 +74,13 @@ class Driver:
         self.display.say(
             f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
         )
+        if waits_for := awaited(self.problem.cluster, self.problem.gang_size):
+            self.display.say(f"waiting for {waits_for}")
+        with self.tracker.beating():
+            self._measure(telemetry, environment)
+
+    def _measure(self, telemetry: Fleet, environment: Mapping[str, str]) -> None:
+        """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
         self._clear_spool()  # Ray would go on with the files of a driver that was killed
         try:
@@ -96,7 +107,7 @@ class Driver:
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=AgendaSearcher(self.agenda),
+                search_alg=AgendaSearcher(self.agenda, recorder.gangs_up),
                 num_samples=-1,
                 max_concurrent_trials=concurrent,
                 reuse_actors=True,
@@ -108,10 +119,16 @@ class Driver:
         try:
             with _stop_on_signal(self.agenda, self.display):
                 tuner.fit()
-        except ray.tune.TuneError:  # what a callback raises, Tune passes on as text
-            if recorder.failure is None:
-                raise
-            raise recorder.failure from None
+        except Exception as error:
+            cause = recorder.failure or error  # what a callback raises, Tune passes on as text
+            if isinstance(cause, RayActorError):
+                raise SearchError("the process that lends gangs to trials died: resume the search") from cause
+            if isinstance(cause, OSError | StorageInternalError | SQLAlchemyError):
+                detail = first_line(cause.__cause__ or cause)
+                raise SearchError(
+                    f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
+                ) from cause
+            raise
 
     def _drift(self) -> list[str]:
         """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""
@@ -138,17 +155,25 @@ class Driver:
 
 
 class _Recorder(ray.tune.Callback):
-    """Tune's events to the record and the display, on the driver's own thread."""
+    """Tune's events to the record and the display, on the driver's own thread.
+
+    `failure` is the first exception of one, after which Tune tells of its trial again, and nothing more is recorded.
+    """
 
     def __init__(
         self, tracker: Tracker, display: Display, agenda: Agenda, pool: ActorHandle[Pool], telemetry: Fleet
     ) -> None:
         self.tracker, self.display, self.agenda = tracker, display, agenda
         self.pool, self.telemetry = pool, telemetry
-        self.failure: SearchError | None = None
+        self.failure: Exception | None = None
+
+    def gangs_up(self) -> int:
+        """How many gangs can measure: trials wait for the others."""
+        return ray.get(call(self.pool, Pool.up))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         step = Step.from_dict(trial.config)
+        self.display.began = time.monotonic() - self.agenda.elapsed_s
         self.display.started(step.layout.label, step.purpose)
         self.tracker.start_trial(trial.trial_id, step.layout, step.purpose)
 
@@ -159,8 +184,17 @@ class _Recorder(ray.tune.Callback):
         self._finish(trial, None)
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
+        if self.failure is not None:
+            return
+        try:
+            self._take(trial, reported)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _take(self, trial: Trial, reported: dict[str, Any] | None) -> None:
         if not reported or "result" not in reported:
-            self._release(trial.trial_id)
+            ray.get(call(self.pool, Pool.release, trial.trial_id))
         result = outcome_of(trial.trial_id, Step.from_dict(trial.config), reported)
         samples = self._samples(result)
         if result.purpose == Purpose.FINALIST and samples is not None:
@@ -171,13 +205,6 @@ class _Recorder(ray.tune.Callback):
         else:
             self.display.retried(result)
         self.tracker.update_search(summary(self.display, self.agenda))
-
-    def _release(self, trial_id: str) -> None:
-        try:
-            ray.get(call(self.pool, Pool.release, trial_id))
-        except RayActorError:
-            self.failure = SearchError("the process that lends gangs to trials died: resume the search")
-            raise self.failure from None
 
     def _samples(self, result: TrialResult) -> pa.Table | None:
         """The raw telemetry of the trial's windows, from all nodes."""
@@ -196,7 +223,7 @@ def summary(display: Display, agenda: Agenda) -> dict[str, float | None]:
     compared = agenda.problem.goals.among(candidates(agenda.results))
     return {
         "trials": display.done,
-        "search_time_s": time.monotonic() - display.began,
+        "search_time_s": agenda.elapsed_s,
         "gpu_hours": agenda.gpu_seconds / 3600,
         **{f"best_{metric}": one.metrics[metric] for metric, one in leaders(compared).items()},
         **{f"sentinel_drift_{metric}": move.share for metric, move in agenda.drifts().items()},

@@ -21,6 +21,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from service.cluster import awaited
 from service.problem import Cluster
 from service.spec import make_problem
 from service.trials.bench import Bench
@@ -296,10 +297,15 @@ def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None
     starting = actors[0].remote(2)
     ray.get(starting.join.remote("start", Member(0, 0, "node", "host", 1)))
     pool = actors[1].remote([starting])
+    assert ray.get(pool.up.remote(), timeout=30) == 0
     waiting = pool.lease.remote("a", 30)
     assert ray.wait([waiting], timeout=0.5) == ([], [waiting])
     ray.get(starting.join.remote("start", Member(1, 1, "node", "host", None)))
     assert ray.get(waiting, timeout=30) == starting
+    assert ray.get(pool.up.remote(), timeout=30) == 1
+    ray.get(pool.release.remote("a"), timeout=30)
+    assert ray.get(pool.lease.remote("b", 30), timeout=30) == starting
+    assert ray.get(pool.up.remote(), timeout=30) == 1
 
 
 def killed(actor: Any) -> None:
@@ -433,6 +439,20 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
             assert ray.get(samples).num_rows > 0
     finally:
         close_gangs([gang])
+
+
+def test_what_a_gang_waits_for_is_told(ray_session: Any) -> None:
+    wide = replace(CLUSTER, cpus_per_worker=2)
+    actor: Any = ray.remote(Mailbox)
+    holding = actor.options(num_cpus=1).remote(1)  # of the 4 that there are
+    ray.get(holding.give_up.remote("nothing"))
+    give_up = time.monotonic() + 30
+    while (told := awaited(wide, 2)) is None:
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+    assert re.fullmatch(r"4 CPUs: [0-3](\.5)? of 4 free", told)
+    ray.kill(holding)
+    assert awaited(replace(CLUSTER, accelerator="h200"), 2) == "2 GPUs: 0 of 0 free"
 
 
 def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:
