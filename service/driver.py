@@ -119,16 +119,13 @@ class Driver:
         try:
             with _stop_on_signal(self.agenda, self.display):
                 tuner.fit()
-        except Exception as error:
-            cause = recorder.failure or error  # what a callback raises, Tune passes on as text
-            if isinstance(cause, RayActorError):
-                raise SearchError("the process that lends gangs to trials died: resume the search") from cause
-            if isinstance(cause, OSError | StorageInternalError | SQLAlchemyError):
-                detail = first_line(cause.__cause__ or cause)
-                raise SearchError(
-                    f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
-                ) from cause
-            raise
+        except RayActorError:
+            raise SearchError("the process that lends gangs to trials died: resume the search") from None
+        except (OSError, StorageInternalError, SQLAlchemyError) as error:
+            detail = first_line(error.__cause__ or error)
+            raise SearchError(
+                f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
+            ) from error
 
     def _drift(self) -> list[str]:
         """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""
@@ -157,7 +154,8 @@ class Driver:
 class _Recorder(ray.tune.Callback):
     """Tune's events to the record and the display, on the driver's own thread.
 
-    `failure` is the first exception of one, after which Tune tells of its trial again, and nothing more is recorded.
+    Of an exception at the end of a trial Tune makes a failure of the trial, of which it then tells, and goes on. So it
+    is kept, as `failure`, until the step is over, where it ends the search.
     """
 
     def __init__(
@@ -184,13 +182,14 @@ class _Recorder(ray.tune.Callback):
         self._finish(trial, None)
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
-        if self.failure is not None:
-            return
         try:
             self._take(trial, reported)
         except Exception as error:
             self.failure = error
-            raise
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def _take(self, trial: Trial, reported: dict[str, Any] | None) -> None:
         if not reported or "result" not in reported:

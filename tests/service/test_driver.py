@@ -19,8 +19,8 @@ from tests.service.records import problem
 from trainables.status import Status
 
 
-def test_a_result_that_cannot_be_written_is_neither_taken_nor_told_again(home: Home) -> None:
-    """Tune tells of a trial once more, as of an error, when the first time raised."""
+def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: Home) -> None:
+    """What is raised at the end of a trial, Tune takes for the trial's failure, tells of that, and goes on."""
     spec = problem(space={"precision": "fp32", "micro_batch_size": [1, 2]})
     agenda = CalibrationAgenda(spec, spec.legal.layouts[:2])
     tracker = Tracker(home.tracking_uri, home)
@@ -38,14 +38,13 @@ def test_a_result_that_cannot_be_written_is_neither_taken_nor_told_again(home: H
         trials.append(trial)
 
     recorder.on_trial_complete(0, [], trials[0])
+    recorder.on_step_end(0, [])
     unsent = home.spool("s1") / "unsent"
     unsent.rmdir()
     unsent.write_text("in the way, as no space on the device would be")
-    with pytest.raises(OSError, match="unsent") as failure:
-        recorder.on_trial_complete(0, [], trials[1])
-    recorder.on_trial_error(0, [], trials[1])
-
-    assert recorder.failure is failure.value
+    recorder.on_trial_complete(0, [], trials[1])
+    with pytest.raises(OSError, match="unsent"):
+        recorder.on_step_end(0, [])
     assert list(agenda.under_way) == ["b"]
     tracker.finish_search("failed", {})
     record = Results(home.tracking_uri).search("s1")
