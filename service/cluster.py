@@ -58,16 +58,6 @@ def knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def awaited(cluster: Cluster, size: int) -> str | None:
-    """What a gang of `size` workers has to wait for at present, such as `2 GPUs: 0 of 2 free`; None if for nothing."""
-    have: dict[str, float] = ray.cluster_resources()
-    free: dict[str, float] = ray.available_resources()
-    for name, each in reversed(resources_per_worker(cluster).items()):  # a device says more than CPUs
-        if free.get(name, 0) < (need := each * size):
-            return f"{need:g} {name}s: {free.get(name, 0):g} of {have.get(name, 0):g} free"
-    return None
-
-
 def check_cluster(cluster: Cluster) -> None:
     """Raise `InputError` unless the Ray cluster at hand has what the workers of `cluster` need."""
     have: dict[str, float] = ray.cluster_resources()

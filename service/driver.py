@@ -21,7 +21,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
-from service.cluster import awaited
 from service.display import Display
 from service.errors import SearchError
 from service.home import Home
@@ -37,7 +36,7 @@ from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step
 from service.trials import thermal
 from service.trials.evaluate import evaluate
-from service.trials.gang import Gang, close_gangs
+from service.trials.gang import Gang, awaited, close_gangs
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
 from trainables.training import Training
@@ -89,6 +88,13 @@ class Driver:
                 gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, Training.preload()))
             self._tune(start_pool([gang.mailbox for gang in gangs]), len(gangs), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
+        except RayActorError:
+            raise SearchError("the process that lends gangs to trials died: resume the search") from None
+        except (OSError, StorageInternalError, SQLAlchemyError) as error:
+            detail = first_line(error.__cause__ or error)
+            raise SearchError(
+                f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
+            ) from error
         finally:
             drifted = self._drift()
             self.tracker.finish_search(status, summary(self.display, self.agenda), drifted)
@@ -116,16 +122,8 @@ class Driver:
             ),
             run_config=ray.tune.RunConfig(name="tune", storage_path=str(self.spool), callbacks=[recorder], verbose=0),
         )
-        try:
-            with _stop_on_signal(self.agenda, self.display):
-                tuner.fit()
-        except RayActorError:
-            raise SearchError("the process that lends gangs to trials died: resume the search") from None
-        except (OSError, StorageInternalError, SQLAlchemyError) as error:
-            detail = first_line(error.__cause__ or error)
-            raise SearchError(
-                f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
-            ) from error
+        with _stop_on_signal(self.agenda, self.display):
+            tuner.fit()
 
     def _drift(self) -> list[str]:
         """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""

@@ -74,6 +74,7 @@ def open_client(tracking_uri: str) -> MlflowClient:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # with a traceback, of all that it raises too
     with readable(tracking_uri):
         return MlflowClient(tracking_uri)
 

@@ -21,12 +21,11 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from service.cluster import awaited
 from service.problem import Cluster
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
-from service.trials.gang import Gang, close_gangs, resources_per_worker
+from service.trials.gang import Gang, awaited, close_gangs, resources_per_worker
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices.cpu import cpu_uuid
@@ -441,18 +440,23 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
         close_gangs([gang])
 
 
-def test_what_a_gang_waits_for_is_told(ray_session: Any) -> None:
-    wide = replace(CLUSTER, cpus_per_worker=2)
+def test_what_a_gang_waits_for_is_told_and_waiting_is_called_off_at_once(ray_session: Any, tmp_path: Path) -> None:
+    all_cpus = replace(CLUSTER, cpus_per_worker=2)
     actor: Any = ray.remote(Mailbox)
     holding = actor.options(num_cpus=1).remote(1)  # of the 4 that there are
     ray.get(holding.give_up.remote("nothing"))
     give_up = time.monotonic() + 30
-    while (told := awaited(wide, 2)) is None:
+    while (told := awaited(all_cpus, 2)) is None:
         assert time.monotonic() < give_up
         time.sleep(0.1)
     assert re.fullmatch(r"4 CPUs: [0-3](\.5)? of 4 free", told)
+    assert awaited(replace(CLUSTER, accelerator="h200"), 2) is None, "what nobody has is not awaited"
+    gang = Gang("waiting", 2, all_cpus, tmp_path, Fleet("nobody"), ())
+    time.sleep(1)
+    close_gangs([gang])
+    assert not gang._thread.is_alive()
+    assert not list(tmp_path.iterdir()), "nothing was started"
     ray.kill(holding)
-    assert awaited(replace(CLUSTER, accelerator="h200"), 2) == "2 GPUs: 0 of 0 free"
 
 
 def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:
