@@ -131,11 +131,13 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
 
     client = Wattune(tracking_uri, address)
     info = client.status(search)
-    failures = client.failures(info.id)
+    failures = client.failures(info.id) if info.trials or info.repeats else []
     if as_json:
         click.echo(json.dumps(info.to_dict() | {"failures": [trial.to_dict() for trial in failures]}, indent=2))
         return
     click.echo(searches_table([info]))
+    if info.cause:
+        click.echo(info.cause)
     for trial in failures:
         click.echo(f"{trial.status}: {trial.label}: {trial.cause}")
 
@@ -174,21 +176,22 @@ def top(address: str | None, once: bool) -> None:
 
 
 @main.command("list")
+@click.option("--address", metavar="URL", help="Ray's job server: the searches that were submitted to it.")
 @TRACKING
 @JSON
 @refusing_bad_input
-def list_searches(tracking_uri: str | None, as_json: bool) -> None:
+def list_searches(address: str | None, tracking_uri: str | None, as_json: bool) -> None:
     """All recorded searches, the latest first."""
     from service.answers.tables import searches_table
 
-    client = Wattune(tracking_uri)
+    client = Wattune(tracking_uri, address)
     searches = client.searches()
     if as_json:
         click.echo(json.dumps([info.to_dict() for info in searches], indent=2))
     elif searches:
         click.echo(searches_table(searches))
     else:
-        click.echo(f"no searches at {client.tracking_uri}")
+        click.echo(f"no searches at {address or client.tracking_uri}")
 
 
 @main.command()

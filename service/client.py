@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from service.answers.report import Report
     from service.answers.why import Explanation
     from service.calibrate import Calibrated
+    from service.jobs import Submission
     from service.plan import Plan
     from service.problem import Problem
     from service.record.pages import Pages
-    from service.record.results import Results, TrialRecord
+    from service.record.results import Results, SearchRecord, TrialRecord
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
+
+_OPEN = ("queued", "running", "interrupted")  # statuses of a search in whose record no end is written
 
 
 class Wattune:
@@ -107,27 +110,37 @@ class Wattune:
         stop(search, address)
 
     def searches(self) -> list[SearchInfo]:
-        """All searches, the latest first. Their status is that of `status`."""
-        from service.answers.overview import describe
+        """All searches, the latest first; with an `address`, those submitted there. Statuses are those of `status`."""
+        recorded = {record.id: _described(record) for record in self._results.searches()}
+        if not self.address:
+            return list(recorded.values())
+        from service import jobs
 
-        return [_noticed(describe(record)) for record in self._results.searches()]
+        known = jobs.submissions(self.address)
+        return [_joined(recorded.get(one.search_id), one, self.tracking_uri) for one in known]
 
     def status(self, search: str) -> SearchInfo:
         """Where a search stands.
 
-        Of a search that never got to say that it ended: `interrupted` if it ran from this state directory; with an
-        `address`, what became of its job.
+        Of a search that never got to say that it ended: `interrupted` if its driver is dead; with an `address`, what
+        became of its job, also of one that has no record yet.
         """
-        from service.answers.overview import describe
+        try:
+            info = _described(self._results.search(search))
+        except InputError as unrecorded:
+            if not self.address:
+                raise
+            from service import jobs
 
-        info = _noticed(describe(self._results.search(search)))
-        if self.address and info.status == "running":
+            try:
+                return _joined(None, jobs.submission(search, self.address), self.tracking_uri)
+            except InputError as unknown:
+                raise InputError(f"{unrecorded}; {unknown}") from None
+        if self.address and info.status in _OPEN:
             from service import jobs
 
             with contextlib.suppress(InputError):  # a search that was started by hand is no job of the cluster
-                job = jobs.job_status(info.id, self.address).lower()
-                if job in ("failed", "stopped"):
-                    return replace(info, status=job)
+                return _joined(info, jobs.submission(info.id, self.address), self.tracking_uri)
         return info
 
     def trials(self, search: str) -> list[TrialRecord]:
@@ -238,10 +251,28 @@ class Wattune:
         return self.address
 
 
-def _noticed(info: SearchInfo) -> SearchInfo:
-    """`info`, but `interrupted` where the record says that it runs and its driver, of this machine, is dead."""
-    dead = info.status == "running" and home.Home.locate().interrupted(info.id)
+def _described(record: SearchRecord) -> SearchInfo:
+    """The search as a line of a listing: `interrupted` where the record says that it goes on and its driver is dead."""
+    from service.answers.overview import describe
+    from service.record.heartbeat import silent
+    from service.record.store import GOING_ON
+
+    info = describe(record)
+    dead = record.status in GOING_ON and silent(record.heartbeat, home.Home.locate().driven(record.id))
     return replace(info, status="interrupted") if dead else info
+
+
+def _joined(info: SearchInfo | None, submission: Submission, tracking_uri: str) -> SearchInfo:
+    """What a record, if there is one, and the cluster say of a search: where no end is recorded, its job decides."""
+    from service.answers.overview import unrecorded
+    from service.record.store import shown
+
+    if info is None:
+        cause = submission.cause or f"it has no record at {shown(tracking_uri)}"
+        return unrecorded(submission.search_id, submission.status, submission.started, cause)
+    alive = submission.status == "running" and info.status == "interrupted"  # clocks may differ, a store be away
+    over = submission.status in ("failed", "stopped") and info.status in _OPEN
+    return replace(info, status=submission.status, cause=submission.cause) if alive or over else info
 
 
 def _loaded(spec: Problem | str | Path) -> Problem:

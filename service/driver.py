@@ -13,9 +13,11 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.tune
+from optuna.exceptions import StorageInternalError
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.tune.experiment import Trial
+from sqlalchemy.exc import SQLAlchemyError
 
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
@@ -24,6 +26,7 @@ from service.errors import SearchError
 from service.home import Home
 from service.problem import Problem
 from service.record.provenance import busy, hardware, software, surroundings
+from service.record.store import first_line
 from service.record.tracking import Tracker
 from service.remote import ON_HEAD, call
 from service.result import Purpose, TrialResult
@@ -33,7 +36,7 @@ from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step
 from service.trials import thermal
 from service.trials.evaluate import evaluate
-from service.trials.gang import Gang, close_gangs
+from service.trials.gang import Gang, awaited, close_gangs
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
 from trainables.training import Training
@@ -54,7 +57,7 @@ class Driver:
     def __init__(self, problem: Problem, search_id: str, home: Home, tracker: Tracker, agenda: Agenda) -> None:
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda = tracker, agenda
-        self.display = Display(problem.goals, problem.budget, agenda.sought, agenda.began)
+        self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
 
     def run(self, begun: bool = False) -> None:
@@ -70,9 +73,15 @@ class Driver:
         self.display.say(
             f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
         )
-        notices = busy(environment)
-        for notice in notices:
+        for notice in busy(environment):
             self.display.say(f"notice: {notice}")
+        if waits_for := awaited(self.problem.cluster, self.problem.gang_size):
+            self.display.say(f"waiting for {waits_for}")
+        with self.tracker.beating():
+            self._measure(telemetry, environment)
+
+    def _measure(self, telemetry: Fleet, environment: Mapping[str, str]) -> None:
+        """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
         self._clear_spool()  # Ray would go on with the files of a driver that was killed
         try:
@@ -81,8 +90,15 @@ class Driver:
                 gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, Training.preload()))
             self._tune(start_pool([gang.mailbox for gang in gangs]), len(gangs), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
+        except RayActorError:
+            raise SearchError("the process that lends gangs to trials died: resume the search") from None
+        except (OSError, StorageInternalError, SQLAlchemyError) as error:
+            detail = first_line(error.__cause__ or error)
+            raise SearchError(
+                f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
+            ) from error
         finally:
-            notices += self._drift()
+            notices = [*busy(environment), *self._drift()]
             self.tracker.finish_search(status, summary(self.display, self.agenda), notices)
             close_gangs(gangs)
             stop_telemetry(telemetry)
@@ -99,7 +115,7 @@ class Driver:
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=AgendaSearcher(self.agenda),
+                search_alg=AgendaSearcher(self.agenda, recorder.gangs_up),
                 num_samples=-1,
                 max_concurrent_trials=concurrent,
                 reuse_actors=True,
@@ -108,13 +124,8 @@ class Driver:
             ),
             run_config=ray.tune.RunConfig(name="tune", storage_path=str(self.spool), callbacks=[recorder], verbose=0),
         )
-        try:
-            with _stop_on_signal(self.agenda, self.display):
-                tuner.fit()
-        except ray.tune.TuneError:  # what a callback raises, Tune passes on as text
-            if recorder.failure is None:
-                raise
-            raise recorder.failure from None
+        with _stop_on_signal(self.agenda, self.display):
+            tuner.fit()
 
     def _drift(self) -> list[str]:
         """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""
@@ -141,17 +152,26 @@ class Driver:
 
 
 class _Recorder(ray.tune.Callback):
-    """Tune's events to the record and the display, on the driver's own thread."""
+    """Tune's events to the record and the display, on the driver's own thread.
+
+    Of an exception at the end of a trial Tune makes a failure of the trial, of which it then tells, and goes on. So it
+    is kept, as `failure`, until the step is over, where it ends the search.
+    """
 
     def __init__(
         self, tracker: Tracker, display: Display, agenda: Agenda, pool: ActorHandle[Pool], telemetry: Fleet
     ) -> None:
         self.tracker, self.display, self.agenda = tracker, display, agenda
         self.pool, self.telemetry = pool, telemetry
-        self.failure: SearchError | None = None
+        self.failure: Exception | None = None
+
+    def gangs_up(self) -> int:
+        """How many gangs can measure: trials wait for the others."""
+        return ray.get(call(self.pool, Pool.up))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         step = Step.from_dict(trial.config)
+        self.display.began = time.monotonic() - self.agenda.elapsed_s
         self.display.started(step.layout.label, step.purpose)
         self.tracker.start_trial(trial.trial_id, step.layout, step.purpose)
 
@@ -162,8 +182,18 @@ class _Recorder(ray.tune.Callback):
         self._finish(trial, None)
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
+        try:
+            self._take(trial, reported)
+        except Exception as error:
+            self.failure = error
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _take(self, trial: Trial, reported: dict[str, Any] | None) -> None:
         if not reported or "result" not in reported:
-            self._release(trial.trial_id)
+            ray.get(call(self.pool, Pool.release, trial.trial_id))
         result = outcome_of(trial.trial_id, Step.from_dict(trial.config), reported)
         samples = self._samples(result)
         if result.purpose == Purpose.FINALIST and samples is not None:
@@ -174,13 +204,6 @@ class _Recorder(ray.tune.Callback):
         else:
             self.display.retried(result)
         self.tracker.update_search(summary(self.display, self.agenda))
-
-    def _release(self, trial_id: str) -> None:
-        try:
-            ray.get(call(self.pool, Pool.release, trial_id))
-        except RayActorError:
-            self.failure = SearchError("the process that lends gangs to trials died: resume the search")
-            raise self.failure from None
 
     def _samples(self, result: TrialResult) -> pa.Table | None:
         """The raw telemetry of the trial's windows, from all nodes."""
@@ -199,7 +222,7 @@ def summary(display: Display, agenda: Agenda) -> dict[str, float | None]:
     compared = agenda.problem.goals.among(candidates(agenda.results))
     return {
         "trials": display.done,
-        "search_time_s": time.monotonic() - display.began,
+        "search_time_s": agenda.elapsed_s,
         "gpu_hours": agenda.gpu_seconds / 3600,
         **{f"best_{metric}": one.metrics[metric] for metric, one in leaders(compared).items()},
         **{f"sentinel_drift_{metric}": move.share for metric, move in agenda.drifts().items()},

@@ -69,10 +69,12 @@ class Home:
     def driving(self, search_id: str) -> Iterator[None]:
         """Be the one driver of a search. Raises `InputError` if another process is.
 
-        The lock is the kernel's, which takes it from a process that dies; the file of one that was killed stays.
+        The lock is the kernel's, which takes it from a process that dies. The file stays where a search did not come to
+        its end: where a driver was killed or failed, or where one that should take its place was refused.
         """
         lock = self._lock(search_id)
         lock.parent.mkdir(parents=True, exist_ok=True)
+        left, keep = lock.exists(), True
         with lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,19 +82,26 @@ class Home:
                 raise InputError(f"search {search_id} is running: its driver is alive") from None
             try:
                 yield
+                keep = False
+            except InputError:
+                keep = left
+                raise
             finally:
-                lock.unlink()
-                with contextlib.suppress(OSError):  # trials that the tracking store has not taken stay
-                    lock.parent.rmdir()
+                if not keep:
+                    lock.unlink()
+                    with contextlib.suppress(OSError):  # trials that the tracking store has not taken stay
+                        lock.parent.rmdir()
 
-    def interrupted(self, search_id: str) -> bool:
-        """Whether the search's driver was killed and none has taken its place."""
+    def driven(self, search_id: str) -> bool | None:
+        """Whether a driver of the search is alive by the lock here; None if it never ran here, or came to its end."""
         try:
             with self._lock(search_id).open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (FileNotFoundError, BlockingIOError):
-            return False
-        return True
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            return True
+        return False
 
     def _lock(self, search_id: str) -> Path:
         return self.spool(search_id) / "driver.lock"

@@ -24,10 +24,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.errors import InputError
+from service.errors import InputError, SearchError
 from service.problem import Problem
 from service.record import store
 from service.record.results import Results
@@ -38,22 +40,38 @@ if TYPE_CHECKING:
 
 PROBE_S = 5.0
 POLL_S = 1.0
-START_S = 60.0
+START_S = 180.0  # of a head that is busy: it sets up the job, imports, and joins Ray
 STOP_S = 60  # what a driver gets to close its record and its gangs; Ray's own 3 s are too short
+STATUS = {"PENDING": "pending", "RUNNING": "running", "STOPPED": "stopped", "FAILED": "failed", "SUCCEEDED": "finished"}
 _OVERRIDING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 _MARK = "wattune.search"  # the metadata that says of which search a job is; other jobs of the cluster have none
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a cluster knows of a search that was submitted to it, by the latest of its jobs.
+
+    `status` is `pending` until the job has a process, then `running`, in the end `finished`, `stopped` or `failed`.
+    `cause` is one line on why it failed, or has not begun.
+    """
+
+    search_id: str
+    status: str
+    started: datetime
+    cause: str | None
 
 
 def submit(problem: Problem, address: str, tracking_uri: str) -> str:
     """Hand a search to the cluster at `address`, where it goes on without this process, and return its id.
 
-    Returns once the search's record has begun; or after a minute, should the cluster be too busy to start it.
-    `tracking_uri` has to be an MLflow server that this process and the cluster's head both reach under that URL. The
-    MLFLOW_TRACKING_* variables of this process, such as user and password, go to the search as well. A relative path
-    in `data` is taken from the working directory here; the file must be at that absolute path on every node.
+    Returns once the search has begun its record, in which it may be queued until its GPUs are free. `tracking_uri` has
+    to be an MLflow server that this process and the cluster's head both reach under that URL. The MLFLOW_TRACKING_*
+    variables of this process, such as user and password, go to the search as well. A relative path in `data` is taken
+    from the working directory here; the file must be at that absolute path on every node.
 
     Raises `InputError`, with nothing submitted, for a store that is no server or an address that cannot be used; and
-    with the reason of the search itself, should it find its data, its cluster or its store unusable over there.
+    with the reason of the search itself, should it find its data, its cluster or its store unusable over there. Raises
+    `SearchError` if its job failed for another reason, or has not begun the search within `START_S`.
     """
     _check_store(tracking_uri)
     search_id = new_search_id(problem)
@@ -138,10 +156,17 @@ def stop(search: str, address: str) -> None:
         client.stop_job(job.submission_id)
 
 
-def job_status(search: str, address: str) -> str:
-    """Ray's word for the state of the search's job: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+def submission(search: str, address: str) -> Submission:
+    """The search with this id, or with the only id that starts so, as the cluster at `address` knows it."""
     with _cluster(address) as client:
-        return _find(client, search, address).status.value
+        return _submission(_find(client, search, address))
+
+
+def submissions(address: str) -> list[Submission]:
+    """All searches that were submitted to the cluster at `address`, as far as it remembers, the latest first."""
+    with _cluster(address) as client:
+        known = map(_submission, _jobs(client).values())
+        return sorted(known, key=lambda one: one.started, reverse=True)
 
 
 @contextmanager
@@ -161,21 +186,45 @@ def _cluster(address: str) -> Iterator[JobSubmissionClient]:
         finally:
             os.environ.update(overriding)
         yield client
+    except SearchError:
+        raise
     except (RuntimeError, ConnectionError, AuthenticationError, requests.RequestException) as error:
         raise InputError(f"address {address}: {store.first_line(error)}") from error
 
 
 def _await_start(client: JobSubmissionClient, job_id: str, search_id: str) -> None:
-    """Return once the search says that it has begun. Raises `InputError` with its last words if it ends before that."""
+    """Return once the search says that it has begun. Raises its last words if it ends before that."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         job = client.get_job_info(job_id)
         if f"\nsearch {search_id}:" in client.get_job_logs(job_id):
             return
         if job.status.is_terminal():
-            words = (job.message or "").strip().splitlines() or [f"its job has {job.status.lower()}"]
-            raise InputError(f"search {search_id} did not start: {words[-1].removeprefix('wattune: ')}")
+            kind = InputError if job.driver_exit_code == 2 else SearchError
+            raise kind(f"search {search_id} did not start: {_last_words(job)}")
         time.sleep(POLL_S)
+    raise SearchError(
+        f"search {search_id} has not begun within {START_S:.0f} s: {_last_words(job)}; "
+        "`wattune status` with this --address tells whether it will, and `wattune stop` calls it off"
+    )
+
+
+def _last_words(job: JobDetails) -> str:
+    """What a job has to say of itself, in one line: the end of its log if it failed."""
+    if job.driver_exit_code is not None and job.driver_exit_code < 0:
+        return f"its process was killed by signal {-job.driver_exit_code}"
+    words = (job.message or "").strip().splitlines() or [f"its job has the status {job.status.lower()}"]
+    return words[-1].removeprefix("wattune: ")
+
+
+def _submission(job: JobDetails) -> Submission:
+    status = STATUS[job.status.value]
+    return Submission(
+        search_id=(job.metadata or {})[_MARK],
+        status=status,
+        started=datetime.fromtimestamp((job.start_time or 0) / 1000, UTC),
+        cause=_last_words(job) if status in ("pending", "failed") else None,
+    )
 
 
 def _probe(address: str) -> dict[str, str]:
@@ -214,13 +263,19 @@ def cluster_token() -> str | None:
 
 def _find(client: JobSubmissionClient, search: str, address: str) -> JobDetails:
     """The latest job of the search with this id, or with the only id that starts so."""
-    jobs = {}
-    for job in sorted(client.list_jobs(), key=lambda job: job.start_time or 0):
-        if job.submission_id and (search_id := (job.metadata or {}).get(_MARK)):
-            jobs[search_id] = job
+    jobs = _jobs(client)
     matches = store.matching(search, jobs)
     if len(matches) > 1:
         raise InputError(f"search {search!r} is ambiguous: {', '.join(sorted(matches)[-5:])}")
     if not matches:
         raise InputError(f"search {search!r} is unknown at {address}: no such search was submitted there")
     return jobs[matches[0]]
+
+
+def _jobs(client: JobSubmissionClient) -> dict[str, JobDetails]:
+    """The latest job of each search that was submitted, by the search's id."""
+    jobs = {}
+    for job in sorted(client.list_jobs(), key=lambda job: job.start_time or 0):
+        if job.submission_id and (search_id := (job.metadata or {}).get(_MARK)):
+            jobs[search_id] = job
+    return jobs

@@ -9,7 +9,9 @@ from service.fitting import load as load_calibration
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Problem
+from service.record.heartbeat import silent
 from service.record.results import Results, SearchRecord
+from service.record.store import GOING_ON
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
 from service.sampling.agenda import SearchAgenda, Spent, settled
@@ -66,6 +68,11 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
         record = recorded.search(record.id)
         if record.status == "finished":
             raise InputError(f"search {record.id} is finished: there is nothing to resume")
+        beat = record.heartbeat
+        if record.status in GOING_ON and beat is not None and not beat.here and not silent(beat, None):
+            raise InputError(
+                f"search {record.id} is running: its driver on {beat.host} was alive {beat.age_s:.0f} s ago"
+            )
         problem = parse_spec(recorded.spec_of(record))
         check_data(problem)
         with ray_session(problem.cluster):

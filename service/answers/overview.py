@@ -22,7 +22,8 @@ class SearchInfo:
     """One line of a listing.
 
     `trials` counts explored trials by status, `repeats` all others by purpose. `best` has the best value of each
-    objective; those in `estimated` and `extrapolated` are not measured.
+    objective; those in `estimated` and `extrapolated` are not measured. `cause` is one line on what only the cluster
+    knows of a search that was submitted to it: why it failed, or has no record yet.
     """
 
     id: str
@@ -37,6 +38,7 @@ class SearchInfo:
     model: str
     accelerator: str
     data: str
+    cause: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -66,6 +68,11 @@ def describe(search: SearchRecord) -> SearchInfo:
         extrapolated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.EXTRAPOLATED),
         **{fact: str(search.params.get(fact, "")) for fact in ("model", "accelerator", "data")},
     )
+
+
+def unrecorded(search_id: str, status: str, started: datetime, cause: str) -> SearchInfo:
+    """A search of which there is no record, as one line of a listing."""
+    return SearchInfo(search_id, search_id, status, started, {}, {}, {}, (), (), "", "", "", cause)
 
 
 def notices(search: SearchRecord, metric: str | None = None) -> list[str]:

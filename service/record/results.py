@@ -15,6 +15,7 @@ from service.errors import InputError
 from service.goals import Goals, parse_condition
 from service.metrics import Direction, Method
 from service.record import store
+from service.record.heartbeat import Heartbeat
 from service.record.runs import Run, Runs
 from service.result import Purpose
 
@@ -54,7 +55,11 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """One search as recorded. `params` are its facts (model, data, ...); `objectives` maps metric to direction."""
+    """One search as recorded. `params` are its facts (model, data, ...); `objectives` maps metric to direction.
+
+    `status` is what its driver last wrote: `queued` until a gang is up, `running`, `finished`, `stopped` or `failed`.
+    Whether a driver that did not write the latter three is alive, `heartbeat` tells; older records have none.
+    """
 
     id: str
     name: str
@@ -67,6 +72,7 @@ class SearchRecord:
     notices: tuple[str, ...]
     run_id: str
     trials: tuple[TrialRecord, ...]
+    heartbeat: Heartbeat | None = None
 
     @cached_property
     def goals(self) -> Goals:
@@ -140,6 +146,7 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
         run_id=run.id,
         # A run is there for a moment before its parameters are.
         trials=tuple(_trial(child) for child in children if "engine" in child.params),
+        heartbeat=Heartbeat.parse(tags[store.HEARTBEAT]) if store.HEARTBEAT in tags else None,
     )
 
 

@@ -29,6 +29,7 @@ TRIAL = "trial"
 SEARCH_ID = "wattune.search_id"
 TRIAL_ID = "wattune.trial_id"
 STATUS = "wattune.status"
+HEARTBEAT = "wattune.heartbeat"
 CAUSE = "wattune.cause"
 ENERGY = "wattune.energy"
 DATA = "wattune.data"
@@ -42,6 +43,8 @@ ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 
 SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
+
+GOING_ON = ("queued", "running")  # statuses of a search that has a driver, if that is not dead
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https")
@@ -71,6 +74,7 @@ def open_client(tracking_uri: str) -> MlflowClient:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # with a traceback, of all that it raises too
     with readable(tracking_uri):
         return MlflowClient(tracking_uri)
 

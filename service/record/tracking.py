@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from service.errors import InputError
 from service.home import Home
 from service.problem import Problem
 from service.record import store
+from service.record.heartbeat import Heartbeat, beating
 from service.result import TrialResult
 from service.spec import dump_spec
 from telemetry.devices import is_host
@@ -44,7 +46,7 @@ _ESTIMATED = "Energy is **estimated**: this machine has no energy counter. Not c
 
 
 class Tracker:
-    """Writes one search. Not thread-safe: the driver calls it from one thread.
+    """Writes one search. Not thread-safe: the driver calls it from one thread, beside which a heart may beat.
 
     Whatever becomes of the tracking server, a finished trial is on disk, under `Home.spool`, before MLflow hears of
     it, and stays there until MLflow has taken it. Once the search has started, what goes wrong with MLflow becomes one
@@ -61,6 +63,7 @@ class Tracker:
         self._runs: dict[str, str] = {}
         self._open: dict[str, dict[str, Any]] = {}
         self._troubles: dict[str, str] = {}
+        self._queued = True
 
     @property
     def notices(self) -> list[str]:
@@ -68,7 +71,7 @@ class Tracker:
         return list(self._troubles.values())
 
     def start_search(self, search_id: str, problem: Problem, environment: Mapping[str, str]) -> None:
-        """Create the parent run, with the problem's facts as its parameters and its spec as an artifact.
+        """Create the parent run, `queued`, with the problem's facts as its parameters and its spec as an artifact.
 
         `environment`: versions, devices and drivers, by name. Raises `InputError` if MLflow refuses.
         """
@@ -77,7 +80,8 @@ class Tracker:
             **_authorship(environment),
             store.ROLE: store.SEARCH,
             store.SEARCH_ID: search_id,
-            store.STATUS: "running",
+            store.STATUS: "queued",
+            store.HEARTBEAT: str(Heartbeat.now()),
             store.DATA: "synthetic" if problem.data == SYNTHETIC else "file",
             store.OBJECTIVES: json.dumps(dict(problem.goals.objectives)),
             store.CONSTRAINTS: json.dumps([limit.text for limit in problem.goals.limits]),
@@ -90,7 +94,7 @@ class Tracker:
             self._client.log_text(self._parent, dump_spec(problem), store.SPEC)
 
     def resume_search(self, search: SearchRecord) -> dict[str, float]:
-        """Go on with a search whose driver died, and return the summary that it had.
+        """Go on with a search whose driver died, `queued` as a new one is, and return the summary that it had.
 
         Sends what is still in the spool, and marks trials that have no result as stopped. Raises `InputError` if
         MLflow refuses.
@@ -108,11 +112,23 @@ class Tracker:
                 if tags[store.STATUS] == "running" and tags[store.TRIAL_ID] not in self._runs:
                     self._stop_trial(run.info.run_id, "the search was interrupted")
             self._client.update_run(self._parent, "RUNNING")
-            self._log(self._parent, tags={store.STATUS: "running"})
+            self._log(self._parent, tags={store.STATUS: "queued", store.HEARTBEAT: str(Heartbeat.now())})
             return dict(self._client.get_run(self._parent).data.metrics)
 
+    def beating(self) -> AbstractContextManager[None]:
+        """The search's heartbeat, from a thread of its own. To be entered once the search has begun."""
+
+        def beat() -> None:
+            if store.reachable(self._uri):  # or MLflow would try again and again, and say so
+                self._log(self._parent, tags={store.HEARTBEAT: str(Heartbeat.now())})
+
+        return beating(beat)
+
     def start_trial(self, trial_id: str, layout: Layout, purpose: str = "search") -> None:
-        """Create the child run, with the layout as its parameters."""
+        """Create the child run, with the layout as its parameters. With its first trial a search is `running`."""
+        if self._queued:
+            self._attempt(_SEARCH, lambda: self._log(self._parent, tags={store.STATUS: "running"}))
+            self._queued = _SEARCH in self._troubles
         tags = {store.PURPOSE: purpose}
         self._open[trial_id] = {"started_ms": _now_ms(), "config": layout.to_dict(), "tags": tags}
         self._attempt(f"trial {trial_id}", lambda: self._create_trial(trial_id, self._open[trial_id]))

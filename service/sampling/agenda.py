@@ -48,7 +48,9 @@ class Study(Protocol):
 class Agenda:
     """Hands out trials one by one, and takes their results, while the time lasts. What comes next is a subclass's.
 
-    A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts only after that.
+    A trial is asked for when there are GPUs for it: time counts from the first one, and a trial's GPU time from when it
+    is handed out. A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts
+    only after that.
     """
 
     def __init__(self, problem: Problem, results: Sequence[TrialResult] = (), spent: Spent = Spent()) -> None:
@@ -56,7 +58,8 @@ class Agenda:
         self.problem = problem
         self.results = settled(results)
         self.faults = Counter((r.layout, r.purpose) for r in results if r.infrastructure)
-        self.began = time.monotonic() - spent.wall_time_s
+        self.spent_s = spent.wall_time_s
+        self.began: float | None = None
         self.gpu_seconds = spent.gpu_seconds
         self.under_way: dict[str, tuple[Step, float]] = {}
         self.again: list[Step] = []
@@ -74,11 +77,23 @@ class Agenda:
 
     def next(self, trial_id: str) -> Step | None:
         """The next trial; None if there is none, for good once none is under way either."""
-        if self.stopped or self.out_of_time():
+        if self.closed:
             return None
         if (step := self.again.pop(0) if self.again else self.choose()) is not None:
             self.under_way[trial_id] = step, time.monotonic()
+            if self.began is None:
+                self.began = time.monotonic() - self.spent_s
         return step
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more trials are handed out, whatever is left to do."""
+        return self.stopped or self.out_of_time()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first trial, and those that a search which is resumed had spent before."""
+        return self.spent_s if self.began is None else time.monotonic() - self.began
 
     def take(self, result: TrialResult) -> bool:
         """Learn what became of a trial. Returns whether its result counts, or else the trial is run again."""
@@ -96,10 +111,9 @@ class Agenda:
     def out_of_time(self, reserve_s: float = 0.0, reserve_gpu_seconds: float = 0.0) -> bool:
         """Whether the budgets of wall time and GPU hours are used up, but for a reserve."""
         budget = self.problem.budget
-        elapsed_s = time.monotonic() - self.began
         wall_s = budget.wall_time_s
         gpu_s = None if budget.gpu_hours is None else 3600 * budget.gpu_hours
-        return (wall_s is not None and elapsed_s >= wall_s - min(reserve_s, RESERVED * wall_s)) or (
+        return (wall_s is not None and self.elapsed_s >= wall_s - min(reserve_s, RESERVED * wall_s)) or (
             gpu_s is not None and self.gpu_seconds >= gpu_s - min(reserve_gpu_seconds, RESERVED * gpu_s)
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,20 @@ from trainables.status import Status
 
 
 class AgendaSearcher(Searcher):
-    """Hands out the trials of an `Agenda`. What became of them, the driver tells the agenda, once it is on disk."""
+    """Hands out the trials of an `Agenda`. What became of them, the driver tells the agenda, once it is on disk.
 
-    def __init__(self, agenda: Agenda) -> None:
+    `gangs_up` says how many gangs are up, lent or not: no more trials than these are under way, so that none waits for
+    GPUs that others hold.
+    """
+
+    def __init__(self, agenda: Agenda, gangs_up: Callable[[], int]) -> None:
         super().__init__()
-        self.agenda = agenda
+        self.agenda, self.gangs_up = agenda, gangs_up
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # Ray leaves FINISHED out
-        """The next trial's `Step` as a dict, `Searcher.FINISHED`, or None while it depends on trials under way."""
+        """The next trial's `Step` as a dict, `Searcher.FINISHED`, or None while it has to wait."""
+        if not self.agenda.closed and len(self.agenda.under_way) >= self.gangs_up():
+            return None
         if (step := self.agenda.next(trial_id)) is not None:
             return step.to_dict()
         return None if self.agenda.under_way else Searcher.FINISHED

@@ -28,8 +28,8 @@ from trainables.program import TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
-LEASE_S = 3600.0
-"""How long a trial waits for a gang whose workers are up."""
+LEASE_S = 60.0
+"""How long a trial waits for a gang. It is started only when one is up."""
 
 
 def evaluate(
@@ -54,9 +54,7 @@ def evaluate(
     lost = partial(TrialResult, trial_id, layout, Status.CRASH, purpose=purpose, infrastructure=True)
     try:
         if mailbox is None:
-            result = lost(
-                f"no gang's workers were up within {LEASE_S:.0f} s: are the cluster's nodes up, its GPUs taken?"
-            )
+            result = lost(f"the gang that was up is gone, and none was up again within {LEASE_S:.0f} s")
         else:
             result = run_trial(Bench(problem, mailbox, telemetry, environment), trial_id, layout, purpose, front)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Gang:
             num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
         ).remote(size)
         self._closing = False
+        self._awaited = partial(awaited, cluster, size)
         resources = resources_per_worker(cluster)
         # Ray Train looks for dead workers every 2 s unless told otherwise.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
@@ -62,6 +64,8 @@ class Gang:
         self._thread.start()
 
     def _serve(self) -> None:
+        while not self._closing and self._awaited():  # a run that waits in Ray Train cannot be called off
+            time.sleep(RETRY_S)
         while not self._closing:
             cause = "the gang's Ray Train run ended"
             try:
@@ -96,3 +100,13 @@ def resources_per_worker(cluster: Cluster) -> dict[str, float]:
     resources = {"CPU": cluster.cpus_per_worker}
     device = platform_of(cluster.device).ray_resource
     return resources if device is None else resources | {device: 1}
+
+
+def awaited(cluster: Cluster, size: int) -> str | None:
+    """What a gang has to wait for while others hold it, such as `2 GPUs: 0 of 2 free`; None if for nothing."""
+    have: dict[str, float] = ray.cluster_resources()
+    free: dict[str, float] = ray.available_resources()
+    for name, each in reversed(resources_per_worker(cluster).items()):  # a device says more than CPUs
+        if free.get(name, 0) < (need := each * size) <= have.get(name, 0):
+            return f"{need:g} {name}s: {free.get(name, 0):g} of {have[name]:g} free"
+    return None

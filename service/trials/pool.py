@@ -29,10 +29,14 @@ class Pool:
         self._lent: dict[str, ActorHandle[Mailbox]] = {}
         self._offers: set[asyncio.Task[None]] = set()
 
+    async def up(self) -> int:
+        """How many gangs are up: those that are free, and those that are lent."""
+        self._offer_new()
+        return self._free.qsize() + len(self._lent)
+
     async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle[Mailbox] | None:
         """A gang's mailbox for one trial, once one is free; None if none was in time."""
-        while self._starting:
-            self._offer(self._starting.pop())
+        self._offer_new()
         try:
             self._lent[trial_id] = await asyncio.wait_for(self._free.get(), timeout_s)
         except TimeoutError:
@@ -46,6 +50,11 @@ class Pool:
             with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
                 await mailbox.give_up.remote("the trial was ended")
             self._offer(mailbox)
+
+    def _offer_new(self) -> None:
+        """Offer all gangs, in the first call: an actor is made outside its event loop."""
+        while self._starting:
+            self._offer(self._starting.pop())
 
     def _offer(self, mailbox: Any) -> None:
         async def once_ready() -> None:

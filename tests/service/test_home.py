@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from service.errors import InputError, SearchError
 from service.home import Home, tracking_uri
 
 
@@ -37,3 +38,29 @@ def test_tracking_uri_prefers_what_is_asked_for_then_mlflow_then_the_embedded_st
     assert tracking_uri() == "http://mlflow:5000"
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def drive(home: Home, failure: Exception | None = None) -> None:
+    with home.driving("s"):
+        assert home.driven("s") is True
+        with pytest.raises(InputError, match="is running"), home.driving("s"):
+            pass
+        if failure is not None:
+            raise failure
+
+
+def test_a_lock_stays_where_a_search_did_not_come_to_its_end(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    drive(home)
+    assert home.driven("s") is None
+    with pytest.raises(InputError, match="refused"):
+        drive(home, InputError("refused"))
+    assert home.driven("s") is None, "nothing has begun"
+    with pytest.raises(SearchError):
+        drive(home, SearchError("failed"))
+    assert home.driven("s") is False
+    with pytest.raises(InputError, match="refused"):
+        drive(home, InputError("refused"))
+    assert home.driven("s") is False, "as it was before"
+    drive(home)
+    assert not home.spool("s").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 
-from service import InputError, Wattune, jobs
+from service import InputError, SearchError, Wattune, jobs
+from service.cli import main
+from service.home import Home
 from service.problem import Problem
 from service.record import store
 from service.spec import parse_spec
@@ -172,7 +177,7 @@ def test_a_store_that_the_cluster_cannot_reach_is_refused_before_the_cluster_is_
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://[::", "127.0.0.1:8265", "ray://127.0.0.1:10001"])
 def test_an_address_that_cannot_be_used_is_one_line_at_once(address: str) -> None:
     began = time.monotonic()
-    for ask in (jobs.stop, jobs.job_status, lambda *arguments: next(jobs.logs(*arguments))):
+    for ask in (jobs.stop, jobs.submission, lambda *arguments: next(jobs.logs(*arguments))):
         with pytest.raises(InputError, match=r"^address .*job server") as refusal:
             ask("a-search", address)
         assert "\n" not in str(refusal.value)
@@ -212,7 +217,7 @@ def test_a_cluster_refuses_with_one_line(cluster: Cluster, monkeypatch: pytest.M
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"search 'nowhere' is unknown"):
-        jobs.job_status("nowhere", cluster.address)
+        jobs.submission("nowhere", cluster.address)
     assert os.environ["RAY_ADDRESS"] == "127.0.0.1:9"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
     with pytest.raises(InputError, match="the token in use is not the cluster's"):
@@ -231,10 +236,37 @@ def test_what_only_the_cluster_can_see_is_told_to_the_submitter(
     with pytest.raises(InputError, match=r"^search tiny-\S+ did not start: data: ") as refusal:
         jobs.submit(spec("absent/tokens.npy"), cluster.address, cluster.address)
     assert str(tmp_path / "absent/tokens.npy") in str(refusal.value)
-    assert jobs.job_status("tiny", cluster.address) == "FAILED"
+    assert jobs.submission("tiny", cluster.address).status == "failed"
     assert "wattune: data: " in "".join(jobs.logs("tiny", cluster.address))
     with pytest.raises(InputError, match="is not running: its job has failed"):
         jobs.stop("tiny", cluster.address)
+
+
+def test_a_search_that_has_no_record_is_known_by_its_job(
+    cluster: Cluster, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as hurried:
+        hurried.setattr(jobs, "START_S", 0.0)
+        with pytest.raises(
+            SearchError, match=r"^search \S+ has not begun within 0 s: .*`wattune stop` calls it off$"
+        ) as late:
+            jobs.submit(replace(spec("/absent/tokens.npy"), name="unrecorded"), cluster.address, cluster.address)
+    search = str(late.value).split()[1]
+
+    def told(*arguments: str) -> Any:
+        asked = CliRunner().invoke(main, [*arguments, "--address", cluster.address, "--json"])
+        assert asked.exit_code == 0, asked.output
+        return json.loads(asked.stdout)
+
+    assert told("status", search)["status"] in ("pending", "running")
+    info = wait_until(lambda: (now := told("status", search[:-1]))["status"] == "failed" and now, 60)
+    assert info["id"] == search
+    assert info["cause"].startswith("data: ")
+    assert info["trials"] == {}
+    assert (search, "failed") in [(one["id"], one["status"]) for one in told("list")]
+    assert Wattune().searches() == []
+    with pytest.raises(InputError, match=r"is unknown at sqlite.*; search 'nowhere' is unknown at http"):
+        Wattune(address=cluster.address).status("nowhere")
 
 
 @pytest.mark.slow
@@ -249,7 +281,8 @@ def test_a_submitted_search_survives_its_submitter_and_the_death_of_a_worker(
     )
     search = done.stdout.strip()
     client = Wattune(server, cluster.address)
-    assert client.status(search).status == "running"
+    assert client.status(search).status in ("queued", "running")
+    assert search in [one.id for one in client.searches()]
 
     wait_until(lambda: client.status(search).trials.get("ok") and len(cluster.workers()) == 2, 120)
     os.kill(cluster.workers()[1], signal.SIGKILL)
@@ -260,7 +293,7 @@ def test_a_submitted_search_survives_its_submitter_and_the_death_of_a_worker(
     assert client.status(search).status == "finished"
     assert client.status(search).trials == {"ok": 3, "crash": 1}, "the layout that lost its worker was run again"
     assert client.best(search).candidate.metrics["tokens_per_s"] > 0
-    assert jobs.job_status(search, cluster.address) == "SUCCEEDED"
+    assert jobs.submission(search, cluster.address).status == "finished"
     wait_until(lambda: not cluster.of_searches(), 30)
     assert (cluster.home / "optuna.db").exists()
 
@@ -272,10 +305,10 @@ def test_a_stopped_search_keeps_its_record_and_leaves_no_process(cluster: Cluste
     search = jobs.submit(spec(tokens, window_s=5), cluster.address, server)
     wait_until(lambda: client.status(search).trials.get("ok") and len(cluster.workers()) == 2, 120)
     client.stop(search)
-    assert wait_until(lambda: client.status(search).status != "running", 30)
+    wait_until(lambda: client.status(search).status != "running", 30)
     info = client.status(search)
     assert (info.status, info.trials) == ("stopped", {"ok": 1, "stopped": 1})
-    wait_until(lambda: jobs.job_status(search, cluster.address) == "STOPPED", jobs.STOP_S / 2)
+    wait_until(lambda: jobs.submission(search, cluster.address).status == "stopped", jobs.STOP_S / 2)
     wait_until(lambda: not cluster.of_searches(), 30)
     with pytest.raises(InputError, match="is not running: its job has stopped"):
         client.stop(search)
@@ -291,7 +324,7 @@ def test_a_search_whose_driver_died_is_told_from_a_running_one_and_resumed(
     wait_until(cluster.workers, 120)
     (driver,) = (pid for pid, title in cluster.processes().items() if "wattune run" in title and search in title)
     os.kill(driver, signal.SIGKILL)
-    wait_until(lambda: jobs.job_status(search, cluster.address) == "FAILED", 30)
+    wait_until(lambda: jobs.submission(search, cluster.address).status == "failed", 30)
     assert client.status(search).status == "failed"
     wait_until(lambda: not cluster.of_searches(), 60)
 
@@ -300,7 +333,7 @@ def test_a_search_whose_driver_died_is_told_from_a_running_one_and_resumed(
     assert [line for line in printed if "0 of them done" in line], "of its latest job"
     assert client.status(search).status == "finished"
     assert client.status(search).trials == {"stopped": 1, "ok": 3}
-    assert jobs.job_status(search, cluster.address) == "SUCCEEDED"
+    assert jobs.submission(search, cluster.address).status == "finished"
     with pytest.raises(InputError, match=f"search {search} did not start: search {search} is finished"):
         client.resume(search)
     wait_until(lambda: not cluster.of_searches(), 60)

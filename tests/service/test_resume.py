@@ -20,6 +20,8 @@ from service.cli import main
 from service.client import Wattune
 from service.errors import InputError
 from service.home import Home
+from service.record import store
+from service.record.heartbeat import Heartbeat
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
@@ -88,8 +90,9 @@ def test_the_record_is_taken_up_where_it_was(home: Home, broken_off: tuple[str, 
     client = MlflowClient(home.tracking_uri)
     assert [client.get_run(t.run_id).info.status for t in record.trials] == ["FINISHED", "FAILED", "KILLED"]
     with home.driving(search):
-        assert Wattune().status(search).status == "running"
+        assert Wattune().status(search).status == "queued"
         tracker.start_trial("t3", results[2].layout)
+        assert Wattune().status(search).status == "running"
         tracker.finish_trial(TrialResult("t3", results[2].layout, Status.OK))
         tracker.finish_search("finished", {"search_time_s": 120.0})
     parent = client.get_run(record.run_id)
@@ -145,6 +148,13 @@ def test_what_cannot_be_resumed_is_refused(
     refused("unknown", of="another")
     with home.driving(search):
         refused(search, "running")
+    (home.spool(search) / "driver.lock").touch(exist_ok=False)
+    record = Results(home.tracking_uri).search(search)
+    client = MlflowClient(home.tracking_uri)
+    client.set_tag(record.run_id, store.HEARTBEAT, str(Heartbeat(time.time(), "another", 1)))
+    refused(search, "running", "on another", "ago")
+    client.set_tag(record.run_id, store.HEARTBEAT, str(record.heartbeat))
+    assert Wattune().status(search).status == "interrupted", "a refusal changes nothing"
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("WATTUNE_HOME", str(tmp_path / "elsewhere"))
         refused(search, "elsewhere", "WATTUNE_HOME")

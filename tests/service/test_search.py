@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from typing import Any
 import optuna
 import psutil
 import pytest
+import ray
 import yaml
 from click.testing import CliRunner
 
 from service.answers.ranking import best, pareto
 from service.calibrate import calibrate
 from service.cli import main
+from service.client import Wattune
 from service.errors import InputError
 from service.fitting import load
 from service.home import Home
@@ -28,6 +32,7 @@ from service.search import resume, run
 from service.spec import parse_spec
 from telemetry.store import read_samples
 from trainables.data import prepare
+from trainables.mailbox import Mailbox
 
 SPEC: dict[str, Any] = {
     "name": "whole",
@@ -208,6 +213,55 @@ def test_a_search_whose_pool_dies_fails_with_one_line_and_keeps_its_trial(
     record = Results(home.tracking_uri).search(recorded.id)
     assert record.status == "failed"
     assert record.trials[0].status == "ok"
+
+
+@pytest.mark.slow
+def test_a_search_that_cannot_write_its_results_fails_with_one_line_and_goes_on_later(
+    ray_session: Any, home: Home, tokens: str
+) -> None:
+    (home.path / "spec.yaml").write_text(yaml.safe_dump(SPEC | {"data": tokens}))
+    unsent = home.spool("full") / "unsent"
+    unsent.parent.mkdir(parents=True)
+    unsent.write_text("in the way, as no space on the device would be")
+    called = CliRunner().invoke(main, ["run", str(home.path / "spec.yaml"), "--search-id", "full"])
+    assert isinstance(called.exception, SystemExit), called.exception
+    assert called.stderr.splitlines()[-1].startswith(f"wattune: the state directory {home.path} cannot be written (")
+    record = Results(home.tracking_uri).search("full")
+    assert (record.status, [trial.status for trial in record.trials]) == ("failed", ["stopped"])
+    unsent.unlink()
+    resume("full")
+    record = Results(home.tracking_uri).search("full")
+    assert (record.status, [trial.status for trial in record.trials]) == ("finished", ["stopped"] + ["ok"] * 3)
+
+
+@pytest.mark.slow
+def test_a_search_that_waits_for_others_is_queued_and_spends_nothing(
+    ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actor: Any = ray.remote(Mailbox)
+    holding = actor.options(num_cpus=1).remote(1)
+    ray.get(holding.give_up.remote("nothing"))  # it is there
+    budget = {"trials": 2, "wall_time_s": 20}
+    search = threading.Thread(target=run, args=(spec_of(tokens, budget=budget), None, "waiting"))
+    search.start()
+    try:
+        client, waited_until = Wattune(), time.monotonic() + 25
+        while time.monotonic() < waited_until:
+            if any(info.id == "waiting" for info in client.searches()):
+                assert client.status("waiting").status == "queued"
+                assert client.trials("waiting") == []
+            time.sleep(1)
+        ray.kill(holding)
+    finally:
+        search.join()
+    record = Results(home.tracking_uri).search("waiting")
+    assert (record.status, [trial.status for trial in record.trials]) == ("finished", ["ok"] * 2)
+    assert re.search(r"^waiting for 4 CPUs: 3 of 4 free$", capsys.readouterr().out, re.MULTILINE)
+    summary = open_client(home.tracking_uri).get_run(record.run_id).data.metrics
+    assert summary["gpu_hours"] * 3600 <= 2 * summary["search_time_s"]
+    (ended,) = (trial.ended for trial in record.trials[-1:])
+    assert ended is not None
+    assert summary["search_time_s"] < (ended - record.started).total_seconds() - 15
 
 
 @pytest.mark.slow

@@ -92,8 +92,9 @@ def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, floa
 
 def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     tracker = start(home)
+    assert read(home).status == "queued"
     tracker.start_trial("s1-000", CONFIG)
-    assert read(home).trials[0].status == "running"
+    assert read(home).status == read(home).trials[0].status == "running"
     tracker.finish_trial(measured(), samples())
     tracker.finish_search("finished", {"tokens_per_s": 1e5, "joules_per_token": None}, ["mind this"])
     assert tracker.notices == []

@@ -25,7 +25,7 @@ LAYOUT, OTHER = SPEC.legal.layouts
 
 def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_over() -> None:
     agenda = CalibrationAgenda(SPEC, [LAYOUT])
-    searcher = AgendaSearcher(agenda)
+    searcher = AgendaSearcher(agenda, lambda: 2)
     values = searcher.suggest("a")
     assert isinstance(values, dict)
     assert json.loads(json.dumps(values)) == values
@@ -35,6 +35,26 @@ def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_ov
     assert searcher.suggest("b") is None, "what becomes of the trial under way may bring another"
     agenda.take(TrialResult("a", LAYOUT, Status.OK, purpose=Purpose.CALIBRATION))
     assert searcher.suggest("b") == Searcher.FINISHED
+
+
+def test_a_trial_is_handed_out_once_there_is_a_gang_for_it() -> None:
+    up = 0
+    agenda = CalibrationAgenda(SPEC, [LAYOUT, OTHER])
+    searcher = AgendaSearcher(agenda, lambda: up)
+    assert [searcher.suggest("a"), searcher.suggest("a")] == [None, None]
+    up = 1
+    assert isinstance(searcher.suggest("a"), dict)
+    assert searcher.suggest("b") is None, "the gang has its trial"
+    up = 2
+    assert isinstance(searcher.suggest("b"), dict)
+
+
+def test_a_search_that_is_stopped_does_not_wait_for_a_gang() -> None:
+    agenda = CalibrationAgenda(SPEC, [LAYOUT])
+    searcher = AgendaSearcher(agenda, lambda: 0)
+    assert searcher.suggest("a") is None
+    agenda.stopped = True
+    assert searcher.suggest("a") == Searcher.FINISHED
 
 
 @pytest.mark.parametrize("reported", [None, {}, {"training_iteration": 0}])

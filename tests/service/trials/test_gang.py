@@ -25,7 +25,7 @@ from service.problem import Cluster
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
-from service.trials.gang import Gang, close_gangs, resources_per_worker
+from service.trials.gang import Gang, awaited, close_gangs, resources_per_worker
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices.cpu import cpu_uuid
@@ -296,10 +296,15 @@ def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None
     starting = actors[0].remote(2)
     ray.get(starting.join.remote("start", Member(0, 0, "node", "host", 1)))
     pool = actors[1].remote([starting])
+    assert ray.get(pool.up.remote(), timeout=30) == 0
     waiting = pool.lease.remote("a", 30)
     assert ray.wait([waiting], timeout=0.5) == ([], [waiting])
     ray.get(starting.join.remote("start", Member(1, 1, "node", "host", None)))
     assert ray.get(waiting, timeout=30) == starting
+    assert ray.get(pool.up.remote(), timeout=30) == 1
+    ray.get(pool.release.remote("a"), timeout=30)
+    assert ray.get(pool.lease.remote("b", 30), timeout=30) == starting
+    assert ray.get(pool.up.remote(), timeout=30) == 1
 
 
 def killed(actor: Any) -> None:
@@ -433,6 +438,25 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
             assert ray.get(samples).num_rows > 0
     finally:
         close_gangs([gang])
+
+
+def test_what_a_gang_waits_for_is_told_and_waiting_is_called_off_at_once(ray_session: Any, tmp_path: Path) -> None:
+    all_cpus = replace(CLUSTER, cpus_per_worker=2)
+    actor: Any = ray.remote(Mailbox)
+    holding = actor.options(num_cpus=1).remote(1)  # of the 4 that there are
+    ray.get(holding.give_up.remote("nothing"))
+    give_up = time.monotonic() + 30
+    while (told := awaited(all_cpus, 2)) is None:
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+    assert re.fullmatch(r"4 CPUs: [0-3](\.5)? of 4 free", told)
+    assert awaited(replace(CLUSTER, accelerator="h200"), 2) is None, "what nobody has is not awaited"
+    gang = Gang("waiting", 2, all_cpus, tmp_path, Fleet("nobody"), ())
+    time.sleep(1)
+    close_gangs([gang])
+    assert not gang._thread.is_alive()
+    assert not list(tmp_path.iterdir()), "nothing was started"
+    ray.kill(holding)
 
 
 def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""What the driver makes of Tune's events when the record cannot be written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ray.tune.experiment import Trial
+
+from service.display import Display
+from service.driver import _Recorder
+from service.home import Home
+from service.record.results import Results
+from service.record.tracking import Tracker
+from service.result import Purpose, TrialResult
+from service.sampling.agenda import CalibrationAgenda
+from tests.service.records import problem
+from trainables.status import Status
+
+
+def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: Home) -> None:
+    """What is raised at the end of a trial, Tune takes for the trial's failure, tells of that, and goes on."""
+    spec = problem(space={"precision": "fp32", "micro_batch_size": [1, 2]})
+    agenda = CalibrationAgenda(spec, spec.legal.layouts[:2])
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.start_search("s1", spec, {})
+    nobody: Any = None  # a trial that reported has given its gang back, and this one has no samples
+    recorder = _Recorder(tracker, Display(spec.goals, spec.budget, agenda.sought), agenda, nobody, nobody)
+    trials = []
+    for trial_id in ("a", "b"):
+        step = agenda.next(trial_id)
+        assert step is not None
+        result = TrialResult(trial_id, step.layout, Status.OK, purpose=Purpose.CALIBRATION)
+        trial = Trial("evaluate", config=step.to_dict(), trial_id=trial_id, stub=True)
+        trial.run_metadata.last_result = {"result": json.dumps(result.to_dict())}
+        recorder.on_trial_start(0, [], trial)
+        trials.append(trial)
+
+    recorder.on_trial_complete(0, [], trials[0])
+    recorder.on_step_end(0, [])
+    unsent = home.spool("s1") / "unsent"
+    unsent.rmdir()
+    unsent.write_text("in the way, as no space on the device would be")
+    recorder.on_trial_complete(0, [], trials[1])
+    with pytest.raises(OSError, match="unsent"):
+        recorder.on_step_end(0, [])
+    assert list(agenda.under_way) == ["b"]
+    tracker.finish_search("failed", {})
+    record = Results(home.tracking_uri).search("s1")
+    assert (record.status, [trial.status for trial in record.trials]) == ("failed", ["ok", "stopped"])
