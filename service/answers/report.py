@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 ENOUGH_TRIALS = 8
 """Fewer trials say nothing of the importance of axes."""
+
+TOGETHER = 0.9
+"""Cramer's V (1946) from which on two axes are taken to change together. At 1 the one with fewer values is a function
+of the other; of two that halve 30 trials alike but for one of them, it is 0.94."""
+
+AND = " + "
+"""What stands between the names of axes that count as one."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,9 @@ class Report:
     """`trials`: purpose -> status -> how many; `gpu_hours`: all of them, GPUs times hours.
 
     `importance`: objective -> axis -> its share of what single axes explain, see `importance`, the most first; none for
-    objectives that do not vary, or where too few trials ended well. `refusals` is None where the search's spec is out
-    of reach.
+    objectives that do not vary, or where too few trials ended well. `together` are the axes that cannot be told apart
+    in these trials, in groups that share one name there, `A + B`. `refusals` is None where the search's spec is out of
+    reach.
     """
 
     search_id: str
@@ -91,6 +99,7 @@ class Report:
     gpu_hours: float
     advances: tuple[Advance, ...]
     importance: dict[str, dict[str, float]]
+    together: tuple[tuple[str, ...], ...]
     sentinel: str | None
     sentinel_runs: tuple[SentinelRun, ...]
     failures: tuple[Failure, ...]
@@ -106,6 +115,8 @@ class Report:
 def report(search: SearchRecord, space: Space | None = None) -> Report:
     """All of it from the record; `space` is that of the search's spec, for what its rules refused."""
     layout, runs = _sentinel(search)
+    mattered = importance(search)
+    names = dict.fromkeys(name for shares in mattered.values() for name in shares)
     refusals = None
     if space is not None:
         refusals = tuple(Refusal(rule, count, space.reasons[rule]) for rule, count in space.refused.items())
@@ -114,7 +125,8 @@ def report(search: SearchRecord, space: Space | None = None) -> Report:
         trials=_counts(search.trials),
         gpu_hours=sum(_gpu_hours(trial) for trial in search.trials),
         advances=tuple(advances(search)),
-        importance=importance(search),
+        importance=mattered,
+        together=tuple(group for name in names if len(group := tuple(name.split(AND))) > 1),
         sentinel=layout,
         sentinel_runs=tuple(runs),
         failures=tuple(_failures(search.trials)),
@@ -136,7 +148,8 @@ def text(report: Report) -> str:
     if report.importance:
         axes = dict.fromkeys(axis for shares in report.importance.values() for axis in shares)
         rows = [[axis, *(f"{shares.get(axis, 0.0):.0%}" for shares in report.importance.values())] for axis in axes]
-        parts.append(render(["what mattered", *map(heading, report.importance)], rows))
+        alike = [f"{' and '.join(group)} change together: one share for all of them" for group in report.together]
+        parts.append("\n".join([render(["what mattered", *map(heading, report.importance)], rows), *alike]))
     if len(report.sentinel_runs) > 1:
         metrics = list(report.sentinel_runs[0].metrics)
         rows = [[f"{run.started:%H:%M:%S} UTC", *(run.cell(m) for m in metrics)] for run in report.sentinel_runs]
@@ -178,7 +191,8 @@ def advances(search: SearchRecord) -> list[Advance]:
 def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
     """Objective -> axis -> its share of the variance over the space that single axes explain (Hutter et al. 2014).
 
-    Optuna's fANOVA, on the explored trials that ended well, of the axes on which these differ.
+    Optuna's fANOVA, on the explored trials that ended well, of the axes on which these differ. Axes that change
+    together count as one, named `A + B`, that with the most values first.
     """
     comparison = search.goals.among(explored(search.trials))
     shares = {}
@@ -197,19 +211,49 @@ def _importance(values: Sequence[tuple[Layout, float]]) -> dict[str, float]:
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    axes = varying([layout for layout, _ in values])
-    distributions: dict[str, BaseDistribution] = {
-        axis: IntDistribution(0, len(choices) - 1)
-        if AXES[axis].ordered
-        else CategoricalDistribution(range(len(choices)))
-        for axis, choices in axes.items()
-    }
+    places = _places([layout for layout, _ in values])
+    columns: dict[str, list[int]] = {}
+    distributions: dict[str, BaseDistribution] = {}
+    for group in _together(places):
+        name = AND.join(group)
+        seen = list(zip(*(places[axis] for axis in group), strict=True))
+        kinds = sorted(set(seen))
+        columns[name] = [kinds.index(one) for one in seen]
+        ordered = AXES[group[0]].ordered
+        distributions[name] = (
+            IntDistribution(0, len(kinds) - 1) if ordered else CategoricalDistribution(range(len(kinds)))
+        )
     study = optuna.create_study()
-    for layout, value in values:
-        place = {axis: choices.index(getattr(layout, axis)) for axis, choices in axes.items()}
+    for i, (_, value) in enumerate(values):
+        place = {name: column[i] for name, column in columns.items()}
         study.add_trial(optuna.create_trial(params=place, distributions=distributions, value=value))
     shares = get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
-    return {axis: float(share) for axis, share in shares.items()}
+    return {name: float(share) for name, share in shares.items()}
+
+
+def _places(layouts: Sequence[Layout]) -> dict[str, list[int]]:
+    """Axis -> where the value of each layout stands among its values, of the axes on which the layouts differ."""
+    axes = varying(layouts)
+    return {axis: [choices.index(getattr(one, axis)) for one in layouts] for axis, choices in axes.items()}
+
+
+def _together(places: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    """The axes in groups of those that change together, directly or by way of others, most values first."""
+    groups: list[list[str]] = []
+    for axis in places:
+        near = [group for group in groups if any(cramers_v(places[axis], places[one]) >= TOGETHER for one in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([*(one for group in near for one in group), axis])
+    return [sorted(group, key=lambda axis: -len(set(places[axis]))) for group in groups]
+
+
+def cramers_v(one: Sequence[int], other: Sequence[int]) -> float:
+    """How far two series of categories, each of two or more, go together: 0 not at all, 1 as one's function."""
+    counts = np.zeros((max(one) + 1, max(other) + 1))
+    np.add.at(counts, (list(one), list(other)), 1)
+    expected = np.outer(counts.sum(axis=1), counts.sum(axis=0)) / len(one)
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    return float(np.sqrt(chi_squared / len(one) / (min(counts.shape) - 1)))
 
 
 def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:
