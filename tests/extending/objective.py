@@ -67,7 +67,7 @@ def main() -> None:
     steps = Stretch((1.0, 1.0, 1.0), 0, 3_000_000_000)
     bounds = early_stop.bounds(PROBLEM, 2, steps, energy_j=300.0)
     assert TOKENS / 100 < bounds["tokens_per_joule"] < 1.2 * TOKENS / 100
-    assert early_stop.dominating(PROBLEM.goals, bounds, [{"tokens_per_joule": 2 * TOKENS / 100}])
+    assert early_stop.rival(PROBLEM.goals, bounds, [{"tokens_per_joule": 2 * TOKENS / 100}])
     assert "| `tokens_per_joule` | tokens for each J" in Path("docs/spec.md").read_text()
 
 

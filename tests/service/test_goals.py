@@ -238,5 +238,5 @@ def test_everybody_says_the_same(
     points = [{name: v for name in names if (v := one.metrics.get(name)) is not None} for one in exploring]
     for one in comparison.ranked(comparison.admitted):
         own = {name: value for name in names if (value := comparison.value(one, name)) is not None}
-        beaten = early_stop.dominating(spec.goals, own, points) is not None
+        beaten = early_stop.rival(spec.goals, own, points) is not None
         assert beaten == (one not in exploring)
