@@ -136,6 +136,8 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
         click.echo(json.dumps(info.to_dict() | {"failures": [trial.to_dict() for trial in failures]}, indent=2))
         return
     click.echo(searches_table([info]))
+    for notice in info.undecided:
+        click.echo(f"note: {notice}")
     for trial in failures:
         click.echo(f"{trial.status}: {trial.label}: {trial.cause}")
 

@@ -17,8 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.tune.experiment import Trial
 
-from service.answers.candidates import candidates
-from service.answers.ranking import leaders
+from service.answers.overview import contests
 from service.display import Display
 from service.errors import SearchError
 from service.home import Home
@@ -80,7 +79,9 @@ class Driver:
             status = "stopped" if self.agenda.stopped else "finished"
         finally:
             drifted = self._drift()
-            self.tracker.finish_search(status, summary(self.display, self.agenda), drifted)
+            # Of one that can be resumed, it is still to come what is undecided in the end.
+            open_ends = contests(self.display.compared) if status == "finished" else []
+            self.tracker.finish_search(status, summary(self.display, self.agenda), [*drifted, *open_ends])
             close_gangs(gangs)
             stop_telemetry(telemetry)
             self._clear_spool()
@@ -193,12 +194,11 @@ class _Recorder(ray.tune.Callback):
 
 def summary(display: Display, agenda: Agenda) -> dict[str, float | None]:
     """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
-    compared = agenda.problem.goals.among(candidates(agenda.results))
     return {
         "trials": display.done,
         "search_time_s": time.monotonic() - display.began,
         "gpu_hours": agenda.gpu_seconds / 3600,
-        **{f"best_{metric}": one.metrics[metric] for metric, one in leaders(compared).items()},
+        **{f"best_{metric}": value for metric, value in display.best.items()},
         **{f"sentinel_drift_{metric}": move.share for metric, move in agenda.drifts().items()},
     }
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from service.answers.query import parse_query
 from service.answers.ranking import best, pareto
 from service.answers.tables import candidates_table
 from service.metrics import with_unit
@@ -52,8 +53,8 @@ def answered() -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     record = SearchRecord("s", "extended", "finished", start, goals, texts, {}, {}, (), "r", tuple(trials))
     assert [one.trial_id for one in pareto(record)] == ["t1"], "the third one breaks the constraint"
-    assert best(record, maximize="tokens_per_joule").trial_id == "t1"
-    assert best(record, within=["tokens_per_joule 60%"], minimize="step_time_s").trial_id == "t1"
+    assert best(record, parse_query(maximize="tokens_per_joule")).trial_id == "t1"
+    assert best(record, parse_query(within="tokens_per_joule 60%", minimize="step_time_s")).trial_id == "t1"
     assert "tokens/J" in candidates_table(record, pareto(record)).splitlines()[0]
     assert with_unit("tokens_per_joule", 40.96, None) == "40.96 tokens/J"
 
