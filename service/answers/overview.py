@@ -104,7 +104,16 @@ def notices(search: SearchRecord, metrics: Sequence[str] = ()) -> list[str]:
     for limit in search.goals.limits:
         if ok and comparison.doubt(limit.metric) is None:
             lines.append(f"constraint {limit.text} was not applied: no trial has this metric")
+    asked = dict.fromkeys([*search.objectives, *(limit.metric for limit in search.goals.limits), *metrics])
+    lines += [_borrowed(one, name) for one in ok for name in asked if name in one.borrowed]
     return list(dict.fromkeys([*lines, *contests(comparison)]))
+
+
+def _borrowed(one: Candidate, metric: str) -> str:
+    """The notice on a figure that a layout's repeats lack."""
+    cause = one.why_missing(metric)
+    why = f": {cause}" if cause else ""
+    return f"{metric} of {one.label} is that of its first trial alone, as its repeats have none{why}"
 
 
 def _repeats(search: SearchRecord) -> list[str]:

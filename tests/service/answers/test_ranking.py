@@ -306,6 +306,38 @@ def test_a_single_measurement_within_a_finalist_s_interval_is_not_called_worse()
     assert overview.contests(ranking.compared(search(once, FAST))) == [], "nothing was measured again"
 
 
+def test_a_metric_that_no_repeat_has_is_that_of_the_first_trial_and_told() -> None:
+    trials = again(TP, 80, 82, 84)
+    reset = "GPU 0: the energy counter was reset"
+    lacking = [
+        replace(one, metrics={"tokens_per_s": one.metrics["tokens_per_s"]}, methods={}, cause=reset)
+        for one in trials[1:]
+    ]
+    slower = again(PP, 50, 51, 52, energy=2.0)
+    record = search(trials[0], *lacking, *slower)
+    (only,) = ranking.pareto(record)
+    assert (only.label, len(only.trials)) == (TP.label, 3)
+    assert only.metrics == {"tokens_per_s": 82, "joules_per_token": 1, "throttle_ratio": 0}
+    assert only.methods == {"joules_per_token": "counter"}
+    assert set(only.intervals) == {"tokens_per_s"}
+    assert overview.notices(record) == [
+        "measured again: 2 layouts, 3 times each",
+        f"joules_per_token of {TP.label} is that of its first trial alone, as its repeats have none: {reset}",
+        f"throttle_ratio of {TP.label} is that of its first trial alone, as its repeats have none: {reset}",
+    ]
+    partly = search(trials[0], lacking[0], *trials[2:], *slower)
+    assert ranking.pareto(partly)[0].intervals["joules_per_token"] == 0, "of the repeats that have it"
+    assert not [notice for notice in overview.notices(partly) if "first trial" in notice]
+
+
+def test_what_is_known_of_a_short_trial_alone_is_not_taken_over() -> None:
+    trials = again(TP, 80, 82, 84)
+    trials[0] = replace(trials[0], metrics=trials[0].metrics | {"extrapolation_error": 0.01, "peak_memory_gib": 3.0})
+    (only,) = candidates.candidates(trials)
+    assert only.borrowed == ("peak_memory_gib",)
+    assert "extrapolation_error" not in only.metrics
+
+
 @pytest.mark.parametrize("purpose", [Purpose.SENTINEL, Purpose.CALIBRATION])
 def test_other_purposes_are_not_ranked(purpose: Purpose) -> None:
     record = search(*again(TP, 1e9, 1e9, purpose=purpose))
