@@ -138,6 +138,8 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
     click.echo(searches_table([info]))
     if info.cause:
         click.echo(info.cause)
+    for notice in info.undecided:
+        click.echo(f"note: {notice}")
     for trial in failures:
         click.echo(f"{trial.status}: {trial.label}: {trial.cause}")
 

@@ -168,11 +168,13 @@ class Wattune:
     ) -> Choice:
         """The best layout on one metric under conditions, ``peak_gpu_temp_c<=80`` or ``tokens_per_s 2%`` off its best.
 
-        See `service.answers.ranking.best`.
+        One condition may be a text alone. See `service.answers.ranking.best`.
         """
         from service.answers.front import choose
+        from service.answers.query import parse_query
 
-        return choose(self._results.search(search), maximize, minimize, where, within, knee)
+        query = parse_query(maximize, minimize, where, within, knee)
+        return choose(self._results.search(search), query)
 
     def export(self, search: str, candidate: Candidate) -> dict[str, Any]:
         """All that is needed to launch a layout of a search's front and to judge it, JSON-safe."""

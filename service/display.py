@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from service.answers.candidates import Candidate, explored
+from service.answers.candidates import Candidate, candidates
 from service.answers.ranking import leaders
 from service.goals import Comparison, Goals
 from service.metrics import with_unit
@@ -18,26 +18,26 @@ from trainables.status import Status
 class Display:
     """Prints as it goes; plain lines, so that a log file reads the same as a terminal.
 
-    `trials` is the most that explore. Figures that are estimated carry a '*', extrapolated ones a '~'. `explored` are
-    the trials that explored, `over` counts all.
+    `trials` is the most that explore. Figures that are estimated carry a '*', extrapolated ones a '~'. `results` are
+    those of the trials that count, `over` is the number of all.
     """
 
     goals: Goals
     budget: Budget
     trials: int
     began: float = field(default_factory=time.monotonic)
-    explored: list[TrialResult] = field(default_factory=list)
+    results: list[TrialResult] = field(default_factory=list)
     over: int = 0
 
     @property
     def done(self) -> int:
         """How many trials explored."""
-        return len(self.explored)
+        return sum(result.purpose == Purpose.SEARCH for result in self.results)
 
     @property
     def best(self) -> dict[str, float]:
-        """Objective -> its best value so far, of the trials that explored; see `service.answers.ranking.leaders`."""
-        return {metric: one.metrics[metric] for metric, one in leaders(self._compared).items()}
+        """Objective -> its best value so far; see `service.answers.ranking.leaders`."""
+        return {metric: one.metrics[metric] for metric, one in leaders(self.compared).items()}
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -48,8 +48,7 @@ class Display:
     def count(self, result: TrialResult) -> None:
         """Take a trial in, without a word."""
         self.over += 1
-        if result.purpose == Purpose.SEARCH:
-            self.explored.append(result)
+        self.results.append(result)
 
     def retried(self, result: TrialResult) -> None:
         """Say that the machines failed a trial, which is run again and does not count."""
@@ -65,11 +64,11 @@ class Display:
             if (value := result.metrics.get(metric)) is not None
         ]
         self._outcome(result, ", ".join(figures) if result.status == Status.OK else result.cause or "")
+        best = ", ".join(self.figure(metric, value) for metric, value in self.best.items())
         if result.purpose == Purpose.SEARCH:
-            best = ", ".join(self.figure(metric, value) for metric, value in self.best.items()) or "none yet"
-            stand = f"trial {self.done} of at most {self.trials}; best so far: {best}"
+            stand = f"trial {self.done} of at most {self.trials}; best so far: {best or 'none yet'}"
         else:
-            stand = f"trials to come: at most {to_come}"
+            stand = f"trials planned: {to_come}" + (f"; best so far: {best}" if best else "")
         self.say(f"         {stand}; {self._left(to_come)} left")
 
     def _outcome(self, result: TrialResult, text: str) -> None:
@@ -77,12 +76,13 @@ class Display:
 
     def figure(self, metric: str, value: float) -> str:
         """A value with its unit, marked where this search does not measure it."""
-        doubt = self._compared.doubt(metric)
+        doubt = self.compared.doubt(metric)
         return with_unit(metric, value, doubt.method if doubt else None)
 
     @property
-    def _compared(self) -> Comparison[Candidate]:
-        return self.goals.among(explored(self.explored))
+    def compared(self) -> Comparison[Candidate]:
+        """All that is ranked so far, held against each other."""
+        return self.goals.among(candidates(self.results))
 
     def _clock(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)

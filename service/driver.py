@@ -19,8 +19,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.tune.experiment import Trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from service.answers.candidates import candidates
-from service.answers.ranking import leaders
+from service.answers.overview import contests
 from service.display import Display
 from service.errors import SearchError
 from service.home import Home
@@ -98,7 +97,9 @@ class Driver:
                 f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
             ) from error
         finally:
-            notices = [*busy(environment), *self._drift()]
+            # Of one that can be resumed, it is still to come what is undecided in the end.
+            open_ends = contests(self.display.compared) if status == "finished" else []
+            notices = [*busy(environment), *self._drift(), *open_ends]
             self.tracker.finish_search(status, summary(self.display, self.agenda), notices)
             close_gangs(gangs)
             stop_telemetry(telemetry)
@@ -219,12 +220,11 @@ class _Recorder(ray.tune.Callback):
 
 def summary(display: Display, agenda: Agenda) -> dict[str, float | None]:
     """The figures of a search so far. Time and GPU hours are what a search that is resumed has spent."""
-    compared = agenda.problem.goals.among(candidates(agenda.results))
     return {
         "trials": display.done,
         "search_time_s": agenda.elapsed_s,
         "gpu_hours": agenda.gpu_seconds / 3600,
-        **{f"best_{metric}": one.metrics[metric] for metric, one in leaders(compared).items()},
+        **{f"best_{metric}": value for metric, value in display.best.items()},
         **{f"sentinel_drift_{metric}": move.share for metric, move in agenda.drifts().items()},
     }
 

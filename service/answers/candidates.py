@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from search_spaces.layout import Layout
-from service.metrics import Doubt, Method
+from service.metrics import METRICS, Doubt, Method
 from service.result import Purpose
 from trainables.status import Status
 
@@ -29,6 +29,9 @@ class Trial(Protocol):
 
     @property
     def status(self) -> str: ...
+
+    @property
+    def cause(self) -> str | None: ...
 
     @property
     def purpose(self) -> Purpose: ...
@@ -51,7 +54,8 @@ class Candidate:
     """A layout as it is ranked: one explored trial, or the mean of a finalist's trials.
 
     `intervals` has, for each metric that several trials have, half the width of the 95% confidence interval of its
-    mean, in the metric's unit. `purpose` is that of the trials, to explore or to measure a finalist.
+    mean, in the metric's unit. `purpose` is that of the trials, to explore or to measure a finalist. `borrowed` are the
+    metrics that none of a finalist's trials has, which are those of the trial that explored it.
     """
 
     layout: Layout
@@ -60,6 +64,7 @@ class Candidate:
     trials: tuple[Trial, ...]
     purpose: Purpose = Purpose.SEARCH
     intervals: dict[str, float] = field(default_factory=dict)
+    borrowed: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -75,6 +80,11 @@ class Candidate:
         """Whether it was measured again as a finalist."""
         return self.purpose == Purpose.FINALIST
 
+    def why_missing(self, metric: str) -> str | None:
+        """What the record says of the first of its trials that lacks a metric and says anything."""
+        lacking = (trial.cause for trial in self.trials if trial.metrics.get(metric) is None)
+        return next(filter(None, lacking), None)
+
 
 def explored(trials: Iterable[Trial]) -> list[Candidate]:
     """The trials of the search itself that ended well, each as it was measured then."""
@@ -88,12 +98,14 @@ def explored(trials: Iterable[Trial]) -> list[Candidate]:
 def candidates(trials: Sequence[Trial]) -> list[Candidate]:
     """All that is ranked: the explored trials and, in place of those of layouts that were measured again, the means.
 
-    Trials of other purposes, failed ones and those that were stopped early take no part.
+    A metric that none of a layout's repeats has stays as it was explored. Trials of other purposes, failed ones and
+    those that were stopped early take no part.
     """
-    repeats = finalists(trials)
+    repeats, once = finalists(trials), explored(trials)
     again = {layout: [trial for trial in runs if trial.status == Status.OK] for layout, runs in repeats.items()}
-    once = [one for one in explored(trials) if not again.get(one.layout)]
-    return [*once, *(_mean(runs) for runs in again.values() if runs)]
+    first = {one.layout: one for one in once}
+    means = [_completed(_mean(runs), first.get(layout)) for layout, runs in again.items() if runs]
+    return [*(one for one in once if not again.get(one.layout)), *means]
 
 
 def finalists(trials: Iterable[T]) -> dict[Layout, list[T]]:
@@ -158,6 +170,15 @@ def _mean(trials: Sequence[Trial]) -> Candidate:
         if method := alike[0][1]:
             methods[metric] = method
     return Candidate(first.layout, metrics, methods, tuple(trials), first.purpose, intervals)
+
+
+def _completed(mean: Candidate, once: Candidate | None) -> Candidate:
+    """The mean of a finalist's trials, with the metrics of the trial that explored it where none of them has any."""
+    if once is None:
+        return mean
+    borrowed = {name: value for name, value in once.metrics.items() if name in METRICS and name not in mean.metrics}
+    how = {name: once.methods[name] for name in borrowed if name in once.methods}
+    return replace(mean, metrics=mean.metrics | borrowed, methods=mean.methods | how, borrowed=tuple(borrowed))
 
 
 def _present(trial: Trial) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 from service.answers.candidates import Candidate
 from service.answers.export import export
 from service.answers.overview import notices
+from service.answers.query import Query
 from service.answers.ranking import answer, compared, leaders
 from service.answers.tables import breakdown_table, candidates_table
 from service.metrics import with_unit
@@ -19,8 +20,8 @@ from service.record.results import SearchRecord
 class Front:
     """The layouts of a search that no other beats on all objectives at once, the best on the first objective first.
 
-    `best`: objective -> the best layout on it, of objectives that some of them have. `notices` are what a reader of the
-    ranking must know.
+    `best`: objective -> the one of them that is best on it, of objectives that were measured. `notices` are what a
+    reader of the ranking must know.
     """
 
     search: SearchRecord
@@ -50,23 +51,13 @@ class Choice:
 def front(search: SearchRecord) -> Front:
     """See `service.answers.ranking.pareto` for which layouts take part."""
     comparison = compared(search)
-    candidates = comparison.front()
-    present = {metric for one in candidates for metric in one.metrics}
-    leading = {metric: one for metric, one in leaders(comparison).items() if metric in present}
-    return Front(search, tuple(candidates), leading, tuple(notices(search)))
+    return Front(search, tuple(comparison.front()), leaders(comparison), tuple(notices(search)))
 
 
-def choose(
-    search: SearchRecord,
-    maximize: str | None = None,
-    minimize: str | None = None,
-    where: Sequence[str] = (),
-    within: Sequence[str] = (),
-    knee: bool = False,
-) -> Choice:
+def choose(search: SearchRecord, query: Query) -> Choice:
     """See `service.answers.ranking.best` for the query, and for what raises `InputError`."""
-    candidate, of_choice = answer(search, maximize, minimize, where, within, knee)
-    return Choice(search, candidate, tuple(dict.fromkeys([*notices(search, maximize or minimize), *of_choice])))
+    candidate, of_choice = answer(search, query)
+    return Choice(search, candidate, tuple(dict.fromkeys([*notices(search, query.metrics), *of_choice])))
 
 
 def text(front: Front) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from service.answers.candidates import finalists
-from service.answers.ranking import compared, leaders, noise
+from service.answers.candidates import Candidate, finalists
+from service.answers.ranking import compared, leaders, told, undecided
+from service.goals import Comparison
 from service.metrics import Doubt, Method
 from service.record.results import SearchRecord
 from service.result import Purpose
@@ -22,8 +24,9 @@ class SearchInfo:
     """One line of a listing.
 
     `trials` counts explored trials by status, `repeats` all others by purpose. `best` has the best value of each
-    objective; those in `estimated` and `extrapolated` are not measured. `cause` is one line on what only the cluster
-    knows of a search that was submitted to it: why it failed, or has no record yet.
+    objective; those in `estimated` and `extrapolated` are not measured, and `undecided` says, a notice each, between
+    which layouts it is not plain whose is the best. `cause` is one line on what only the cluster knows of a search that
+    was submitted to it: why it failed, or has no record yet.
     """
 
     id: str
@@ -35,6 +38,7 @@ class SearchInfo:
     best: dict[str, float]
     estimated: tuple[str, ...]
     extrapolated: tuple[str, ...]
+    undecided: tuple[str, ...]
     model: str
     accelerator: str
     data: str
@@ -66,25 +70,31 @@ def describe(search: SearchRecord) -> SearchInfo:
         best=best,
         estimated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.ESTIMATED),
         extrapolated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.EXTRAPOLATED),
+        undecided=tuple(contests(comparison)),
         **{fact: str(search.params.get(fact, "")) for fact in ("model", "accelerator", "data")},
     )
 
 
 def unrecorded(search_id: str, status: str, started: datetime, cause: str) -> SearchInfo:
     """A search of which there is no record, as one line of a listing."""
-    return SearchInfo(search_id, search_id, status, started, {}, {}, {}, (), (), "", "", "", cause)
+    return SearchInfo(search_id, search_id, status, started, {}, {}, {}, (), (), (), "", "", "", cause)
 
 
-def notices(search: SearchRecord, metric: str | None = None) -> list[str]:
-    """What a reader of the ranking must know: what the search had to tell, what could not be compared or kept apart,
+def contests(comparison: Comparison[Candidate]) -> list[str]:
+    """A notice for each objective on which it is undecided which layout is the best."""
+    return [told(metric, pair) for metric, pair in undecided(comparison).items()]
+
+
+def notices(search: SearchRecord, metrics: Sequence[str] = ()) -> list[str]:
+    """What a reader of the ranking must know: what the search had to tell, what could not be compared or told apart,
     and what is estimated.
 
-    Covers the search's objectives and constraints, and `metric` where `best` was asked for another one.
+    Covers the search's objectives and constraints, and `metrics` where `best` was asked for others.
     """
     comparison = compared(search)
     ok = comparison.results
     lines = [*search.notices, *_repeats(search)]
-    for name in dict.fromkeys([*search.objectives, *([metric] if metric else [])]):
+    for name in dict.fromkeys([*search.objectives, *metrics]):
         having = [one for one in ok if name in one.metrics]
         doubt = comparison.doubt(name)
         left_out = Counter(Doubt.of(one.methods.get(name)) for one in having if comparison.value(one, name) is None)
@@ -101,10 +111,16 @@ def notices(search: SearchRecord, metric: str | None = None) -> list[str]:
     for limit in search.goals.limits:
         if ok and comparison.doubt(limit.metric) is None:
             lines.append(f"constraint {limit.text} was not applied: no trial has this metric")
-    again = [one for one in comparison.admitted if one.confirmed]
-    for name, direction in search.objectives.items():
-        lines += noise(comparison.ordered(again, name, direction), name)
-    return lines
+    asked = dict.fromkeys([*search.objectives, *(limit.metric for limit in search.goals.limits), *metrics])
+    lines += [_borrowed(one, name) for one in ok for name in asked if name in one.borrowed]
+    return list(dict.fromkeys([*lines, *contests(comparison)]))
+
+
+def _borrowed(one: Candidate, metric: str) -> str:
+    """The notice on a figure that a layout's repeats lack."""
+    cause = one.why_missing(metric)
+    why = f": {cause}" if cause else ""
+    return f"{metric} of {one.label} is that of its first trial alone, as its repeats have none{why}"
 
 
 def _repeats(search: SearchRecord) -> list[str]:
@@ -117,7 +133,7 @@ def _repeats(search: SearchRecord) -> list[str]:
         times = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
         confirmed = sum(count > 0 for count in good.values())
         layouts = f"{confirmed} layout{'s' * (confirmed > 1)}"
-        lines.append(f"measured again: {layouts}, {times} times each; best answers from these alone")
+        lines.append(f"measured again: {layouts}, {times} times each")
     for layout, trials in repeats.items():
         if failed := Counter(trial.status for trial in trials if trial.status != Status.OK):
             how = ", ".join(f"{count} {status}" for status, count in failed.items())

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 from service.answers.candidates import Candidate, candidates
+from service.answers.query import FIRST, Near, Query
 from service.errors import InputError
-from service.goals import Comparison, parse_condition
+from service.goals import Comparison
 from service.metrics import DIRECTIONS, Direction
 from service.pareto import knee as bend
 from service.record.results import SearchRecord, TrialRecord
-
-_WITHIN = re.compile(r"^\s*(\w+)\s+(\d+(?:\.\d+)?)\s*%\s*$")
 
 
 def compared(search: SearchRecord) -> Comparison[Candidate]:
@@ -24,148 +22,128 @@ def compared(search: SearchRecord) -> Comparison[Candidate]:
 def pareto(search: SearchRecord) -> list[Candidate]:
     """The layouts that no other beats on all objectives at once, best on the first objective first.
 
-    Only those that keep the search's constraints take part. An objective that no trial has is left out; a layout that
-    lacks one which others have cannot be on the front. Equal ones are all on it. See `notices`.
+    Only those take part that keep the search's constraints and have every objective; one that no trial has is left
+    out. Equal ones are all on it.
     """
     return compared(search).front()
 
 
+def ranked(comparison: Comparison[Candidate]) -> list[Candidate]:
+    """Those that any answer may name: they keep the search's constraints and have every objective."""
+    return comparison.ranked(comparison.admitted)
+
+
 def leaders(comparison: Comparison[Candidate]) -> dict[str, Candidate]:
-    """Objective -> the best layout on it of those that the search's limits admit.
+    """Objective -> the best layout on it, which is on the front; none if there is no front."""
+    some = ranked(comparison)
+    objectives = comparison.objectives.items()
+    return {metric: comparison.ordered(some, metric, way)[0] for metric, way in objectives if some}
 
-    As for `best`, layouts that were measured again are asked first.
+
+def undecided(comparison: Comparison[Candidate]) -> dict[str, tuple[Candidate, Candidate]]:
+    """Objective -> the layout that leads on it and another that may be better still; see `rivals`."""
+    some = ranked(comparison)
+    pairs = {
+        metric: rivals(comparison.ordered(some, metric, way), metric) for metric, way in comparison.objectives.items()
+    }
+    return {metric: pair for metric, pair in pairs.items() if pair is not None}
+
+
+def rivals(ordered: Sequence[Candidate], metric: str) -> tuple[Candidate, Candidate] | None:
+    """The first of candidates that are ordered by a metric, and the one from which it cannot be told apart.
+
+    If it was measured once while others were measured again, that is the best of the others, as the best of many
+    single measurements is partly luck; else the second, if it is within noise. None where it is plain which is better,
+    and as long as none was measured again.
     """
-    leading = {}
-    for metric, direction in comparison.objectives.items():
-        ordered = comparison.ordered(comparison.admitted, metric, direction)
-        if ordered:
-            leading[metric] = next((one for one in ordered if one.confirmed), ordered[0])
-    return leading
+    again = [one for one in ordered if one.confirmed]
+    if not again or len(ordered) < 2:
+        return None
+    first = ordered[0]
+    other = ordered[1] if first.confirmed else again[0]
+    if first.metrics[metric] == other.metrics[metric]:
+        return None
+    return (first, other) if not first.confirmed or within_noise(first, other, metric) else None
 
 
-def best(
-    search: SearchRecord,
-    maximize: str | None = None,
-    minimize: str | None = None,
-    where: Sequence[str] = (),
-    within: Sequence[str] = (),
-    knee: bool = False,
-) -> Candidate:
-    """The best layout on one metric among those for which every condition holds.
+def within_noise(one: Candidate, other: Candidate, metric: str) -> bool:
+    """Whether the confidence intervals of a metric meet; that of a figure without one is the figure alone."""
+    gap = abs(one.metrics[metric] - other.metrics[metric])
+    return gap <= one.intervals.get(metric, 0.0) + other.intervals.get(metric, 0.0)
 
-    Conditions are `where`, 'metric<=number', and `within`, 'metric 2%': no more than that share off the best value of
-    the metric among layouts that meet `where` (the epsilon-constraint method, Haimes et al. 1971). Without a metric,
-    the best point of the Pareto front on the search's first objective or, with `knee`, the one where the front bends
-    most (`service.pareto.knee`). Ties are settled by the other objectives in their order.
 
-    Layouts that were measured again are asked first, and the others only if none of those meets the conditions. Raises
-    `InputError` for an unknown metric, a malformed condition, or if no layout is left.
+def told(metric: str, pair: tuple[Candidate, Candidate]) -> str:
+    """The notice on two layouts that cannot be told apart on a metric."""
+    return f"undecided on {metric}: between {' and '.join(f'{one.label} ({_often(one)})' for one in pair)}"
+
+
+def _often(one: Candidate) -> str:
+    if not one.confirmed:
+        return "measured once"
+    return f"{len(one.trials)} times" if len(one.trials) > 1 else "once again"
+
+
+def best(search: SearchRecord, query: Query = FIRST) -> Candidate:
+    """The best layout on the query's metric among those of `ranked` for which every condition holds.
+
+    A condition of `within` is on how far a metric is off its best value among layouts that meet `where` (the
+    epsilon-constraint method, Haimes et al. 1971). Ties are settled by the objectives in their order, so that what is
+    best on one of them without conditions is on the front. With `knee`, the point where the front bends most
+    (`service.pareto.knee`).
+
+    Raises `InputError` for an unknown metric, or if no layout is left.
     """
-    return answer(search, maximize, minimize, where, within, knee)[0]
+    return answer(search, query)[0]
 
 
-def answer(
-    search: SearchRecord,
-    maximize: str | None = None,
-    minimize: str | None = None,
-    where: Sequence[str] = (),
-    within: Sequence[str] = (),
-    knee: bool = False,
-) -> tuple[Candidate, list[str]]:
-    """What `best` answers, with notices on it: what could not be told apart, and what is not sure to be worse."""
-    if bool(maximize) + bool(minimize) + knee > 1:
-        raise InputError("best: give one of maximize, minimize and knee")
+def answer(search: SearchRecord, query: Query = FIRST) -> tuple[Candidate, list[str]]:
+    """What `best` answers, with notices on it: what it could not be told apart from, or that it was measured once."""
     comparison = compared(search)
-    asked = [*filter(None, [maximize or minimize]), *(parse_condition(text).metric for text in where)]
-    for metric in [*asked, *(_nearness(text, search)[0] for text in within)]:
+    for metric in query.metrics:
         _check_known(search, comparison.results, metric)
-
-    def choices(some: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
-        """Those of `some` that meet the query, the best first, with notices."""
-        left = _meeting(comparison, some, search, where, within)
-        if knee:
-            return _bent(comparison, comparison.front(left))
-        metric, direction = (maximize, Direction.MAXIMIZE) if maximize else (minimize, Direction.MINIMIZE)
-        if metric is None:
-            left = comparison.ranked(left)
-            metric, direction = next(iter(comparison.objectives.items()), ("", direction))
-        ordered = comparison.ordered(left, metric, direction)
-        return ordered, noise(ordered, metric)
-
-    confirmed = [one for one in comparison.admitted if one.confirmed]
-    chosen, notices = choices(confirmed)
-    others, notices_of_others = choices(comparison.admitted)
-    if chosen:
-        if others and not others[0].confirmed:
-            notices.append(f"{others[0].label} was measured once only, or it would be the answer")
-        return chosen[0], notices
-    if not others:
-        among = " and ".join([*where, *(f"{text} of the best" for text in within)])
-        left = f" with {among}" if among else ""
-        raise InputError(f"search {search.id}: no trial to choose from{left}; {_count(search.trials)}")
-    if any(one.confirmed for one in comparison.results):
-        notices_of_others.append("no layout that was measured again meets the conditions: this one was measured once")
-    return others[0], notices_of_others
+    some = ranked(comparison)
+    left = _meeting(comparison, some, search, query)
+    metric, direction = query.by or next(iter(comparison.objectives.items()), ("", Direction.MAXIMIZE))
+    choices = comparison.front(left) if query.knee else comparison.ordered(left, metric, direction)
+    if not choices:
+        conditions = query.conditions and f" with {query.conditions}"
+        lacking = "" if some or not comparison.admitted else f"; none has all of {', '.join(comparison.objectives)}"
+        raise InputError(f"search {search.id}: no trial to choose from{conditions}; {_count(search.trials)}{lacking}")
+    notices = []
+    if query.knee and len(choices) < 3:
+        notices.append(f"the front has no bend: it holds {len(choices)} of the layouts")
+    elif not query.knee and (pair := rivals(choices, metric)):
+        notices.append(told(metric, pair))
+    if not any(one.confirmed for one in choices) and any(one.confirmed for one in some):
+        notices.append("no layout that was measured again meets the conditions: this one was measured once")
+    return choices[bend(comparison.costs(choices)) if query.knee else 0], notices
 
 
 def _meeting(
-    comparison: Comparison[Candidate],
-    some: Sequence[Candidate],
-    search: SearchRecord,
-    where: Sequence[str],
-    within: Sequence[str],
+    comparison: Comparison[Candidate], some: Sequence[Candidate], search: SearchRecord, query: Query
 ) -> list[Candidate]:
     """Those of `some` that meet all conditions; see `best`."""
-    conditions = [parse_condition(text) for text in where]
-    left = [one for one in some if all(comparison.meets(one, condition) for condition in conditions)]
-    near = [_near(comparison, left, *_nearness(text, search)) for text in within]
+    left = [one for one in some if all(comparison.meets(one, condition) for condition in query.where)]
+    near = [_near(comparison, left, share, _better(search, share.metric)) for share in query.within]
     return [one for one in left if all(one in those for those in near)]
 
 
 def _near(
-    comparison: Comparison[Candidate], some: Sequence[Candidate], metric: str, share: float, direction: Direction
+    comparison: Comparison[Candidate], some: Sequence[Candidate], near: Near, direction: Direction
 ) -> list[Candidate]:
     """Those of `some` that are within a share of the best of them on a metric."""
-    values = [(one, comparison.value(one, metric)) for one in some]
+    values = [(one, comparison.value(one, near.metric)) for one in some]
     present = [(one, value) for one, value in values if value is not None]
     best = min((value for _, value in present), key=direction.cost, default=0.0)
-    return [one for one, value in present if abs(value - best) <= share * abs(best)]
+    return [one for one, value in present if abs(value - best) <= near.share * abs(best)]
 
 
-def within_noise(one: Candidate, other: Candidate, metric: str) -> bool:
-    """Whether the confidence intervals of a metric meet, of two candidates that have one."""
-    if metric not in one.intervals or metric not in other.intervals:
-        return False
-    return abs(one.metrics[metric] - other.metrics[metric]) <= one.intervals[metric] + other.intervals[metric]
-
-
-def _bent(comparison: Comparison[Candidate], front: list[Candidate]) -> tuple[list[Candidate], list[str]]:
-    """The knee of a front, with a notice where there is none to speak of."""
-    if not front:
-        return [], []
-    notices = [] if len(front) > 2 else [f"the front has no bend: it holds {len(front)} of the layouts"]
-    return [front[bend(comparison.costs(front))]], notices
-
-
-def noise(ordered: Sequence[Candidate], metric: str) -> list[str]:
-    """A notice if the best two on a metric differ by less than their confidence intervals."""
-    if len(ordered) < 2:
-        return []
-    first, second = ordered[:2]
-    if first.metrics[metric] == second.metrics[metric] or not within_noise(first, second, metric):
-        return []
-    return [f"{metric} of {first.label} and of {second.label} are within noise of each other"]
-
-
-def _nearness(text: str, search: SearchRecord) -> tuple[str, float, Direction]:
-    """Metric, share and the better direction of 'METRIC NUMBER%'."""
-    match = _WITHIN.match(text)
-    if match is None:
-        raise InputError(f"within: {text!r} is not 'METRIC NUMBER%'")
-    direction = (DIRECTIONS | search.objectives).get(match[1])
+def _better(search: SearchRecord, metric: str) -> Direction:
+    """Which way a metric is better: as in the search's objectives, else as is plain."""
+    direction = (DIRECTIONS | search.objectives).get(metric)
     if direction is None:
-        raise InputError(f"within: neither more nor less of {match[1]} is better; known: {', '.join(DIRECTIONS)}")
-    return match[1], float(match[2]) / 100, direction
+        raise InputError(f"within: neither more nor less of {metric} is better; known: {', '.join(DIRECTIONS)}")
+    return direction
 
 
 def _check_known(search: SearchRecord, ranked: Sequence[Candidate], metric: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 ENOUGH_TRIALS = 8
 """Fewer trials say nothing of the importance of axes."""
+
+TOGETHER = 0.9
+"""Cramer's V (1946) from which on two axes are taken to change together. At 1 the one with fewer values is a function
+of the other; of two that halve 30 trials alike but for one of them, it is 0.94."""
+
+AND = " + "
+"""What stands between the names of axes that count as one."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,9 @@ class Report:
     """`trials`: purpose -> status -> how many; `gpu_hours`: all of them, GPUs times hours.
 
     `importance`: objective -> axis -> its share of what single axes explain, see `importance`, the most first; none for
-    objectives that do not vary, or where too few trials ended well. `refusals` is None where the search's spec is out
-    of reach.
+    objectives that do not vary, or where too few trials ended well. `together` are the axes that cannot be told apart
+    in these trials, in groups that share one name there, `A + B`. `refusals` is None where the search's spec is out of
+    reach.
     """
 
     search_id: str
@@ -92,6 +100,7 @@ class Report:
     gpu_hours: float
     advances: tuple[Advance, ...]
     importance: dict[str, dict[str, float]]
+    together: tuple[tuple[str, ...], ...]
     sentinel: str | None
     sentinel_runs: tuple[SentinelRun, ...]
     failures: tuple[Failure, ...]
@@ -107,6 +116,8 @@ class Report:
 def report(search: SearchRecord, space: Space | None = None) -> Report:
     """All of it from the record; `space` is that of the search's spec, for what its rules refused."""
     layout, runs = _sentinel(search)
+    mattered = importance(search)
+    names = dict.fromkeys(name for shares in mattered.values() for name in shares)
     refusals = None
     if space is not None:
         refusals = tuple(Refusal(rule, count, space.reasons[rule]) for rule, count in space.refused.items())
@@ -115,7 +126,8 @@ def report(search: SearchRecord, space: Space | None = None) -> Report:
         trials=_counts(search.trials),
         gpu_hours=sum(_gpu_hours(trial) for trial in search.trials),
         advances=tuple(advances(search)),
-        importance=importance(search),
+        importance=mattered,
+        together=tuple(group for name in names if len(group := tuple(name.split(AND))) > 1),
         sentinel=layout,
         sentinel_runs=tuple(runs),
         failures=tuple(_failures(search.trials)),
@@ -137,7 +149,8 @@ def text(report: Report) -> str:
     if report.importance:
         axes = dict.fromkeys(axis for shares in report.importance.values() for axis in shares)
         rows = [[axis, *(f"{shares.get(axis, 0.0):.0%}" for shares in report.importance.values())] for axis in axes]
-        parts.append(render(["what mattered", *map(heading, report.importance)], rows))
+        alike = [f"{' and '.join(group)} change together: one share for all of them" for group in report.together]
+        parts.append("\n".join([render(["what mattered", *map(heading, report.importance)], rows), *alike]))
     if len(report.sentinel_runs) > 1:
         metrics = list(report.sentinel_runs[0].metrics)
         rows = [[f"{run.started:%H:%M:%S} UTC", *(run.cell(m) for m in metrics)] for run in report.sentinel_runs]
@@ -179,7 +192,8 @@ def advances(search: SearchRecord) -> list[Advance]:
 def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
     """Objective -> axis -> its share of the variance over the space that single axes explain (Hutter et al. 2014).
 
-    By `fanova`, on the explored trials that ended well, of the axes on which these differ.
+    By `fanova`, on the explored trials that ended well, of the axes on which these differ. Axes that change together
+    count as one, named `A + B`, that with the most values first.
     """
     comparison = search.goals.among(explored(search.trials))
     shares = {}
@@ -193,11 +207,41 @@ def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
 
 def _importance(values: Sequence[tuple[Layout, float]]) -> dict[str, float]:
     """Axis -> its share, of the values of layouts."""
-    axes = varying([layout for layout, _ in values])
-    places = [[choices.index(getattr(layout, axis)) for axis, choices in axes.items()] for layout, _ in values]
-    sizes, ordered = [len(choices) for choices in axes.values()], [AXES[axis].ordered for axis in axes]
-    shares = fanova.shares(places, [value for _, value in values], sizes, ordered)
-    return dict(sorted(zip(axes, shares, strict=True), key=lambda one: -one[1]))
+    places = _places([layout for layout, _ in values])
+    groups = _together(places)
+    columns = []
+    for group in groups:
+        seen = list(zip(*(places[axis] for axis in group), strict=True))
+        kinds = sorted(set(seen))
+        columns.append([kinds.index(one) for one in seen])
+    sizes, ordered = [max(column) + 1 for column in columns], [AXES[group[0]].ordered for group in groups]
+    shares = fanova.shares(list(zip(*columns, strict=True)), [value for _, value in values], sizes, ordered)
+    return dict(sorted(zip(map(AND.join, groups), shares, strict=True), key=lambda one: -one[1]))
+
+
+def _places(layouts: Sequence[Layout]) -> dict[str, list[int]]:
+    """Axis -> where the value of each layout stands among its values, of the axes on which the layouts differ."""
+    axes = varying(layouts)
+    return {axis: [choices.index(getattr(one, axis)) for one in layouts] for axis, choices in axes.items()}
+
+
+def _together(places: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    """The axes in groups of those that change together, directly or by way of others, most values first."""
+    groups: list[list[str]] = []
+    for axis in places:
+        near = [group for group in groups if any(cramers_v(places[axis], places[one]) >= TOGETHER for one in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([*(one for group in near for one in group), axis])
+    return [sorted(group, key=lambda axis: -len(set(places[axis]))) for group in groups]
+
+
+def cramers_v(one: Sequence[int], other: Sequence[int]) -> float:
+    """How far two series of categories, each of two or more, go together: 0 not at all, 1 as one's function."""
+    counts = np.zeros((max(one) + 1, max(other) + 1))
+    np.add.at(counts, (list(one), list(other)), 1)
+    expected = np.outer(counts.sum(axis=1), counts.sum(axis=0)) / len(one)
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    return float(np.sqrt(chi_squared / len(one) / (min(counts.shape) - 1)))
 
 
 def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:

@@ -148,12 +148,13 @@ def _judged(one: Candidate, comparison: Comparison[Candidate], front: Sequence[C
             with_unit(metric, one.metrics[metric], one.methods.get(metric), one.intervals.get(metric))
             for metric in comparison.objectives
         )
-    if broken := [limit.text for limit in comparison.goals.limits if not comparison.keeps(one, limit)]:
-        return "constrained", f"it does not keep {' and '.join(broken)}"
+    if broken := [limit for limit in comparison.goals.limits if not comparison.keeps(one, limit)]:
+        kept = " and ".join(limit.text for limit in broken)
+        unknown = [limit.metric for limit in broken if comparison.value(one, limit.metric) is None]
+        return "constrained", "; ".join([f"it does not keep {kept}", *(_lacking(one, metric) for metric in unknown)])
     needed = comparison.objectives or comparison.goals.objectives
     if lacking := [metric for metric in needed if comparison.value(one, metric) is None]:
-        how = {metric: one.methods.get(metric, "missing") for metric in lacking}
-        return "not ranked", ", ".join(f"{metric} is {method}" for metric, method in how.items())
+        return "not ranked", "; ".join(_lacking(one, metric) for metric in lacking)
     better = comparison.beating(one, front)
     assert better is not None, "what is neither on the front nor refused is beaten by the front"
     differing = [metric for metric in comparison.objectives if better.metrics[metric] != one.metrics[metric]]
@@ -164,6 +165,14 @@ def _judged(one: Candidate, comparison: Comparison[Candidate], front: Sequence[C
     ]
     noise = " (within noise)" if all(within_noise(better, one, metric) for metric in differing) else ""
     return DOMINATED, f"by {better.label}: {', '.join(figures)}{noise}"
+
+
+def _lacking(one: Candidate, metric: str) -> str:
+    """Why a metric of a layout does not count: it is more in doubt than others', or missing for a recorded cause."""
+    if metric in one.metrics:
+        return f"{metric} is {one.methods[metric]}"
+    cause = one.why_missing(metric)
+    return f"{metric} is missing: {cause}" if cause else f"{metric} is missing"
 
 
 def _untried(layout: Layout, problem: Problem, searched: bool) -> Fate:

@@ -72,7 +72,7 @@ class Agenda:
 
     @property
     def to_come(self) -> int:
-        """The most trials, of any purpose, that are not yet over."""
+        """The most trials, of any purpose, that are planned and not yet over."""
         raise NotImplementedError
 
     def next(self, trial_id: str) -> Step | None:
@@ -153,7 +153,7 @@ class SearchAgenda(Agenda):
             self._count(result.purpose)
             self._note(result)
         if self._of(Purpose.FINALIST):
-            self._plan()
+            self.plan = self._due()
 
     @property
     def sought(self) -> int:
@@ -199,6 +199,8 @@ class SearchAgenda(Agenda):
         if result.purpose == Purpose.SEARCH:
             self.study.tell(result.layout, result)
         self._note(result)
+        if self.plan == [] and not self.under_way and not self.again:
+            self.plan = self._due()
 
     def _sentinel_due(self) -> Step | None:
         every, layout = self.problem.sentinel_every, self.sentinel
@@ -221,17 +223,12 @@ class SearchAgenda(Agenda):
 
     def _finalist(self) -> Step | None:
         if self.plan is None and not self.under_way:
-            self._plan()
+            self.plan = self._due()
         return Step(self.plan.pop(0), Purpose.FINALIST) if self.plan else None
 
-    def _plan(self) -> None:
-        """Settle which layouts are measured again, in which order, less what was measured already."""
-        chosen = self.problem.finalists
-        layouts = [r.layout for r in self._finalists()]
-        self.plan = finalists.rounds(layouts, chosen.repeats, self.problem.seed)
-        for done in self._of(Purpose.FINALIST):
-            if done.layout in self.plan:
-                self.plan.remove(done.layout)
+    def _due(self) -> list[Layout]:
+        """The layouts that are measured again next, in their order."""
+        return finalists.due(self.results, self.problem.goals, self.problem.finalists, self.problem.seed)
 
     def _finalists(self) -> list[TrialResult]:
         return finalists.contenders(self._explored(), self.problem.goals, self.problem.finalists.count)

@@ -1,4 +1,8 @@
-"""The layouts that may be the best of a search and are worth measuring again, and in which order."""
+"""The layouts that may be the best of a search and are worth measuring again, and in which order.
+
+First those of the front, in as many rounds as the search asks for. Then what these leave open by the rules of the
+answers (`service.answers.ranking`): a layout that leads by a single measurement, or two that cannot be told apart.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,59 @@ from collections.abc import Sequence
 import numpy as np
 
 from search_spaces.layout import Layout
+from service.answers.candidates import candidates
+from service.answers.ranking import ranked, undecided
 from service.goals import Comparison, Goals
 from service.pareto import dominating, scaled
-from service.result import TrialResult
+from service.problem import Finalists
+from service.result import Purpose, TrialResult
+from trainables.status import Status
 
 CLOSE = 0.02
 """By what share of a figure a layout may have been measured worse than it is: a short trial, run once."""
 
 ERRORS = 2.0
 """How many times the standard error that a short trial gives itself comes on top of that."""
+
+
+def due(results: Sequence[TrialResult], goals: Goals, chosen: Finalists, seed: int) -> list[Layout]:
+    """What is to be measured again after these results of a search that has ended exploring, in this order.
+
+    One batch after the other: rounds of all `contenders`, then `further` ones until nothing is open, of which at most
+    as many trials as `chosen` has for the contenders. Batches follow from the results before them alone, so that what
+    is left of one follows from the results too.
+    """
+    exploring = [result for result in results if result.purpose == Purpose.SEARCH]
+    again = [result for result in results if result.purpose == Purpose.FINALIST]
+    good = [result for result in exploring if result.status == Status.OK]
+    batch = rounds([one.layout for one in contenders(good, goals, chosen.count)], chosen.repeats, seed)
+    most, begun = len(batch) + chosen.count * chosen.repeats, 0
+    while batch and begun + len(batch) <= len(again):
+        begun += len(batch)
+        batch = further([*exploring, *again[:begun]], goals, chosen.repeats, seed + begun)[: most - begun]
+    for done in again[begun:]:
+        if done.layout in batch:
+            batch.remove(done.layout)
+    return batch
+
+
+def further(results: Sequence[TrialResult], goals: Goals, repeats: int, seed: int) -> list[Layout]:
+    """What results with finalists among them leave open, in rounds: layouts of which it is `undecided` which is the
+    best on an objective, and those of the front that were measured once and beat one that was measured again.
+
+    Layouts that were measured again already take part in the first round alone, the others in all `repeats`. One that
+    came to no result when it was measured again is not asked once more.
+    """
+    comparison = goals.among(candidates(results))
+    asked = {result.layout for result in results if result.purpose == Purpose.FINALIST}
+    some, on_front = ranked(comparison), comparison.front()
+    again = [one for one in some if one.confirmed]
+    ahead = [one for one in on_front if not one.confirmed and any(comparison.beating(other, [one]) for other in again)]
+    groups = [*undecided(comparison).values(), *((one,) for one in ahead)]
+    can = [group for group in groups if all(one.confirmed or one.layout not in asked for one in group)]
+    layouts = list(dict.fromkeys(one.layout for group in can for one in group))
+    fresh = [layout for layout in layouts if layout not in asked]
+    return rounds(layouts, 1, seed) + rounds(fresh, repeats - 1, seed + 1)
 
 
 def contenders(results: Sequence[TrialResult], goals: Goals, count: int) -> list[TrialResult]:

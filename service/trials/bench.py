@@ -106,7 +106,7 @@ class Bench:
         spans = [Span(rank.device, rank.steady.start_ns, rank.steady.end_ns) for rank in progress if rank.steady]
         (summary,) = summaries([node_windows(spans, members, self.telemetry)], self.telemetry)
         best = early_stop.bounds(self.problem, request.layout.num_gpus, steps, summary.energy_j)
-        point = early_stop.dominating(self.problem.goals, best, front)
+        point = early_stop.rival(self.problem.goals, best, front)
         if point is not None:
             ray.get(call(self.mailbox, Mailbox.prune, request.trial_id, early_stop.cause(best, point)))
         return best

@@ -60,16 +60,14 @@ def bounds(problem: Problem, gpus: int, steps: Stretch, energy_j: float | None) 
     }
 
 
-def dominating(
-    goals: Goals, best: Mapping[str, float], front: Sequence[Mapping[str, float]]
-) -> Mapping[str, float] | None:
+def rival(goals: Goals, best: Mapping[str, float], front: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
     """A point of `front` that is nowhere worse than the bounds `best` and somewhere better, or None.
 
     Objectives that no point of the front has are left out; one without a bound might still come to anything.
     """
     points = [Figures(point) for point in front]
-    rival = goals.among(points).beating(Figures(best), points)
-    return None if rival is None else front[points.index(rival)]
+    beating = goals.among(points).beating(Figures(best), points)
+    return None if beating is None else front[points.index(beating)]
 
 
 def cause(best: Mapping[str, float], point: Mapping[str, float]) -> str:

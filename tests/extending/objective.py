@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from service.answers.query import parse_query
 from service.answers.ranking import best, pareto
 from service.answers.tables import candidates_table
 from service.metrics import with_unit
@@ -52,8 +53,8 @@ def answered() -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     record = SearchRecord("s", "extended", "finished", start, goals, texts, {}, {}, (), "r", tuple(trials))
     assert [one.trial_id for one in pareto(record)] == ["t1"], "the third one breaks the constraint"
-    assert best(record, maximize="tokens_per_joule").trial_id == "t1"
-    assert best(record, within=["tokens_per_joule 60%"], minimize="step_time_s").trial_id == "t1"
+    assert best(record, parse_query(maximize="tokens_per_joule")).trial_id == "t1"
+    assert best(record, parse_query(within="tokens_per_joule 60%", minimize="step_time_s")).trial_id == "t1"
     assert "tokens/J" in candidates_table(record, pareto(record)).splitlines()[0]
     assert with_unit("tokens_per_joule", 40.96, None) == "40.96 tokens/J"
 
@@ -67,7 +68,7 @@ def main() -> None:
     steps = Stretch((1.0, 1.0, 1.0), 0, 3_000_000_000)
     bounds = early_stop.bounds(PROBLEM, 2, steps, energy_j=300.0)
     assert TOKENS / 100 < bounds["tokens_per_joule"] < 1.2 * TOKENS / 100
-    assert early_stop.dominating(PROBLEM.goals, bounds, [{"tokens_per_joule": 2 * TOKENS / 100}])
+    assert early_stop.rival(PROBLEM.goals, bounds, [{"tokens_per_joule": 2 * TOKENS / 100}])
     assert "| `tokens_per_joule` | tokens for each J" in Path("docs/spec.md").read_text()
 
 

@@ -21,7 +21,7 @@ from service import Wattune, cli
 from service.cli import main
 from service.home import Home
 from service.record.tracking import Tracker
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.spec import make_problem
 from trainables.status import Status
 
@@ -176,6 +176,30 @@ def test_status_lists_what_failed(searched: str) -> None:
         ("t1", "rank 0: out of memory")
     ]
     assert "oom: megatron 2gpu dp1 tp2" in call("status", searched).stdout
+
+
+def test_all_who_name_the_best_name_one_and_say_what_is_undecided(home: Home) -> None:
+    """One layout was the faster once; measured again, it is the slower."""
+    tracker = Tracker(home.tracking_uri, home)
+    problem = make_problem(TINY | {"objectives": {"tokens_per_s": "maximize"}})
+    tracker.start_search("tiny-1", problem, {})
+    once, again = problem.legal.layouts
+    search, finalist = Purpose.SEARCH, Purpose.FINALIST
+    runs = [(once, 20.0, search), (again, 21.0, search), (again, 18.0, finalist), (again, 19.0, finalist)]
+    for i, (layout, speed, purpose) in enumerate(runs):
+        tracker.start_trial(f"t{i}", layout, purpose)
+        tracker.finish_trial(TrialResult(f"t{i}", layout, Status.OK, None, {"tokens_per_s": speed}, purpose=purpose))
+    tracker.finish_search("finished", {})
+    told = f"note: undecided on tokens_per_s: between {once.label} (measured once) and {again.label} (2 times)\n"
+    assert json.loads(call("best", "tiny", "--format", "json").stdout)["config"] == once.to_dict()
+    assert call("best", "tiny").stderr.endswith(told)
+    assert call("status", "tiny").stdout.endswith(told)
+    assert told in call("report", "tiny").stdout + "\n"
+    front = call("pareto", "tiny").stdout
+    assert f"Best on each objective:\n  20 tokens/s: {once.label}\n" in front
+    assert again.label not in front.partition("note:")[0]
+    assert front.endswith(told)
+    assert json.loads(call("list", "--json").stdout)[0]["best"] == {"tokens_per_s": 20.0}
 
 
 def test_best_takes_conditions_and_prints_notes_apart(searched: str) -> None:

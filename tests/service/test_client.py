@@ -56,6 +56,11 @@ def test_the_client_answers_from_the_store_that_the_environment_names(wattune: W
     assert wattune.best("tiny", maximize="tokens_per_s", where=["joules_per_token<=2"]).candidate.trial_id == "t1"
     assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 50%"]).candidate.trial_id == "t1"
     assert wattune.best("tiny", minimize="joules_per_token", within=["tokens_per_s 49%"]).candidate.trial_id == "t0"
+    assert wattune.best("tiny", where="tokens_per_s<=15", within="joules_per_token 0%").candidate.trial_id == "t1"
+    with pytest.raises(InputError, match="where: 5 is no text"):
+        wattune.best("tiny", where=5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="within: None is no text"):
+        wattune.best("tiny", within=["tokens_per_s 2%", None])  # type: ignore[list-item]
     assert wattune.best("tiny", knee=True).candidate.trial_id == "t0"
 
 

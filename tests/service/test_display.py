@@ -110,8 +110,10 @@ def test_trials_that_do_not_explore_say_so_and_count_for_the_time_only(
     start, trial, stand = lines_of(capsys)[-3:]
     assert start.endswith(f"{CONFIG.label} ({purpose})")
     assert trial.endswith(f"{CONFIG.label} ({purpose}): 999 tokens/s, 0.1 J/token")
-    assert stand.strip() == "trials to come: at most 2; about 30 s left"
-    assert (progress.done, progress.best["tokens_per_s"]) == (1, 100.0)
+    best = 999.0 if purpose == Purpose.FINALIST else 100.0
+    shown = f"{best:.0f} tokens/s, {0.1 if purpose == Purpose.FINALIST else 0.3} J/token"
+    assert stand.strip() == f"trials planned: 2; best so far: {shown}; about 30 s left"
+    assert (progress.done, progress.best["tokens_per_s"]) == (1, best)
 
 
 def test_a_failure_of_the_machines_is_told_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,3 +122,8 @@ def test_a_failure_of_the_machines_is_told_and_not_counted(capsys: pytest.Captur
     (line,) = lines_of(capsys)
     assert line.endswith(f"crash  {CONFIG.label}: a node was lost; it is run again")
     assert progress.done == 0
+
+
+def test_of_a_calibration_nothing_is_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    make().finished(replace(ok(100.0, 0.3), purpose=Purpose.CALIBRATION), 0)
+    assert lines_of(capsys)[-1].strip() == "trials planned: 0; about 0 s left"

@@ -10,7 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from search_spaces.layout import Layout
+from service.answers.front import choose, front
 from service.answers.overview import describe
+from service.answers.query import FIRST, Query
 from service.answers.ranking import answer, best, compared, pareto
 from service.answers.why import why
 from service.display import Display
@@ -183,7 +185,7 @@ def asked(record: SearchRecord) -> dict[str, float]:
     values = {}
     for metric, direction in record.objectives.items():
         try:
-            one = best(record, **{direction.value: metric})  # type: ignore[arg-type]
+            one = best(record, Query(by=(metric, direction)))
         except InputError:
             continue
         values[metric] = one.metrics[metric]
@@ -212,18 +214,23 @@ def test_everybody_says_the_same(
     for result in results:
         display.count(result)
 
-    front = pareto(record)
+    found = front(record)
+    assert list(found.candidates) == pareto(record)
     fates = why(spec, {}, record).fates
-    assert {fate.layout for fate in fates if fate.outcome == "on the front"} == {one.layout for one in front}
+    assert {fate.layout for fate in fates if fate.outcome == "on the front"} == {one.layout for one in found.candidates}
     status = describe(record).best
-    assert status == asked(record)
+    assert status == asked(record) == display.best
+    assert status == {metric: one.metrics[metric] for metric, one in found.best.items()}
     assert status == {k.removeprefix("best_"): v for k, v in summary(display, agenda).items() if k.startswith("best_")}
-    ranked = compared(record)
-    leading = ranked.front([one for one in ranked.admitted if one.confirmed]) or front
-    assert [best(record)] == leading[:1] if leading else not ranked.ranked(ranked.admitted)
+    assert all(one in found.candidates for one in found.best.values()), "what is best on an objective is on the front"
+    if found.candidates:
+        assert choose(record, FIRST).candidate == found.candidates[0] == next(iter(found.best.values()))
+    else:
+        with pytest.raises(InputError, match="no trial to choose from"):
+            best(record)
 
     once = recorded([result for result in results if result.purpose == Purpose.SEARCH], spec)
-    assert display.best == describe(once).best == asked(once)
+    assert describe(once).best == asked(once)
     exploring = agenda.front()
     assert [one.layout for one in pareto(once)] == layouts(exploring)
     good = [result for result in results if result.status == Status.OK and result.purpose == Purpose.SEARCH]
@@ -238,5 +245,5 @@ def test_everybody_says_the_same(
     points = [{name: v for name in names if (v := one.metrics.get(name)) is not None} for one in exploring]
     for one in comparison.ranked(comparison.admitted):
         own = {name: value for name in names if (value := comparison.value(one, name)) is not None}
-        beaten = early_stop.dominating(spec.goals, own, points) is not None
+        beaten = early_stop.rival(spec.goals, own, points) is not None
         assert beaten == (one not in exploring)

@@ -18,7 +18,9 @@ import ray
 import yaml
 from click.testing import CliRunner
 
-from service.answers.ranking import best, pareto
+from service.answers.overview import contests
+from service.answers.query import parse_query
+from service.answers.ranking import best, compared, pareto
 from service.calibrate import calibrate
 from service.cli import main
 from service.client import Wattune
@@ -28,6 +30,7 @@ from service.home import Home
 from service.problem import Problem
 from service.record.results import Results
 from service.record.store import open_client
+from service.result import Purpose
 from service.search import resume, run
 from service.spec import parse_spec
 from telemetry.store import read_samples
@@ -87,13 +90,15 @@ def test_search_trains_measures_records_and_answers(
     shown = capsys.readouterr().out
     assert "trial 3 of at most 3" in shown
     assert "best so far" in shown
-    assert shown.count("(finalist): ") == 2
+    assert shown.count("(finalist): ") >= 2
     assert "sentinel: moved by at most" in shown
 
     record = Results(home.tracking_uri).search(search)
     assert record.status == "finished"
-    assert [trial.status for trial in record.trials] == ["ok"] * 6
-    assert [trial.purpose for trial in record.trials] == ["search"] * 3 + ["finalist", "sentinel", "finalist"]
+    assert {trial.status for trial in record.trials} == {"ok"}
+    purposes = [trial.purpose for trial in record.trials]
+    assert purposes[:6] == ["search"] * 3 + ["finalist", "sentinel", "finalist"]
+    assert purposes[6:].count(Purpose.FINALIST) <= 2, "on a busy machine, what is undecided is measured on"
     assert len({trial.label for trial in record.trials}) == 3
     assert record.trials[4].label == record.trials[0].label
     assert record.environment["devices"]
@@ -103,14 +108,15 @@ def test_search_trains_measures_records_and_answers(
         assert trial.metrics["joules_per_token"] > 0
         assert trial.methods["joules_per_token"] == "estimated"
         assert "mfu" not in trial.metrics
-    front = pareto(record)
-    assert best(record).trials == (record.trials[3], record.trials[5])
-    assert all((trial.metrics["window_time_s"] or 0.0) >= 0.7 for trial in best(record).trials)
-    # On a busy machine another layout, measured once, may have been faster than the finalist was again.
-    assert best(record) in front or not all(one.confirmed for one in front)
+    finalists = [trial for trial in record.trials if trial.purpose == "finalist"]
+    assert all(trial.metrics["window_time_s"] >= 0.7 for trial in finalists)
+    assert best(record) == pareto(record)[0]
+    assert set(contests(compared(record))) <= set(record.notices)
 
     client = open_client(home.tracking_uri)
-    assert "sentinel_drift_tokens_per_s" in client.get_run(record.run_id).data.metrics
+    figures = client.get_run(record.run_id).data.metrics
+    assert "sentinel_drift_tokens_per_s" in figures
+    assert figures["best_tokens_per_s"] == best(record).metrics["tokens_per_s"]
     run_id = record.trials[0].run_id
     result = json.loads(Path(client.download_artifacts(run_id, "result.json", str(tmp_path))).read_text())
     assert result["losses"][-1] < result["losses"][0]
@@ -127,7 +133,7 @@ def test_search_trains_measures_records_and_answers(
 
     called = CliRunner().invoke(main, ["best", search, "--minimize", "joules_per_token", "--format", "json"])
     told = json.loads(called.stdout)
-    assert told["config"] == best(record, minimize="joules_per_token").layout.to_dict()
+    assert told["config"] == best(record, parse_query(minimize="joules_per_token")).layout.to_dict()
     assert "estimated" in called.stderr
 
 

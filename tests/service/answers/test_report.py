@@ -11,7 +11,7 @@ import pytest
 
 from search_spaces.layout import Layout
 from search_spaces.space import Space
-from service.answers.report import ENOUGH_TRIALS, Refusal, report, text
+from service.answers.report import ENOUGH_TRIALS, Refusal, cramers_v, report, text
 from service.metrics import DIRECTIONS
 from service.record.results import TrialRecord
 from tests.service.records import STARTED, search, trial
@@ -57,19 +57,50 @@ def test_importance_goes_to_the_axis_that_decides() -> None:
         Layout("megatron", 4, 8, tensor_parallel_size=tp, micro_batch_size=mbs, recompute=recompute)
         for tp, mbs, recompute in axes
     ]
-    trials = [
-        replace(
-            timed(i, 100 / layout.tensor_parallel_size, 2.0 if layout.recompute == "full" else 1.0),
-            layout=layout,
-        )
-        for i, layout in enumerate(layouts)
-    ]
+    trials = of_layouts(layouts)
     found = report(search(*trials, objectives=TWO)).importance
     assert found["tokens_per_s"]["tensor_parallel_size"] > 0.9
     assert found["joules_per_token"]["recompute"] > 0.9
     assert set(found["tokens_per_s"]) == {"tensor_parallel_size", "micro_batch_size", "recompute"}
     assert sum(found["tokens_per_s"].values()) == pytest.approx(1.0)
     assert report(search(*trials[: ENOUGH_TRIALS - 1], objectives=TWO)).importance == {}
+
+
+def of_layouts(layouts: list[Layout]) -> list[TrialRecord]:
+    """A trial of each, of a speed that tensor parallelism alone decides, and an energy that recomputation does."""
+    return [
+        replace(timed(i, 100 / one.tensor_parallel_size, 2.0 if one.recompute == "full" else 1.0), layout=one)
+        for i, one in enumerate(layouts)
+    ]
+
+
+def test_axes_that_change_together_share_what_they_explain_and_are_named() -> None:
+    """Sequence parallelism is on where there is tensor parallelism: which of the two matters, nobody can tell."""
+    layouts = [
+        Layout("megatron", 4, 8, tensor_parallel_size=tp, sequence_parallel=tp > 1, recompute=recompute)
+        for tp, recompute in itertools.product((1, 2, 4), ("none", "selective", "full"))
+    ]
+    told = report(search(*of_layouts(layouts), objectives=TWO))
+    both = "tensor_parallel_size + sequence_parallel"
+    assert told.together == (("tensor_parallel_size", "sequence_parallel"),)
+    assert all(set(shares) == {both, "recompute"} for shares in told.importance.values())
+    assert told.importance["tokens_per_s"][both] > 0.9
+    assert told.importance["joules_per_token"]["recompute"] > 0.9
+    assert "tensor_parallel_size and sequence_parallel change together: one share for all of them" in text(told)
+    apart = [*layouts, *(replace(one, sequence_parallel=False) for one in layouts if one.tensor_parallel_size == 2)]
+    told = report(search(*of_layouts(apart), objectives=TWO))
+    assert told.together == ()
+    assert "change together" not in text(told)
+    assert set(told.importance["tokens_per_s"]) == {"tensor_parallel_size", "sequence_parallel", "recompute"}
+
+
+def test_how_far_two_axes_go_together() -> None:
+    assert cramers_v([0, 0, 1, 1], [0, 1, 0, 1]) == 0.0
+    assert cramers_v([0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1]) == pytest.approx(1.0), "one is a function of the other"
+    # Of two halves of 30, with one trial off: the phi coefficient of the table 15, 0, 1, 14.
+    off = cramers_v([0] * 15 + [1] * 15, [0] * 16 + [1] * 14)
+    assert off == pytest.approx(15 * 14 / (15 * 15 * 16 * 14) ** 0.5)
+    assert off == pytest.approx(0.94, abs=0.005)
 
 
 def test_the_sentinel_is_told_from_its_first_measurement_on() -> None:

@@ -13,7 +13,7 @@ from service.answers.why import SHOWN, parse_choices, text, why
 from service.errors import InputError
 from service.metrics import DIRECTIONS
 from service.problem import Problem
-from service.record.results import TrialRecord
+from service.record.results import SearchRecord, TrialRecord
 from service.result import Purpose
 from service.spec import parse_spec
 from tests.service.records import search, trial
@@ -105,6 +105,22 @@ def test_a_layout_that_breaks_a_constraint_or_lacks_a_figure_says_which() -> Non
     assert fates[FAST.label] == ("constrained", "it does not keep tokens_per_s<=80")
     assert fates[SLOW.label][0] == "on the front"
     assert fates[LEFT.label] == ("not ranked", "joules_per_token is missing")
+
+
+def test_a_figure_that_is_missing_is_told_with_its_recorded_cause() -> None:
+    lacking = of(LEFT, cause="GPU 1: the energy counter was reset", tokens_per_s=10)
+    record = replace(RECORD, trials=(*RECORD.trials, lacking))
+    told = "joules_per_token is missing: GPU 1: the energy counter was reset"
+
+    def fate(record: SearchRecord) -> tuple[str, str | None]:
+        return next((one.outcome, one.reason) for one in why(spec(), {}, record).fates if one.label == LEFT.label)
+
+    assert fate(record) == ("not ranked", told)
+    again = [replace(lacking, trial_id=f"again-{i}", purpose=Purpose.FINALIST) for i in range(2)]
+    again[0] = replace(again[0], cause=None)
+    assert fate(replace(record, trials=(*record.trials, *again))) == ("not ranked", told)
+    bounded = replace(record, constraints=("joules_per_token<=5",))
+    assert fate(bounded) == ("constrained", f"it does not keep joules_per_token<=5; {told}")
 
 
 def test_without_a_search_the_answer_is_what_is_legal() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,9 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from search_spaces.layout import Layout
+from service.answers.candidates import candidates
+from service.answers.overview import contests
 from service.problem import Problem
 from service.result import Purpose, TrialResult
 from service.sampling.agenda import RETRIES, Agenda, CalibrationAgenda, SearchAgenda, Spent, settled
+from service.sampling.finalists import contenders
 from service.sampling.study import SearchStudy
 from service.spec import parse_spec
 from service.step import Step
@@ -230,6 +236,124 @@ def test_a_search_goes_on_where_it_was(done: int) -> None:
     if done >= 9:  # what explored is the same, and so are the finalists and their order
         assert [result.layout for result in rest] == [result.layout for result in whole[done:]]
     assert agenda.to_come == 0
+
+
+def noisy(spread: float, seed: int = 0) -> Callable[[TrialResult], TrialResult]:
+    """Figures that lie apart by up to a share of them, the same for the same trial of a layout."""
+    seen: Counter[tuple[Layout, Purpose]] = Counter()
+
+    def change(result: TrialResult) -> TrialResult:
+        seen[result.layout, result.purpose] += 1
+        draw = random.Random(f"{result.layout.label} {result.purpose} {seen[result.layout, result.purpose]} {seed}")
+        factor = 1 + spread * draw.uniform(-1, 1)
+        return replace(result, metrics={name: (value or 0.0) * factor for name, value in result.metrics.items()})
+
+    return change
+
+
+def open_ends(results: list[TrialResult], spec: Problem) -> list[str]:
+    return contests(spec.goals.among(candidates(results)))
+
+
+SPEED = {"objectives": {"tokens_per_s": "maximize"}}
+
+
+def test_a_layout_that_the_finalists_turn_out_worse_than_is_measured_too() -> None:
+    """All finalists are half as fast again as they were first: the next best leads, measured once."""
+    spec = spec_of(**SPEED, finalists={"count": 2, "repeats": 3}, budget={"trials": 6})
+
+    def slower(result: TrialResult) -> TrialResult:
+        if result.purpose == "search" or result.layout not in chosen:
+            return result
+        return replace(result, metrics={"tokens_per_s": (result.metrics["tokens_per_s"] or 0.0) / 2})
+
+    explored = run(agenda_of(spec), trials=6)
+    ordered = sorted(explored, key=lambda result: -(result.metrics["tokens_per_s"] or 0.0))
+    chosen = {result.layout for result in contenders(explored, spec.goals, 2)}
+    (next_best,) = [result.layout for result in ordered if result.layout not in chosen][:1]
+    results = run(agenda_of(spec), change=slower)
+    again = [result.layout for result in results if result.purpose == "finalist"]
+    planned = 3 * len(chosen)
+    assert set(again[:planned]) == chosen
+    assert again[planned:].count(next_best) == 3
+    assert len(again) == planned + 4, "and once more what it is held against"
+    assert again[planned:].index(next_best) < 2, "side by side"
+    assert open_ends(results, spec) == []
+    record = candidates(results)
+    assert max(record, key=lambda one: one.metrics["tokens_per_s"]).layout == next_best
+
+
+def test_layouts_that_cannot_be_told_apart_are_measured_on() -> None:
+    """Layouts that differ by less than measurements of one do: two rounds of both ends, and as many trials again."""
+    spec = spec_of(finalists={"count": 2, "repeats": 2}, budget={"trials": 12})
+    results = run(agenda_of(spec), change=noisy(0.2))
+    again = [result.layout for result in results if result.purpose == "finalist"]
+    assert len(again) == 2 * 4, "as many again as were planned"
+    assert open_ends(results, spec)
+    agenda = agenda_of(spec)
+    exact = [result.layout for result in run(agenda) if result.purpose == "finalist"]
+    assert len(exact) == 4
+    assert agenda.to_come == 0
+
+
+def test_the_time_ends_what_is_undecided() -> None:
+    spec = spec_of(finalists={"count": 2, "repeats": 2}, budget={"trials": 8, "wall_time_s": 3600})
+    change = noisy(0.2)
+    results = tuple(run(agenda_of(spec), trials=8 + 4, change=change))
+    assert agenda_of(spec, results).next("t") is not None
+    assert agenda_of(spec, results, spent=Spent(3600)).next("t") is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_ends_decided_or_with_twice_the_finalists_trials(seed: int) -> None:
+    spec = spec_of(finalists={"count": 3, "repeats": 2}, budget={"trials": 9}, seed=seed)
+    results = run(agenda_of(spec), change=noisy(0.003 * (seed + 1), seed))
+    again = sum(result.purpose == "finalist" for result in results)
+    most = 3 * 2 + 3 * 2
+    assert again <= most
+    assert again == most or not open_ends(results, spec)
+
+
+@pytest.mark.parametrize("done", range(9, 20))
+def test_what_is_measured_on_is_the_same_for_a_search_that_is_resumed(done: int) -> None:
+    spec = spec_of(finalists={"count": 2, "repeats": 2}, sentinel_every=4, budget={"trials": 8})
+    whole = run(agenda_of(spec), change=noisy(0.2))
+    assert purposes(whole) == "sssss" + "wsss" + "fwff" + "f" + "fwff" + "f"
+    change = noisy(0.2)
+    earlier = tuple(change(outcome(result.trial_id, Step(result.layout, result.purpose))) for result in whole[:done])
+    assert list(earlier) == whole[:done]
+    agenda = agenda_of(spec, earlier)
+    rest = run(agenda, change=change)
+    assert [(r.layout, r.purpose) for r in rest] == [(r.layout, r.purpose) for r in whole[done:]]
+    assert agenda.to_come == 0
+
+
+def test_a_layout_that_comes_to_nothing_when_measured_again_is_not_asked_for_ever() -> None:
+    spec = spec_of(finalists={"count": 2, "repeats": 3}, budget={"trials": 6})
+    best = max(run(agenda_of(spec), trials=6), key=lambda result: result.metrics["tokens_per_s"] or 0.0).layout
+
+    def crashing(result: TrialResult) -> TrialResult:
+        crashed = result.purpose == "finalist" and result.layout == best
+        return replace(result, status=Status.CRASH, metrics={}, cause="gone") if crashed else result
+
+    results = run(agenda_of(spec), change=crashing)
+    assert sum(result.layout == best for result in results) == 1 + 3
+    assert "measured once" in open_ends(results, spec)[0]
+
+
+def test_trials_that_are_run_again_are_not_planned_twice() -> None:
+    """Two gangs: the last trial of the rounds fails by the machines while the one before is under way."""
+    spec = spec_of(**SPEED, finalists={"count": 1, "repeats": 2}, budget={"trials": 1})
+    agenda = agenda_of(spec, tuple(run(agenda_of(spec), trials=1)), gangs=2)
+    a, b = agenda.next("a"), agenda.next("b")
+    assert a is not None
+    assert a == b
+    assert not agenda.take(faulty(outcome("b", a)))
+    agenda.take(outcome("a", a))
+    assert agenda.next("c") == a
+    assert agenda.next("d") is None
+    agenda.take(outcome("c", a))
+    assert (agenda.next("e"), agenda.to_come) == (None, 0)
 
 
 def faulty(result: TrialResult) -> TrialResult:

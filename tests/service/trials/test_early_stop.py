@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from service.problem import Problem
 from service.spec import make_problem
-from service.trials.early_stop import bounds, cause, dominating, remaining_s
+from service.trials.early_stop import bounds, cause, remaining_s, rival
 from trainables.measure import Procedure, Stretch
 
 SECOND = 1_000_000_000
@@ -89,13 +89,13 @@ def point(**changes: float) -> dict[str, float]:
     ],
 )
 def test_a_trial_is_dominated_by_a_point_that_beats_all_its_bounds(front: list[dict[str, float]], beaten: bool) -> None:
-    assert (dominating(spec().goals, BEST, front) is not None) == beaten
+    assert (rival(spec().goals, BEST, front) is not None) == beaten
 
 
 def test_without_a_bound_on_every_objective_nothing_is_dominated() -> None:
     unknown = bounds(spec(), 2, STEADY, energy_j=None)
     assert "joules_per_token" not in unknown
-    assert dominating(spec().goals, unknown, [point()]) is None
+    assert rival(spec().goals, unknown, [point()]) is None
 
 
 amounts = st.floats(0.1, 100.0)
@@ -112,9 +112,9 @@ def test_what_was_seen_already_never_counts_as_dominated_by_itself(
         "joules_per_token": joules / len(seconds) / TOKENS,
         "throttle_ratio": 0.0,
     }
-    assert dominating(spec().goals, best, [seen]) is None
+    assert rival(spec().goals, best, [seen]) is None
     other = {"tokens_per_s": tokens_per_s, "joules_per_token": joules_per_token, "throttle_ratio": 0.0}
-    if dominating(spec().goals, best, [other]) is not None:
+    if rival(spec().goals, best, [other]) is not None:
         assert tokens_per_s > seen["tokens_per_s"]
         assert joules_per_token < seen["joules_per_token"]
 
