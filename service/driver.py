@@ -19,6 +19,7 @@ from ray.tune.experiment import Trial
 
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
+from service.checks import notices
 from service.display import Display
 from service.errors import SearchError
 from service.home import Home
@@ -70,6 +71,8 @@ class Driver:
         self.display.say(
             f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
         )
+        for notice in notices(self.problem):
+            self.display.say(f"notice: {notice}")
         status, gangs = "failed", list[Gang]()
         self._clear_spool()  # Ray would go on with the files of a driver that was killed
         try:

@@ -42,11 +42,12 @@ class Forecast:
 @dataclass(frozen=True)
 class Plan:
     """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
-    nothing is known of the machine."""
+    nothing is known of the machine. `notices`: what a search would lack here."""
 
     problem: Problem
     forecasts: tuple[Forecast, ...]
     source: str | None
+    notices: tuple[str, ...] = ()
 
     @cached_property
     def _compared(self) -> Comparison[Forecast]:
@@ -82,16 +83,17 @@ class Plan:
             "depth_proxy": self.problem.depth_proxy,
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
+            "notices": list(self.notices),
             "points": [
                 forecast.to_dict() | {"on_predicted_front": forecast.layout in front} for forecast in self.forecasts
             ],
         }
 
 
-def make_plan(problem: Problem, calibration: cost.Coefficients | None) -> Plan:
+def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: Sequence[str] = ()) -> Plan:
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
-    return Plan(problem, forecasts, None if calibration is None else calibration.source)
+    return Plan(problem, forecasts, None if calibration is None else calibration.source, tuple(notices))
 
 
 def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
@@ -120,6 +122,7 @@ def text(plan: Plan, every: bool = False) -> str:
         parts.append(f"Predicted front of {', '.join(plan.objectives)}:\n\n{_table(plan, plan.front)}")
         for metric in plan.objectives:
             parts.append(f"Predicted best on {metric}:\n\n{_table(plan, plan.best(metric))}")
+    parts += ["\n".join(f"note: {notice}" for notice in plan.notices)] if plan.notices else []
     return "\n\n".join(parts)
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from service.answers.candidates import Candidate, candidates
-from service.errors import InputError
+from service.errors import InputError, NoAnswerError
 from service.goals import Comparison, parse_condition
-from service.metrics import DIRECTIONS, Direction
+from service.metrics import DIRECTIONS, Direction, nearest
 from service.pareto import knee as bend
 from service.record.results import SearchRecord, TrialRecord
 
@@ -59,7 +59,7 @@ def best(
     most (`service.pareto.knee`). Ties are settled by the other objectives in their order.
 
     Layouts that were measured again are asked first, and the others only if none of those meets the conditions. Raises
-    `InputError` for an unknown metric, a malformed condition, or if no layout is left.
+    `InputError` for an unknown metric or a malformed condition, `NoAnswerError` if no layout is left.
     """
     return answer(search, maximize, minimize, where, within, knee)[0]
 
@@ -102,7 +102,7 @@ def answer(
     if not others:
         among = " and ".join([*where, *(f"{text} of the best" for text in within)])
         left = f" with {among}" if among else ""
-        raise InputError(f"search {search.id}: no trial to choose from{left}; {_count(search.trials)}")
+        raise NoAnswerError(f"search {search.id}: no trial to choose from{left}; {_count(search.trials)}")
     if any(one.confirmed for one in comparison.results):
         notices_of_others.append("no layout that was measured again meets the conditions: this one was measured once")
     return others[0], notices_of_others
@@ -164,15 +164,16 @@ def _nearness(text: str, search: SearchRecord) -> tuple[str, float, Direction]:
         raise InputError(f"within: {text!r} is not 'METRIC NUMBER%'")
     direction = (DIRECTIONS | search.objectives).get(match[1])
     if direction is None:
-        raise InputError(f"within: neither more nor less of {match[1]} is better; known: {', '.join(DIRECTIONS)}")
+        raise InputError(f"within: neither more nor less of {match[1]} is better; {nearest(match[1], DIRECTIONS)}")
     return match[1], float(match[2]) / 100, direction
 
 
 def _check_known(search: SearchRecord, ranked: Sequence[Candidate], metric: str) -> None:
-    known = sorted({name for one in ranked for name in one.metrics})
-    if metric not in known:
-        recorded = f"recorded: {', '.join(known)}" if known else f"{_count(search.trials)}"
-        raise InputError(f"search {search.id} has no metric {metric!r}; {recorded}")
+    recorded = {name for one in ranked for name in one.metrics}
+    if not recorded:
+        raise NoAnswerError(f"search {search.id}: no trial to choose from; {_count(search.trials)}")
+    if metric not in recorded:
+        raise InputError(f"search {search.id} has no metric {metric!r}; {nearest(metric, recorded)}")
 
 
 def _count(trials: Sequence[TrialRecord]) -> str:
