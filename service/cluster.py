@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from service.errors import InputError
+from service.errors import InputError, SearchError
 from service.problem import Cluster
 from service.trials.gang import resources_per_worker
 
@@ -25,7 +26,8 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
     os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     if ray.is_initialized():
-        yield
+        with _failing_in_a_line():
+            yield
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := os.environ.get("RAY_ADDRESS"):
@@ -38,17 +40,35 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
             raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
     else:
         cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=True,
-            _temp_dir=tempfile.mkdtemp(prefix="wattune-ray-"),
-            **quiet,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=True,
+                _temp_dir=tempfile.mkdtemp(prefix="wattune-ray-"),
+                **quiet,
+            )
+        except Exception as error:  # Ray raises plain ones, of a start that takes too long as well
+            raise SearchError(f"Ray does not start on this machine: {_reason(error)}") from error
     try:
-        yield
+        with _failing_in_a_line():
+            yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _failing_in_a_line() -> Iterator[None]:
+    try:
+        yield
+    except RayError as error:
+        raise SearchError(f"Ray: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's text that says most: after a process's traceback the last, else the first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if isinstance(error, RayError) else 0].strip()
 
 
 def knock(address: str) -> None:
