@@ -19,6 +19,9 @@ from search_spaces.layout import AXES, SETTLING, Layout
 from search_spaces.rules import refusal, rules_at
 from search_spaces.workload import Workload
 
+MOST_LAYOUTS = 250_000
+"""What is kept at a time: more would take a minute to find, and nobody tries a share of them that says anything."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -51,7 +54,7 @@ def varying(layouts: Iterable[Layout]) -> dict[str, list[Any]]:
 
 def _stage_layers(value: tuple[int, ...] | None, layout: Layout, work: Workload) -> tuple[int, ...] | None:
     stages, layers = layout.pipeline_stages, work.model.layers
-    even = value == (layers // stages,) * stages and layers % stages == 0
+    even = layers % stages == 0 and value == (layers // stages,) * stages
     return None if even else value
 
 
@@ -79,7 +82,7 @@ def canonical(layout: Layout, work: Workload) -> Layout:
 def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
     """All legal layouts of `axes` (axis -> values to try, its default for others) for one workload.
 
-    Raises `ValueError` for an engine that there is not.
+    Raises `ValueError` for an engine that there is not, and for more than `MOST_LAYOUTS` layouts.
     """
     refused: Counter[str] = Counter()
     reasons: dict[str, str] = {}
@@ -91,6 +94,10 @@ def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
             for layout in _grow(parent, axis, values, work):
                 if (why := refusal(layout, work, rules_at(axis.name, engine_of(layout)))) is None:
                     layouts.append(layout)
+                    if len(layouts) > MOST_LAYOUTS:
+                        raise ValueError(
+                            f"space: more than {MOST_LAYOUTS:,} layouts up to {axis.name}: name fewer values"
+                        )
                 else:
                     refused[why[0]] += 1
                     reasons.setdefault(*why)

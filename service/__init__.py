@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.client import Wattune
-    from service.errors import InputError, SearchError
+    from service.errors import InputError, NoAnswerError, SearchError
     from service.problem import Problem
     from service.spec import load_spec, parse_spec
 
-__all__ = ["InputError", "Problem", "SearchError", "Wattune", "load_spec", "parse_spec"]
+__all__ = ["InputError", "NoAnswerError", "Problem", "SearchError", "Wattune", "load_spec", "parse_spec"]
 
 _HOMES = {
     "InputError": "errors",
+    "NoAnswerError": "errors",
     "Problem": "problem",
     "SearchError": "errors",
     "Wattune": "client",

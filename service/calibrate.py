@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_spaces.cost import Coefficients, data_sheet
+from service.checks import check_data
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver
-from service.errors import InputError
+from service.errors import InputError, NoAnswerError
 from service.fitting import Observation, design, fit, observations, ratios, save
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Problem
+from service.record import store
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.sampling.agenda import CalibrationAgenda
-from service.search import check_data
 from service.spec import new_search_id
 
 TRIALS = 16
@@ -48,8 +49,8 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
     The coefficients are kept in the state directory, for all searches on the problem's accelerator. Raises `InputError`
-    for an accelerator of which no data sheet is known, if no trial ended well, and for whatever `service.search.run`
-    does.
+    for an accelerator of which no data sheet is known and for whatever `service.search.run` does, `NoAnswerError` if no
+    trial ended well.
     """
     accelerator = problem.cluster.accelerator
     if (start := data_sheet(accelerator)) is None:
@@ -60,13 +61,15 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     if not layouts:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
     home = Home.locate().create()
-    search_id, tracker = new_search_id(problem), Tracker(store_uri(tracking_uri), home)
+    store.check(store_uri(tracking_uri))
+    search_id = new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
         check_cluster(problem.cluster)
+        tracker = Tracker(store_uri(tracking_uri), home)
         Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts)).run()
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
-        raise InputError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
+        raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
     fitted = fit(observed, start)
     save(home, accelerator, fitted)
     return Calibrated(

@@ -1,4 +1,4 @@
-"""The `wattune` command. Bad input is one line on standard error and exit code 2; a search with no result is 1."""
+"""The `wattune` command. What it cannot do is one line on standard error, and an exit code by kind (`EXIT_CODES`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from service.client import Wattune
-from service.errors import InputError, SearchError
+from service.errors import InputError, NoAnswerError, SearchError
 
 TRACKING = click.option(
     "--tracking-uri", metavar="URI", help="MLflow store; default: MLFLOW_TRACKING_URI, else the one in WATTUNE_HOME."
@@ -29,27 +29,71 @@ ADDRESS = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
+EXIT_CODES = """Exit codes: 0 an answer; 1 none, as nothing matches or no trial came to a result; 2 wrong input,
+before anything starts; 3 a search that failed, for its driver or its cluster."""
+
+
 def refusing_bad_input(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn an `InputError` of `command` into one line and exit code 2, a `SearchError` into one and 1."""
+    """Turn an `InputError` or a `SearchError` of `command` into one line and its exit code."""
 
     @wraps(command)
     def guarded(**arguments: Any) -> None:
         try:
             command(**arguments)
-        except InputError as error:
+        except (InputError, SearchError) as error:
             click.echo(f"wattune: {error}", err=True)
-            sys.exit(2)
-        except SearchError as error:
-            click.echo(f"wattune: {error}", err=True)
-            sys.exit(1)
+            sys.exit(error.exit_code)
 
     return guarded
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class UsageLine(click.ClickException):
+    """A wrong option or argument, in one line where click prints the usage as well."""
+
+    exit_code = 2
+
+    def __init__(self, error: click.UsageError) -> None:
+        command = error.ctx.info_name if error.ctx and error.ctx.parent else None
+        message = " ".join(error.format_message().split()).rstrip(".")
+        line = f"{message[:1].lower()}{message[1:]}; see `{' '.join(filter(None, ['wattune', command, '--help']))}`"
+        super().__init__(f"{command}: {line}" if command else line)
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"wattune: {self.message}", err=True)
+
+
+class Commands(click.Group):
+    """Commands of which a wrong usage is told in one line."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> click.Context:
+        with _told_in_a_line():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _told_in_a_line():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _told_in_a_line() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        raise UsageLine(error) from None
+
+
+@click.group(
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+)
 @click.version_option(package_name="wattune")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Find how to split LLM training over a cluster for speed, energy and heat at once, by training short trials."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @main.command()
@@ -307,18 +351,17 @@ def ui(port: int, tracking_uri: str | None) -> None:
 
 
 def _print_outcome(client: Wattune, search: str) -> None:
-    """What a search that has ended came to; exit code 1 if to nothing."""
+    """What a search that has ended came to. Raises `NoAnswerError` if to nothing."""
     from service.answers.front import text
 
     front = client.pareto(search)
     if not any(trial.status == "ok" for trial in front.search.trials):
-        click.echo(f"search {search}: no trial came to a result; see `wattune status {search}`", err=True)
-        sys.exit(1)
+        raise NoAnswerError(f"search {search}: no trial came to a result; see `wattune status {search}`")
     click.echo(text(front))
     click.echo(f"\nThe record: search {search} at {client.tracking_uri}")
     click.echo(f"  wattune best {search}     the best configuration, to launch with")
     click.echo(f"  wattune report {search}   how it got there, and what to make of it")
-    click.echo("  wattune ui    every trial, in the browser")
+    click.echo(f"  {client.pages_url or 'wattune ui'}    every trial, in the browser")
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ class Wattune:
     `tracking_uri` is the MLflow store (default: `MLFLOW_TRACKING_URI`, else the embedded one under `WATTUNE_HOME`).
     `address` is the Ray cluster's job server, such as ``http://head:8265``; only `submit`, `logs` and `stop` need it.
     A spec is a file's path or a `Problem`, see `service.load_spec`. A search is named by its id or by a unique
-    beginning of it. Every method raises `service.InputError`, with one line, for what the caller has to change; those
-    that run a search raise `service.SearchError` if it cannot go on. The methods that read need neither Ray nor a GPU.
+    beginning of it. Every method raises `service.InputError`, with one line, for what the caller has to change, of
+    which `service.NoAnswerError` says that nothing matches; those that run a search raise `service.SearchError` if it
+    cannot begin or go on. The methods that read need neither Ray nor a GPU.
     """
 
     def __init__(self, tracking_uri: str | None = None, address: str | None = None) -> None:
@@ -53,10 +54,12 @@ class Wattune:
     def plan(self, spec: Problem | str | Path) -> Plan:
         """What a search would try, what each rule refuses, and what is predicted of it. Starts nothing."""
         problem = _loaded(spec)
+        from service.checks import data_from_afar, notices
         from service.fitting import load
         from service.plan import make_plan
 
-        return make_plan(problem, load(home.Home.locate(), problem.cluster.accelerator))
+        calibration = load(home.Home.locate(), problem.cluster.accelerator)
+        return make_plan(problem, calibration, [*data_from_afar(problem), *notices(problem)])
 
     def run(self, spec: Problem | str | Path, search_id: str | None = None) -> str:
         """Run a search here, on the Ray cluster of `RAY_ADDRESS` or on this machine, to its end. Returns its id.
@@ -64,6 +67,9 @@ class Wattune:
         `search_id` is the id to give it, by default a new one.
         """
         problem = _loaded(spec)
+        from service.checks import check_machine
+
+        check_machine(problem.cluster)
         from service.search import run
 
         return run(problem, self.tracking_uri, search_id)
@@ -71,6 +77,9 @@ class Wattune:
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
         """Fit the cost model to the machines here, by trials of some of the spec's layouts; see `service.calibrate`."""
         problem = _loaded(spec)
+        from service.checks import check_machine
+
+        check_machine(problem.cluster)
         from service.calibrate import calibrate
 
         return calibrate(problem, self.tracking_uri)
@@ -80,6 +89,7 @@ class Wattune:
 
         Here, to its end, see `service.search.resume`; with an `address`, as a job of the cluster that it ran on.
         """
+        _check_name(search)
         if self.address:
             from service import jobs
 
@@ -97,6 +107,7 @@ class Wattune:
 
     def logs(self, search: str) -> Iterator[str]:
         """The lines, each with its line end, that a submitted search printed, as they come, until it ends."""
+        _check_name(search)
         address = self._cluster
         from service.jobs import logs
 
@@ -104,6 +115,7 @@ class Wattune:
 
     def stop(self, search: str) -> None:
         """Ask a submitted search to end; what it has recorded stays."""
+        _check_name(search)
         address = self._cluster
         from service.jobs import stop
 
@@ -126,7 +138,7 @@ class Wattune:
         became of its job, also of one that has no record yet.
         """
         try:
-            info = _described(self._results.search(search))
+            info = _described(self._record(search))
         except InputError as unrecorded:
             if not self.address:
                 raise
@@ -145,7 +157,7 @@ class Wattune:
 
     def trials(self, search: str) -> list[TrialRecord]:
         """Every trial of a search, in the order of their start, failed ones included."""
-        return list(self._results.search(search).trials)
+        return list(self._record(search).trials)
 
     def failures(self, search: str) -> list[TrialRecord]:
         """The trials of a search that came to no result, each with its status and cause."""
@@ -155,7 +167,7 @@ class Wattune:
         """The layouts that no other beats on all objectives at once; see `service.answers.ranking.pareto`."""
         from service.answers.front import front
 
-        return front(self._results.search(search))
+        return front(self._record(search))
 
     def best(
         self,
@@ -174,20 +186,20 @@ class Wattune:
         from service.answers.query import parse_query
 
         query = parse_query(maximize, minimize, where, within, knee)
-        return choose(self._results.search(search), query)
+        return choose(self._record(search), query)
 
     def export(self, search: str, candidate: Candidate) -> dict[str, Any]:
         """All that is needed to launch a layout of a search's front and to judge it, JSON-safe."""
         from service.answers.export import export
 
-        return export(self._results.search(search), candidate)
+        return export(self._record(search), candidate)
 
     def report(self, search: str) -> Report:
         """How a search got to its answers, what mattered, what failed and whether its machine drifted."""
         from service.answers.report import report
         from service.spec import parse_spec
 
-        record = self._results.search(search)
+        record = self._record(search)
         try:
             return report(record, parse_spec(self._results.spec_of(record)).legal)
         except InputError as error:
@@ -202,9 +214,9 @@ class Wattune:
         from service.answers.why import why
         from service.spec import parse_spec
 
-        if not isinstance(target, str) or Path(target).is_file():
+        if not isinstance(target, str) or os.path.isfile(target):
             return why(_loaded(target), choices)
-        record = self._results.search(target)
+        record = self._record(target)
         return why(parse_spec(self._results.spec_of(record)), choices, record)
 
     def watch(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
@@ -227,6 +239,13 @@ class Wattune:
 
         return serve(self.tracking_uri, home.Home.locate(), port)
 
+    @property
+    def pages_url(self) -> str | None:
+        """Where a tracking server shows the record itself; None of a database, which has no pages but `pages`."""
+        from service.record import store
+
+        return store.shown(self.tracking_uri) if store.is_server(self.tracking_uri) else None
+
     @staticmethod
     def prepare_data(text: Sequence[str | Path], out: str | Path) -> PreparedData:
         """Make training tokens, one a byte, of text files and folders; see `trainables.data.prepare`.
@@ -245,6 +264,10 @@ class Wattune:
         from service.record.results import Results
 
         return Results(self.tracking_uri)
+
+    def _record(self, search: str) -> SearchRecord:
+        _check_name(search)
+        return self._results.search(search)
 
     @property
     def _cluster(self) -> str:
@@ -277,7 +300,21 @@ def _joined(info: SearchInfo | None, submission: Submission, tracking_uri: str) 
     return replace(info, status=submission.status, cause=submission.cause) if alive or over else info
 
 
+def _check_name(search: str) -> None:
+    if not isinstance(search, str):
+        raise InputError(f"search: give its id, which is text, not {search!r}")
+
+
 def _loaded(spec: Problem | str | Path) -> Problem:
+    """The problem of a spec, well-formed and to be meant as it is."""
+    from service.checks import check
+    from service.problem import Problem
     from service.spec import load_spec
 
-    return load_spec(spec) if isinstance(spec, str | Path) else spec
+    if isinstance(spec, str | Path):
+        return check(load_spec(spec), str(spec))
+    if not isinstance(spec, Problem):
+        raise InputError(
+            f"spec: give a file's path or what load_spec or parse_spec return, not a {type(spec).__name__}"
+        )
+    return check(spec, "spec")

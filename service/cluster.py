@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from service.errors import InputError
+from service.errors import InputError, SearchError
 from service.home import Home
 from service.problem import Cluster
 from service.trials.gang import resources_per_worker
@@ -30,7 +31,8 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
     os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     if ray.is_initialized():
-        yield
+        with _failing_in_a_line():
+            yield
         return
     ray._private.worker._worker_logs_enabled = False  # of the raylet too, which `log_to_driver` leaves on
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -48,9 +50,13 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
             cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
             folder = ending.enter_context(_scratch())
             ending.callback(ray.shutdown)
-            with _leaving_nothing_outside(folder):
-                ray.init(address="local", num_cpus=cpus, include_dashboard=True, _temp_dir=folder, **quiet)
-        yield
+            try:
+                with _leaving_nothing_outside(folder):
+                    ray.init(address="local", num_cpus=cpus, include_dashboard=True, _temp_dir=folder, **quiet)
+            except Exception as error:  # Ray raises plain ones, of a start that takes too long as well
+                raise SearchError(f"Ray does not start on this machine: {_reason(error)}") from error
+        with _failing_in_a_line():
+            yield
 
 
 @contextlib.contextmanager
@@ -77,6 +83,20 @@ def _leaving_nothing_outside(folder: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _failing_in_a_line() -> Iterator[None]:
+    try:
+        yield
+    except RayError as error:
+        raise SearchError(f"Ray: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's text that says most: after a process's traceback the last, else the first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if isinstance(error, RayError) else 0].strip()
 
 
 def knock(address: str) -> None:

@@ -20,6 +20,7 @@ from ray.tune.experiment import Trial
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.answers.overview import contests
+from service.checks import notices
 from service.display import Display
 from service.errors import SearchError
 from service.home import Home
@@ -72,7 +73,7 @@ class Driver:
         self.display.say(
             f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
         )
-        for notice in busy(environment):
+        for notice in [*notices(self.problem), *busy(environment)]:
             self.display.say(f"notice: {notice}")
         if waits_for := awaited(self.problem.cluster, self.problem.gang_size):
             self.display.say(f"waiting for {waits_for}")
@@ -99,8 +100,8 @@ class Driver:
         finally:
             # Of one that can be resumed, it is still to come what is undecided in the end.
             open_ends = contests(self.display.compared) if status == "finished" else []
-            notices = [*busy(environment), *self._drift(), *open_ends]
-            self.tracker.finish_search(status, summary(self.display, self.agenda), notices)
+            found = [*busy(environment), *self._drift(), *open_ends]
+            self.tracker.finish_search(status, summary(self.display, self.agenda), found)
             close_gangs(gangs)
             stop_telemetry(telemetry)
             self._clear_spool()

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from service.errors import InputError
-from service.metrics import METRICS, Direction, Doubt
+from service.metrics import METRICS, Direction, Doubt, nearest
 from service.pareto import Rows, dominating, pareto_front
 
 UNKNOWN = 1.0
@@ -58,9 +58,10 @@ def parse_condition(text: str) -> Limit:
 def parse_constraint(text: str) -> Limit:
     """A finite bound on one of `METRICS`, of text such as ``peak_memory_gib<=70``. Raises `ValueError`."""
     limit = _parsed(text)
-    if limit is None or limit.metric not in METRICS or limit.comparison not in ("<=", ">="):
-        allowed = f"one of {', '.join(METRICS)}"
-        raise ValueError(f"constraints: {text!r} is not METRIC<=NUMBER or METRIC>=NUMBER, METRIC {allowed}")
+    if limit is None or limit.comparison not in ("<=", ">="):
+        raise ValueError(f"constraints: {text!r} is not METRIC<=NUMBER or METRIC>=NUMBER")
+    if limit.metric not in METRICS:
+        raise ValueError(f"constraints: unknown metric in {text!r}; {nearest(limit.metric, METRICS)}")
     if not math.isfinite(limit.bound):
         number = text.partition(limit.comparison)[2].strip()
         raise ValueError(f"constraints: {number!r} in {text!r} is not a finite number")

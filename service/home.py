@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,16 @@ class Home:
         return cls(Path(os.environ.get("WATTUNE_HOME") or ".wattune").expanduser().absolute())
 
     def create(self) -> Home:
-        """Make the directory, which MLflow and Optuna need before they open their databases in it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Make the directory, which MLflow and Optuna need before they open their databases in it.
+
+        Raises `InputError` if that is not possible, or nothing can be written there.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()
+        except OSError as error:
+            reason = "it is a file" if self.path.is_file() else error.strerror
+            raise InputError(f"WATTUNE_HOME: {self.path} is no directory to write to: {reason}") from None
         return self
 
     @property
@@ -39,8 +48,12 @@ class Home:
         return (self.path / "artifacts").as_uri()
 
     @property
+    def optuna_database(self) -> Path:
+        return self.path / "optuna.db"
+
+    @property
     def optuna_storage(self) -> str:
-        return f"sqlite:///{self.path / 'optuna.db'}"
+        return f"sqlite:///{self.optuna_database}"
 
     @property
     def data(self) -> Path:

@@ -7,7 +7,9 @@ and whatever produces its values: `service.trials.figures` or `telemetry`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum, IntEnum, StrEnum
 
 
@@ -72,6 +74,17 @@ class Part(Enum):
     HELD = "the time for which a trial holds its gang"
 
 
+class Needs(Enum):
+    """What a metric takes that not every machine has."""
+
+    GPU = "a GPU"
+    PEAK = "a data sheet's peak FLOP/s"
+    THROTTLING = "a count of the time that devices are slowed for heat"
+
+
+ANY, POSITIVE, SHARE = (-math.inf, math.inf), (0.0, math.inf), (0.0, 1.0)
+
+
 @dataclass(frozen=True)
 class Metric:
     """What is known of one metric.
@@ -85,6 +98,8 @@ class Metric:
       where the sentinel is not held against it.
     - `always`: whether tables show it beside the objectives.
     - `aim`: whether it may be an objective, or in a constraint.
+    - `range`: between what its values lie, whatever is run.
+    - `needs`: what it takes that not every machine has.
     """
 
     name: str
@@ -97,6 +112,8 @@ class Metric:
     noise: float | None = None
     always: bool = False
     aim: bool = True
+    range: tuple[float, float] = POSITIVE
+    needs: Needs | None = None
 
     def bounded(self, direction: Direction) -> bool:
         """Whether some steps of a trial bound the best, in this direction, that it can come to."""
@@ -116,6 +133,8 @@ TABLE = (
         "MFU",
         ".1%",
         always=True,
+        range=SHARE,
+        needs=Needs.PEAK,
     ),
     Metric("step_time_s", "s, median of the window", LESS, Part.TIME, "step s"),
     Metric("joules_per_token", "J, of the trial's GPUs alone", LESS, Part.ENERGY, "J/token", noise=0.03),
@@ -130,11 +149,12 @@ TABLE = (
         heading="idle J",
         style=",.0f",
         least=0.0,
+        needs=Needs.GPU,
     ),
     Metric("mean_power_w", "W, over all GPUs", LESS, Part.POWER, "power W", ",.0f"),
     Metric("peak_power_w", "W, over all GPUs", LESS, heading="peak W", style=",.0f"),
     Metric("power_spread_w", "W between the means of the GPU that draws most and the one that draws least", LESS),
-    Metric("mean_hbm_power_w", "W of the GPUs' memory, over all GPUs"),
+    Metric("mean_hbm_power_w", "W of the GPUs' memory, over all GPUs", needs=Needs.GPU),
     Metric("energy_ratio", "energy by integrated power over the energy counters', of windows of some seconds near 1"),
     Metric(
         "throttle_ratio",
@@ -143,6 +163,8 @@ TABLE = (
         heading="throttle",
         style=".2%",
         least=0.0,
+        range=SHARE,
+        needs=Needs.THROTTLING,
     ),
     Metric(
         "power_cap_ratio",
@@ -151,51 +173,80 @@ TABLE = (
         heading="power cap",
         style=".1%",
         least=0.0,
+        range=SHARE,
+        needs=Needs.GPU,
     ),
-    Metric("throttle_time_s", "s slowed for heat, over all GPUs", LESS, least=0.0),
-    Metric("mean_sm_clock_mhz", "MHz", heading="SM MHz", style=",.0f"),
-    Metric("min_sm_clock_mhz", "MHz, lowest sample of any GPU"),
-    Metric("sm_clock_spread_mhz", "MHz between the means of the fastest and the slowest GPU"),
-    Metric("mean_gpu_temp_c", "degC", LESS),
-    Metric("peak_gpu_temp_c", "degC", LESS, heading="GPU degC", style=".0f"),
-    Metric("gpu_temp_spread_c", "degC between the means of the hottest and the coolest GPU", LESS),
+    Metric("throttle_time_s", "s slowed for heat, over all GPUs", LESS, least=0.0, needs=Needs.THROTTLING),
+    Metric("mean_sm_clock_mhz", "MHz", heading="SM MHz", style=",.0f", needs=Needs.GPU),
+    Metric("min_sm_clock_mhz", "MHz, lowest sample of any GPU", needs=Needs.GPU),
+    Metric("sm_clock_spread_mhz", "MHz between the means of the fastest and the slowest GPU", needs=Needs.GPU),
+    Metric("mean_gpu_temp_c", "degC", LESS, range=ANY, needs=Needs.GPU),
+    Metric("peak_gpu_temp_c", "degC", LESS, heading="GPU degC", style=".0f", range=ANY, needs=Needs.GPU),
+    Metric("gpu_temp_spread_c", "degC between the means of the hottest and the coolest GPU", LESS, needs=Needs.GPU),
     Metric(
         "min_gpu_temp_margin_c",
         "degC that the hottest GPU was below the temperature at which it slows down",
         MORE,
         heading="margin degC",
         style=".0f",
+        range=ANY,
+        needs=Needs.GPU,
     ),
-    Metric("peak_hbm_temp_c", "degC", LESS, heading="HBM degC", style=".0f"),
+    Metric("peak_hbm_temp_c", "degC", LESS, heading="HBM degC", style=".0f", range=ANY, needs=Needs.GPU),
     Metric(
         "tensor_activity",
         "share of cycles in which tensor cores worked, 0 to 1",
         heading="tensor cores",
         style=".1%",
+        range=SHARE,
+        needs=Needs.GPU,
     ),
     Metric(
-        "dram_activity", "share of cycles in which GPU memory was read or written, 0 to 1", heading="DRAM", style=".1%"
+        "dram_activity",
+        "share of cycles in which GPU memory was read or written, 0 to 1",
+        heading="DRAM",
+        style=".1%",
+        range=SHARE,
+        needs=Needs.GPU,
     ),
-    Metric("pcie_bytes_per_s", "bytes/s received and sent over PCIe, over all GPUs"),
+    Metric("pcie_bytes_per_s", "bytes/s received and sent over PCIe, over all GPUs", needs=Needs.GPU),
     Metric(
         "pcie_utilisation",
         "share of its peak of PCIe in the busier direction, of the busiest GPU, 0 to 1",
         heading="PCIe peak",
         style=".1%",
+        range=SHARE,
+        needs=Needs.GPU,
     ),
-    Metric("link_bytes_per_s", "bytes/s received and sent over the links between GPUs (NVLink, xGMI), over all GPUs"),
+    Metric(
+        "link_bytes_per_s",
+        "bytes/s received and sent over the links between GPUs (NVLink, xGMI), over all GPUs",
+        needs=Needs.GPU,
+    ),
     Metric(
         "link_utilisation",
         "share of their peak of these links in the busier direction, of the busiest GPU, 0 to 1",
         heading="link peak",
         style=".1%",
+        range=SHARE,
+        needs=Needs.GPU,
     ),
-    Metric("peak_memory_gib", "GiB of the fullest GPU", LESS, Part.MEMORY, "memory GiB", ".1f", always=True),
+    Metric(
+        "peak_memory_gib",
+        "GiB of the fullest GPU",
+        LESS,
+        Part.MEMORY,
+        "memory GiB",
+        ".1f",
+        always=True,
+        needs=Needs.GPU,
+    ),
     Metric(
         "trial_overhead_s",
         "s that the trial held its gang outside compiling, warm-up, window and breakdown",
         LESS,
         Part.HELD,
+        range=ANY,
     ),
     Metric("compile_time_s", "s of the first steps, which compile", part=Part.HELD, aim=False),
     Metric("warmup_time_s", "s of the other steps before the window", part=Part.HELD, aim=False),
@@ -212,6 +263,9 @@ DIRECTIONS = {metric.name: metric.direction for metric in TABLE if metric.direct
 ALWAYS = tuple(metric.name for metric in TABLE if metric.always)
 """What tables show beside the objectives."""
 
+SHOWN = 8
+"""Names that a message lists where none is like the one that it is about."""
+
 MARKS: dict[str, str] = {Method.ESTIMATED: "*", Method.EXTRAPOLATED: "~"}
 """Method -> what its values carry, where they are not measured."""
 
@@ -224,6 +278,19 @@ def made_of(*parts: Part) -> tuple[str, ...]:
 def known(name: str) -> Metric:
     """The row of a metric, also of one that the table has not: all that is known of it then is its name."""
     return next((metric for metric in TABLE if metric.name == name), Metric(name, "", aim=False))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """What to say of a name that is none of `names`, which are metrics: those most like it, else some of them."""
+    ranks = {metric.name: rank for rank, metric in enumerate(TABLE)}
+    listed = sorted(names, key=lambda one: (ranks.get(one, len(ranks)), one))
+    if (
+        alike := get_close_matches(name.lower(), listed, cutoff=0.7)
+        or [one for one in listed if name and name.lower() in one][:3]
+    ):
+        return f"did you mean {' or '.join(alike)}?"
+    more = len(listed) - SHOWN
+    return f"known: {', '.join(listed[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
 def heading(metric: str) -> str:

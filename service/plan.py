@@ -44,12 +44,13 @@ class Forecast:
 @dataclass(frozen=True)
 class Plan:
     """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
-    nothing is known of the machine. `notice`: why they are in more doubt than elsewhere, if they are."""
+    nothing is known of the machine. `notices`: why that is in more doubt than elsewhere, and what a search would lack
+    here."""
 
     problem: Problem
     forecasts: tuple[Forecast, ...]
     source: str | None
-    notice: str | None = None
+    notices: tuple[str, ...] = ()
 
     @cached_property
     def _compared(self) -> Comparison[Forecast]:
@@ -85,29 +86,30 @@ class Plan:
             "depth_proxy": self.problem.depth_proxy,
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
-            "notice": self.notice,
+            "notices": list(self.notices),
             "points": [
                 forecast.to_dict() | {"on_predicted_front": forecast.layout in front} for forecast in self.forecasts
             ],
         }
 
 
-def make_plan(problem: Problem, calibration: cost.Coefficients | None) -> Plan:
+def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: Sequence[str] = ()) -> Plan:
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
     if calibration is None:
-        return Plan(problem, forecasts, None)
-    return Plan(problem, forecasts, calibration.source, _notice(problem.cluster.accelerator, calibration))
+        return Plan(problem, forecasts, None, tuple(notices))
+    doubts = _doubts(problem.cluster.accelerator, calibration)
+    return Plan(problem, forecasts, calibration.source, (*doubts, *notices))
 
 
-def _notice(accelerator: str, calibration: cost.Coefficients) -> str | None:
+def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:
     if not is_unproven(accelerator, calibration):
-        return None
+        return []
     most = ACCELERATORS[accelerator].published_mfu
-    return (
+    return [
         f"never measured on {accelerator}: by its data sheet, and below the largest MFU published of it, {most:.0%}; "
         "`wattune calibrate` fits it to your machine"
-    )
+    ]
 
 
 def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
@@ -127,8 +129,7 @@ def text(plan: Plan, every: bool = False) -> str:
         rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
         parts.append(render(["refused by", "layouts", "for example"], rows))
     if plan.source is not None:
-        notice = f"\nNotice: {plan.notice}." if plan.notice else ""
-        parts.append(f"Predicted, not measured. Source: {plan.source}.{notice}")
+        parts.append(f"Predicted, not measured. Source: {plan.source}.")
     if every or not plan.objectives:
         parts.append(_table(plan, plan.forecasts, every))
     elif not plan.front:
@@ -137,6 +138,7 @@ def text(plan: Plan, every: bool = False) -> str:
         parts.append(f"Predicted front of {', '.join(plan.objectives)}:\n\n{_table(plan, plan.front)}")
         for metric in plan.objectives:
             parts.append(f"Predicted best on {metric}:\n\n{_table(plan, plan.best(metric))}")
+    parts += ["\n".join(f"note: {notice}" for notice in plan.notices)] if plan.notices else []
     return "\n\n".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver, gang_count
 from service.errors import InputError
@@ -9,6 +10,7 @@ from service.fitting import load as load_calibration
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Problem
+from service.record import store
 from service.record.heartbeat import silent
 from service.record.results import Results, SearchRecord
 from service.record.store import GOING_ON
@@ -18,16 +20,7 @@ from service.sampling.agenda import SearchAgenda, Spent, settled
 from service.sampling.study import SearchStudy, study_exists
 from service.sampling.warmup import open_study
 from service.spec import new_search_id, parse_spec
-from trainables.data import DataError, open_tokens
 from trainables.status import Status
-
-
-def check_data(problem: Problem) -> None:
-    """Raise `InputError` unless the data are tokens that the model can read."""
-    try:
-        open_tokens(problem.data, problem.shape.vocab).sequence(0, problem.sequence_length)
-    except DataError as error:
-        raise InputError(f"data: {error}") from None
 
 
 def run(problem: Problem, tracking_uri: str | None = None, search_id: str | None = None) -> str:
@@ -39,10 +32,12 @@ def run(problem: Problem, tracking_uri: str | None = None, search_id: str | None
     check_data(problem)
     problem = problem.located()
     home = Home.locate().create()
+    store.check(store_uri(tracking_uri))
+    store.check_database(home.optuna_database)
     search_id = search_id or new_search_id(problem)
-    tracker = Tracker(store_uri(tracking_uri), home)
     with home.driving(search_id), ray_session(problem.cluster):
         check_cluster(problem.cluster)
+        tracker = Tracker(store_uri(tracking_uri), home)
         study = _study(problem, search_id, home, Results(store_uri(tracking_uri)))
         agenda = SearchAgenda(study, problem, gang_count(problem))
         Driver(problem, search_id, home, tracker, agenda).run()
@@ -75,6 +70,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
             )
         problem = parse_spec(recorded.spec_of(record))
         check_data(problem)
+        check_machine(problem.cluster)
         with ray_session(problem.cluster):
             check_cluster(problem.cluster)
             summary = tracker.resume_search(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -12,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 from search_spaces.axis import Axis, Range
@@ -25,11 +35,17 @@ from search_spaces.rules import all_rules
 from search_spaces.space import Space
 from service.errors import InputError
 from service.goals import Goals, parse_constraint
-from service.metrics import METRICS, Direction
+from service.metrics import METRICS, Direction, nearest
 from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Measurement, Problem, Sampler
 from trainables.data import located
 
-Positive = Annotated[int, Field(strict=True, ge=1)]
+LARGEST = 10**12
+"""Of whole numbers: what is reckoned with them stays finite."""
+
+MOST_GPUS = 1_000_000
+MOST_LAYERS = 100_000
+
+Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 
 
 def _no_bool(value: Any) -> Any:
@@ -38,7 +54,7 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-# Numbers in strings are let in: YAML 1.1 reads 1e-2 as one.
+# Numbers in strings are let in: 1e-2 is text to PyYAML, which asks for a dot before an exponent.
 Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 
@@ -60,7 +76,7 @@ class ModelSpec(Strict):
     """An inline model shape; see `search_spaces.models.ModelShape`."""
 
     family: Literal[FAMILIES]  # type: ignore[valid-type]
-    layers: Positive
+    layers: Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
     hidden: Positive
     heads: Positive
     kv_heads: Positive | None = None
@@ -69,7 +85,7 @@ class ModelSpec(Strict):
     max_sequence_length: Positive = 8192
     tie_embeddings: Switch = False
     rope_theta: Amount = 10_000.0
-    num_experts: Annotated[int, Field(strict=True, ge=0)] = 0
+    num_experts: Annotated[int, Field(strict=True, ge=0, le=LARGEST)] = 0
     experts_per_token: Positive = 2
     router_aux_loss: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.02
 
@@ -97,6 +113,14 @@ class ClusterSpec(Strict):
     accelerator: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
     cpus_per_worker: Amount = Cluster.cpus_per_worker
 
+    @model_validator(mode="after")
+    def _is_not_boundless(self) -> ClusterSpec:
+        if self.nodes * self.gpus_per_node > MOST_GPUS:
+            raise ValueError(
+                f"{self.nodes} x {self.gpus_per_node} GPUs are more than {MOST_GPUS:,}, the most there may be"
+            )
+        return self
+
 
 def _known(name: Any) -> Any:
     if isinstance(name, str) and name in ENGINES:
@@ -110,7 +134,7 @@ def _value_of(axis: Axis) -> Any:
     if axis.name == "engine":
         return Annotated[str, BeforeValidator(_known)]
     if isinstance(axis.allowed, Range):
-        return Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high)]
+        return Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high or LARGEST)]
     return Annotated[axis.type, Field(strict=True)] if axis.allowed is None else Literal[axis.allowed]
 
 
@@ -163,7 +187,7 @@ class MeasurementSpec(Strict):
 class BudgetSpec(Strict):
     """The section of `service.problem.Budget`."""
 
-    trials: Positive = Budget.trials
+    trials: Annotated[int, Field(strict=True, ge=1)] = Budget.trials
     wall_time_s: Amount | None = Budget.wall_time_s
     gpu_hours: Amount | None = Budget.gpu_hours
 
@@ -176,6 +200,12 @@ class FinalistSpec(Strict):
     window_s: Amount = Finalists.window_s
 
 
+def _metric(name: str) -> str:
+    if name not in METRICS:
+        raise ValueError(f"unknown metric; {nearest(name, METRICS)}")
+    return name
+
+
 class SearchSpec(Strict):
     """A whole search as a file says it; see docs/spec.md for every field."""
 
@@ -185,7 +215,7 @@ class SearchSpec(Strict):
     sequence_length: Positive
     global_batch_size: Positive
     cluster: ClusterSpec
-    objectives: dict[Literal[METRICS], Direction] = Field(  # type: ignore[valid-type]
+    objectives: dict[Annotated[str, AfterValidator(_metric)], Direction] = Field(
         default={
             "tokens_per_s": Direction.MAXIMIZE,
             "joules_per_token": Direction.MINIMIZE,
@@ -307,7 +337,11 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a field that is given twice, of which YAML would silently keep the last."""
+    """Takes decimal digits for whole numbers, `true` and `false` for switches, and refuses a field given twice.
+
+    By YAML 1.1, which PyYAML follows, 010 is eight, 1:30 is ninety, `off` is false, and of two fields the last counts.
+    Here such numbers and words are text, which a field for whole numbers or switches refuses.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names: set[str] = set()
@@ -321,17 +355,39 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {}
+# All that these match, PyYAML's own take for the same kind: what it writes is read back.
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"(?:[-+]?[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?", list("-+0123456789.")),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_undefined(node))
+
+
+def read_yaml(text: str) -> Any:
+    """What a YAML text holds. Raises `ValueError`, of more than a line perhaps, for one that is none."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+
+
 def parse_spec(text: str, source: str = "spec") -> Problem:
     """The problem of a spec's YAML text, whose paths are relative to the working directory.
 
     Raises `InputError` with one line for whatever is wrong with it.
     """
     try:
-        fields = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2025-13-01 is no date
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise _input_error(f"{source}: not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+        fields = read_yaml(text)
+    except ValueError as error:
+        raise _input_error(f"{source}: {error}") from None
     if not isinstance(fields, dict):
         raise _input_error(f"{source}: a spec is a mapping with the fields {_fields('')}")
     return make_problem(fields, source)
@@ -342,7 +398,7 @@ def make_problem(fields: Mapping[str, Any], source: str = "spec") -> Problem:
     try:
         return SearchSpec.model_validate(dict(fields)).problem
     except ValidationError as error:
-        raise _input_error(f"{source}: {_explanation(error)}") from None
+        raise _input_error(f"{source}: {explanation(error)}") from None
 
 
 def dump_spec(problem: Problem) -> str:
@@ -390,7 +446,7 @@ def _fields(section: str) -> str:
     return ", ".join(SECTIONS[section].model_fields)
 
 
-def _explanation(error: ValidationError) -> str:
+def explanation(error: ValidationError) -> str:
     """The most telling of pydantic's errors: the field, what is wrong with it and what is allowed."""
     # A model given inline fails as a string too; that half of the union says nothing.
     details = [d for d in error.errors(include_url=False) if d["loc"][:2] != ("model", "str")]
@@ -402,10 +458,13 @@ def _explanation(error: ValidationError) -> str:
         if isinstance(part, str) and part not in ("[key]", "ModelSpec") and not part.startswith("function-")
     )
     field = ".".join(path)
+    if detail["type"] == "invalid_key":
+        return f"{'.'.join([*path, str(detail['input'])])}: a field's name must be text"
     if not field:
         return detail["msg"].removeprefix("Value error, ")
     value = detail["input"]
-    given = f" (given: {json.dumps(value, ensure_ascii=False)})" if isinstance(value, str | int | float | None) else ""
+    shown = json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float | None) else ""
+    given = f" (given: {shown if len(shown) <= 80 else shown[:80] + '...'})" if shown else ""
     match detail["type"]:
         case "extra_forbidden":
             return f"{field}: unknown field; allowed: {_fields('.'.join(path[:-1]))}"
@@ -415,6 +474,8 @@ def _explanation(error: ValidationError) -> str:
             message = f"must be {_choice(PRESETS)}, or an inline shape with the fields {_fields(field)}"
         case "model_type":
             message = f"must be a mapping with the fields {_fields(field)}"
+        case "dict_type" if field == "baseline":
+            message = "must be a mapping of axis to value"
         case "dict_type":
             message = "must be a mapping of metric to maximize or minimize"
         case "string_pattern_mismatch":

@@ -58,6 +58,10 @@ class DataError(ValueError):
     """The tokens cannot be used; its text is one line that says which file and why."""
 
 
+class MissingDataError(DataError):
+    """There is nothing at the place that was named."""
+
+
 def located(source: str, folder: str | Path = ".") -> str:
     """`source` as a process with another working directory has to name it: a path, relative to `folder`, is made
     absolute."""
@@ -178,7 +182,7 @@ def _open_file(path: Path) -> NDArray[np.integer]:
         )
     if data.exists():
         raise DataError(f"{index} is missing beside {data}")
-    raise DataError(f"no tokens at {path}: there is neither {data} with {index} nor such a file")
+    raise MissingDataError(f"no tokens at {path}: there is neither {data} with {index} nor such a file")
 
 
 def _open_npy(path: Path) -> NDArray[np.integer]:
@@ -241,8 +245,10 @@ def _map_tokens(path: Path, dtype: str) -> NDArray[np.integer]:
 
 
 def _require_file(path: Path) -> None:
+    if not path.exists():
+        raise MissingDataError(f"{path} does not exist")
     if not path.is_file():
-        raise DataError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+        raise DataError(f"{path} is not a file")
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty")
 

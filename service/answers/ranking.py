@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from service.answers.candidates import Candidate, candidates
 from service.answers.query import FIRST, Near, Query
-from service.errors import InputError
+from service.errors import InputError, NoAnswerError
 from service.goals import Comparison
-from service.metrics import DIRECTIONS, Direction
+from service.metrics import DIRECTIONS, Direction, nearest
 from service.pareto import knee as bend
 from service.record.results import SearchRecord, TrialRecord
 
@@ -91,7 +91,7 @@ def best(search: SearchRecord, query: Query = FIRST) -> Candidate:
     best on one of them without conditions is on the front. With `knee`, the point where the front bends most
     (`service.pareto.knee`).
 
-    Raises `InputError` for an unknown metric, or if no layout is left.
+    Raises `InputError` for an unknown metric, `NoAnswerError` if no layout is left.
     """
     return answer(search, query)[0]
 
@@ -108,7 +108,8 @@ def answer(search: SearchRecord, query: Query = FIRST) -> tuple[Candidate, list[
     if not choices:
         conditions = query.conditions and f" with {query.conditions}"
         lacking = "" if some or not comparison.admitted else f"; none has all of {', '.join(comparison.objectives)}"
-        raise InputError(f"search {search.id}: no trial to choose from{conditions}; {_count(search.trials)}{lacking}")
+        reason = f"no trial to choose from{conditions}; {_count(search.trials)}{lacking}"
+        raise NoAnswerError(f"search {search.id}: {reason}")
     notices = []
     if query.knee and len(choices) < 3:
         notices.append(f"the front has no bend: it holds {len(choices)} of the layouts")
@@ -142,15 +143,16 @@ def _better(search: SearchRecord, metric: str) -> Direction:
     """Which way a metric is better: as in the search's objectives, else as is plain."""
     direction = (DIRECTIONS | search.objectives).get(metric)
     if direction is None:
-        raise InputError(f"within: neither more nor less of {metric} is better; known: {', '.join(DIRECTIONS)}")
+        raise InputError(f"within: neither more nor less of {metric} is better; {nearest(metric, DIRECTIONS)}")
     return direction
 
 
 def _check_known(search: SearchRecord, ranked: Sequence[Candidate], metric: str) -> None:
-    known = sorted({name for one in ranked for name in one.metrics})
-    if metric not in known:
-        recorded = f"recorded: {', '.join(known)}" if known else f"{_count(search.trials)}"
-        raise InputError(f"search {search.id} has no metric {metric!r}; {recorded}")
+    recorded = {name for one in ranked for name in one.metrics}
+    if not recorded:
+        raise NoAnswerError(f"search {search.id}: no trial to choose from; {_count(search.trials)}")
+    if metric not in recorded:
+        raise InputError(f"search {search.id} has no metric {metric!r}; {nearest(metric, recorded)}")
 
 
 def _count(trials: Sequence[TrialRecord]) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import ValidationError
 
 from search_spaces.layout import Layout
@@ -17,7 +16,7 @@ from service.errors import InputError
 from service.goals import Comparison
 from service.metrics import number, with_unit
 from service.problem import Problem
-from service.spec import SpaceSpec
+from service.spec import SpaceSpec, explanation, read_yaml
 
 if TYPE_CHECKING:
     from service.record.results import SearchRecord
@@ -64,14 +63,16 @@ class Explanation:
 
 def parse_choices(texts: Sequence[str]) -> dict[str, Any]:
     """Axis -> value, of texts such as ``zero_stage=3`` or ``micro_batch_size=[1, 2]``. Raises `InputError`."""
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for text in texts:
         axis, equals, value = text.partition("=")
+        if axis in chosen:
+            raise InputError(f"{axis} is given twice; name several values as {axis}=[...]")
         try:
-            chosen[axis] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            chosen[axis] = read_yaml(value)
+        except ValueError:
             equals = ""
-        if not equals:
+        if not (axis and equals):
             raise InputError(f"{text!r} is not AXIS=VALUE")
     return chosen
 
@@ -85,7 +86,11 @@ def why(problem: Problem, choices: Mapping[str, Any], search: SearchRecord | Non
     """
     chosen = _checked(choices)
     narrowed = replace(problem, axes=problem.axes | chosen)
-    space, tried = narrowed.legal, {} if search is None else _tried(search)
+    try:
+        space = narrowed.legal
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    tried = {} if search is None else _tried(search)
     # A setting without effect beside the others is written as the default: no legal layout has the value chosen.
     idle = [axis for axis in chosen if space.layouts and not any(_has(one, axis, chosen) for one in space.layouts)]
     wanted = [axis for axis in chosen if axis not in idle]
@@ -110,9 +115,8 @@ def _checked(choices: Mapping[str, Any]) -> dict[str, list[Any]]:
             raise InputError(f"{axis} is no axis; axes: {', '.join(SpaceSpec.model_fields)}")
     try:
         checked = SpaceSpec.model_validate(choices)
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        raise InputError(f"{error['loc'][0]}: {error['msg']}") from None
+    except ValidationError as error:
+        raise InputError(explanation(error)) from None
     values = {axis: getattr(checked, axis) for axis in choices}
     for axis in values:
         if values[axis] is None:

@@ -7,14 +7,20 @@ series. Parameters under `env.` are the environment; all others are the configur
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import re
+import socket
+import sqlite3
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from service.errors import InputError
 
@@ -46,27 +52,25 @@ SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
 
 GOING_ON = ("queued", "running")  # statuses of a search that has a driver, if that is not dead
 
-_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_DATABASES = ("sqlite", *_PORTS)
 _SERVERS = ("http", "https")
+_DRIVERS = {
+    "psycopg2": "psycopg2-binary",
+    "psycopg": "'psycopg[binary]'",
+    "MySQLdb": "mysqlclient",
+    "mysql": "mysql-connector-python",
+}
+"""Module -> the package that has it, of SQLAlchemy's drivers that go by another name there."""
 _PROBE_S = 5.0
 
 
 def open_client(tracking_uri: str) -> MlflowClient:
     """MLflow's client for `tracking_uri`, without its log lines and usage reports.
 
-    Raises `InputError` if MLflow has no such kind of store, or if the server cannot be reached.
+    Raises `InputError` for a store that `check` refuses, or that MLflow cannot open.
     """
-    scheme = tracking_uri.partition(":")[0].partition("+")[0]
-    if scheme not in _DATABASES + _SERVERS:
-        allowed = ", ".join(_DATABASES + _SERVERS)
-        raise InputError(
-            f"tracking URI {shown(tracking_uri)!r}: MLflow needs a database or a server; allowed: {allowed}"
-        )
-    if not reachable(tracking_uri):
-        raise InputError(f"tracking URI {shown(tracking_uri)!r}: no server answers there")
-    database = sqlite_file(tracking_uri)
-    if database and not database.parent.is_dir():
-        raise InputError(f"tracking URI {shown(tracking_uri)!r}: there is no directory {database.parent}")
+    check(tracking_uri)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "4")  # about 15 s, where MLflow's default takes minutes
@@ -75,8 +79,63 @@ def open_client(tracking_uri: str) -> MlflowClient:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # with a traceback, of all that it raises too
-    with readable(tracking_uri):
+    with readable(tracking_uri), alone(sqlite_file(tracking_uri)):
         return MlflowClient(tracking_uri)
+
+
+def check(tracking_uri: str) -> None:
+    """Raise `InputError` if MLflow has no such kind of store, or this one lacks its driver, its server or its file.
+
+    Nothing is made. MLflow would try again for minutes before it says what is wrong.
+    """
+    scheme = tracking_uri.partition(":")[0].partition("+")[0]
+    if scheme not in _DATABASES + _SERVERS:
+        allowed = ", ".join(_DATABASES + _SERVERS)
+        raise InputError(
+            f"tracking URI {shown(tracking_uri)!r}: MLflow needs a database or a server; allowed: {allowed}"
+        )
+    if scheme in _PORTS:
+        from sqlalchemy import make_url
+
+        with readable(tracking_uri):
+            make_url(tracking_uri).get_dialect().import_dbapi()
+    if not reachable(tracking_uri):
+        raise InputError(f"tracking URI {shown(tracking_uri)!r}: no server answers there")
+    database = sqlite_file(tracking_uri)
+    if database and not database.parent.is_dir():
+        raise InputError(f"tracking URI {shown(tracking_uri)!r}: there is no directory {database.parent}")
+    if database:
+        check_database(database)
+
+
+def check_database(database: Path) -> None:
+    """Raise `InputError` unless a SQLite database can be read in this file or, where there is none, be made."""
+    try:
+        if not database.exists():
+            tempfile.TemporaryFile(dir=database.parent).close()
+            return
+        with contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as opened:
+            opened.execute("select count(*) from sqlite_master")
+    except OSError as error:
+        raise InputError(f"{database}: cannot be made: {error.strerror}") from None
+    except sqlite3.Error as error:
+        if "locked" not in str(error):  # by a writer, which has it for a moment
+            raise InputError(f"{database}: cannot be read: {error}; move it away, or bring it back") from None
+
+
+@contextmanager
+def alone(database: Path | None) -> Iterator[None]:
+    """One process at a time opens a SQLite database, lest two make its tables; None for what is no such file.
+
+    The lock is on the database's directory: it leaves no file, and needs no leave to write.
+    """
+    with contextlib.ExitStack() as held:
+        if database is not None:
+            directory = os.open(database.absolute().parent, os.O_RDONLY)
+            held.callback(os.close, directory)
+            with contextlib.suppress(OSError):  # a file system without such locks
+                fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -87,7 +146,13 @@ def readable(tracking_uri: str) -> Iterator[None]:
 
     try:
         yield
-    except (MlflowException, SQLAlchemyError, ImportError) as error:
+    except ImportError as error:
+        module = (error.name or "").partition(".")[0]
+        package = _DRIVERS.get(module, module) or "a driver for it"
+        raise InputError(
+            f"tracking URI {shown(tracking_uri)!r}: its driver is missing: pip install {package}"
+        ) from error
+    except (MlflowException, SQLAlchemyError) as error:
         raise InputError(f"tracking URI {shown(tracking_uri)!r}: {first_line(error)}") from error
 
 
@@ -107,9 +172,9 @@ def sqlite_file(tracking_uri: str) -> Path | None:
 
 
 def reachable(tracking_uri: str) -> bool:
-    """Whether the tracking server answers within a few seconds, whatever it says; a database is always reachable."""
+    """Whether the server of a store answers within a few seconds, whatever it says; a file is always reachable."""
     if not is_server(tracking_uri):
-        return True
+        return _database_answers(tracking_uri)
     import requests
 
     try:
@@ -117,6 +182,22 @@ def reachable(tracking_uri: str) -> bool:
     except requests.exceptions.SSLError:
         return True  # something listens; MLflow's own TLS settings decide the rest
     except requests.exceptions.RequestException:
+        return False
+    return True
+
+
+def _database_answers(tracking_uri: str) -> bool:
+    """Whether something listens where a database is; taken for granted where the URI names no single host."""
+    try:
+        place = urlsplit(tracking_uri)
+        host, port = place.hostname, place.port or _PORTS.get(place.scheme.partition("+")[0])
+    except ValueError:
+        return True
+    if not host or port is None:
+        return True
+    try:
+        socket.create_connection((host, port), _PROBE_S).close()
+    except OSError:
         return False
     return True
 

@@ -191,14 +191,22 @@ class Tracker:
 
     def _experiment(self) -> str:
         """Id of the experiment. A server chooses where artifacts go; a database is given the state directory."""
+        from mlflow.exceptions import MlflowException
+
         experiment = self._client.get_experiment_by_name(store.EXPERIMENT)
         if experiment is not None:
             return experiment.experiment_id
-        return self._client.create_experiment(
-            store.EXPERIMENT,
-            artifact_location=None if store.is_server(self._uri) else self._home.artifacts,
-            tags={"mlflow.experimentKind": "custom_model_development"},
-        )
+        try:
+            return self._client.create_experiment(
+                store.EXPERIMENT,
+                artifact_location=None if store.is_server(self._uri) else self._home.artifacts,
+                tags={"mlflow.experimentKind": "custom_model_development"},
+            )
+        except MlflowException:  # another search may have made it meanwhile
+            experiment = self._client.get_experiment_by_name(store.EXPERIMENT)
+            if experiment is None:
+                raise
+            return experiment.experiment_id
 
     def _create_trial(self, trial_id: str, start: Mapping[str, Any]) -> None:
         tags = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,12 +12,14 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from search_spaces.layout import AXES, Layout
 from search_spaces.memory import MemoryModel
 from search_spaces.space import varying
+from service.errors import InputError
 from service.goals import Goals
-from service.record.store import sqlite_file
+from service.record.store import alone, first_line, sqlite_file
 from service.result import TrialResult
 from service.sampling.surrogate import Coordinates, SurrogateSampler
 from service.sampling.uniform import UniformSampler
@@ -47,7 +50,21 @@ def make_sampler(name: str, seed: int) -> BaseSampler:
 def study_exists(name: str, storage: str) -> bool:
     """Whether the database at an Optuna URL is there and has a study of this name."""
     database = sqlite_file(storage)
-    return (database is None or database.exists()) and name in optuna.get_all_study_names(storage)
+    if database is not None and not database.exists():
+        return False
+    with _opening(storage):
+        return name in optuna.get_all_study_names(storage)
+
+
+@contextlib.contextmanager
+def _opening(storage: str | None) -> Iterator[None]:
+    """What is raised of a storage that cannot be opened, as an `InputError`; one process at a time opens it."""
+    database = None if storage is None else sqlite_file(storage)
+    try:
+        with alone(database):
+            yield
+    except SQLAlchemyError as error:
+        raise InputError(f"{database or storage}: cannot be read: {first_line(error)}") from None
 
 
 class SnappingSampler(BaseSampler):
@@ -135,12 +152,13 @@ class SearchStudy:
         self.good: list[TrialResult] = []
         self.deferred: list[tuple[Layout, TrialResult]] = []
         self.again: list[Layout] = []
-        self.study = optuna.create_study(
-            storage=storage,
-            study_name=name,
-            directions=[StudyDirection[direction.name] for direction in goals.objectives.values()],
-            load_if_exists=True,
-        )
+        with _opening(storage):
+            self.study = optuna.create_study(
+                storage=storage,
+                study_name=name,
+                directions=[StudyDirection[direction.name] for direction in goals.objectives.values()],
+                load_if_exists=True,
+            )
         # A sampler that started anew from the same seed would want the same layouts as before.
         self.seed = seed + self._asked()
         if sampler == "auto":

@@ -109,6 +109,12 @@ def discover(process_root: int | None = None) -> list[Device]:
     return []
 
 
+def count_gpus() -> int:
+    """The GPUs of this node that answer, whatever else it is watched by."""
+    found = [vendor.discover(os.getpid()) for vendor in vendors() if vendor.precedence is Precedence.GPU]
+    return sum(map(len, found))
+
+
 def throttle_bits(kind: str | None) -> Mapping[str, int]:
     """Masks of `throttle_reasons` by cause, for a kind of device; none for a kind that is not known here."""
     return next((vendor.throttle_bits for vendor in vendors() if vendor.kind == kind), {})

@@ -31,6 +31,15 @@ def cpu_uuid() -> str:
     return f"cpu:{socket.gethostname()}"
 
 
+def counts_throttling() -> bool:
+    """Whether the kernel counts for how long the CPUs of this node are slowed for heat."""
+    return bool(_throttle_files())
+
+
+def _throttle_files() -> list[Path]:
+    return sorted(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_total_time_ms"))
+
+
 class CpuDevice:
     """All CPUs of this node.
 
@@ -59,9 +68,7 @@ class CpuDevice:
         )
         self._cpus = psutil.cpu_count() or 1
         self._tree = _ProcessTree(process_root)
-        self._throttle_files = sorted(
-            Path("/sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_total_time_ms")
-        )
+        self._throttle_files = _throttle_files()
         self._previous = self._state()
 
     def read(self, full: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search_spaces import space as space_module
 from search_spaces.engines import ENGINES, engine_of
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import AXES, BUCKET_SIZE, SCHEDULES, SETTLING, Layout
@@ -273,6 +274,15 @@ def test_a_million_combinations_take_seconds() -> None:
     assert space.combinations == math.prod(map(len, axes.values())) > 1e6
     assert len(space.layouts) > 1000
     assert time.process_time() - began < 10
+
+
+def test_more_layouts_than_there_is_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "MOST_LAYOUTS", 3)
+    axes = FIXED | {"num_gpus": [2], "zero_stage": [0, 1], "micro_batch_size": [1, 2]}
+    work = Workload(PRESETS["tiny-llama"], 128, 16)
+    with pytest.raises(ValueError, match=r"^space: more than 3 layouts up to [a-z_]+: name fewer values$"):
+        enumerate_space(axes, work)
+    assert len(enumerate_space(axes | {"zero_stage": [1]}, work).layouts) == 2
 
 
 @pytest.mark.parametrize(("depths", "legal"), [((), [1, 2, 4]), ((2, 4), [1, 2]), ((1, 2), [1])])

@@ -18,7 +18,8 @@ from click.testing import CliRunner, Result
 import service
 from search_spaces.layout import Layout
 from service import Wattune, cli
-from service.cli import main
+from service.cli import EXIT_CODES, main
+from service.errors import InputError, NoAnswerError, SearchError
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
@@ -111,6 +112,79 @@ def test_data_that_are_not_tokens_are_refused_before_anything_starts(empty: Path
     (empty / "notes.npy").write_text("these are no tokens")
     assert_refused(call("run", spec_file(empty, data="notes.npy")), "data", "notes.npy")
     assert not (empty / ".wattune").exists()
+
+
+USAGES = {
+    "an unknown option": (["best", "x", "--foo"], "best: no such option", "--foo"),
+    "an option that is nearly one": (["best", "x", "--wher", "a"], "no such option", "--wher", "--where"),
+    "an argument that is missing": (["plan"], "plan: missing argument 'SPEC'", "`wattune plan --help`"),
+    "an argument too many": (["status", "a", "b"], "status: got unexpected extra argument (b)"),
+    "a value that is none": (["best", "x", "--format", "xml"], "best: ", "'xml' is not one of"),
+    "a port that is none": (["ui", "--port", "abc"], "ui: invalid value for '--port'", "'abc'"),
+    "an option without its value": (["data", "a", "--out"], "'--out' requires an argument"),
+    "an option that is missing": (["stop", "x"], "stop: missing option '--address'"),
+    "an unknown command": (["foo"], "no such command 'foo'", "`wattune --help`"),
+    "an option of no command": (["--foo"], "no such option", "'--foo'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(usage[0], usage[1:]) for usage in USAGES.values()], ids=list(USAGES))
+def test_a_wrong_usage_is_refused_with_one_line(arguments: list[str], words: tuple[str, ...], empty: Path) -> None:
+    assert_refused(call(*arguments), *words)
+
+
+def test_help_lists_the_exit_codes_and_needs_no_command() -> None:
+    helped = call()
+    assert (helped.exit_code, helped.stderr) == (0, "")
+    assert helped.stdout == call("--help").stdout
+    assert " ".join(EXIT_CODES.split()) in " ".join(helped.stdout.split())
+
+
+def test_exit_codes_are_documented_as_errors_have_them() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "answers.md").read_text()
+    codes = {int(code): kind for code, kind in re.findall(r"^\| `(\d)` \| .*?(?:`service\.(\w+)`)? \|$", text, re.M)}
+    assert codes == {0: "", **{error.exit_code: error.__name__ for error in (NoAnswerError, InputError, SearchError)}}
+
+
+def test_a_search_without_the_gpus_is_refused_before_ray_is_imported(empty: Path) -> None:
+    spec = spec_file(empty, cluster={"nodes": 1000, "gpus_per_node": 8, "accelerator": "h200"}, global_batch_size=8000)
+    code = (
+        "import sys; from service.cli import main\n"
+        f"try: main(['run', {spec!r}])\n"
+        "finally: print([name for name in ('ray', 'torch', 'mlflow') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[1]), "TMPDIR": str(empty)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (2, "[]\n")
+    assert re.fullmatch(
+        r"wattune: cluster: 1000 x 8 h200 workers need 8000 GPU, this machine has \d+; .*\n", ran.stderr
+    )
+    assert [path.name for path in empty.iterdir()] == ["spec.yaml"]
+
+
+def test_a_ray_that_does_not_start_is_one_line_and_an_exit_code_of_its_own(empty: Path) -> None:
+    long = empty / ("so-long-a-name-" * 8)  # longer than the path of a socket may be
+    long.mkdir()
+    command = [sys.executable, "-m", "service.cli", "run", spec_file(empty)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[1]), "TMPDIR": str(long)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert re.fullmatch(r"wattune: Ray does not start on this machine: .+\n", ran.stderr)
+    assert not (empty / ".wattune" / "mlflow.db").exists()
+
+
+def test_a_home_that_cannot_be_used_is_refused(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_file(empty)
+    (empty / "file").touch()
+    monkeypatch.setenv("WATTUNE_HOME", str(empty / "file"))
+    assert_refused(call("run", spec), "WATTUNE_HOME", "it is a file")
+    monkeypatch.setenv("WATTUNE_HOME", str(empty / "home"))
+    (empty / "home").mkdir()
+    (empty / "home" / "optuna.db").write_text("this is no database, but text")
+    assert_refused(call("run", spec), "optuna.db", "file is not a database")
+    (empty / "home" / "mlflow.db").write_text("this is no database, but text")
+    for command in (["run", spec], ["list"], ["status", "x"]):
+        assert_refused(call(*command), "mlflow.db", "file is not a database")
 
 
 def test_unreachable_addresses_are_refused(empty: Path) -> None:
@@ -209,6 +283,12 @@ def test_best_takes_conditions_and_prints_notes_apart(searched: str) -> None:
     assert yaml.safe_load(bent.stdout)["purpose"] == "search"
     assert bent.stderr == "note: the front has no bend: it holds 1 of the layouts\n"
     assert_refused(call("best", searched, "--within", "tokens_per_s"), "'METRIC NUMBER%'")
+    assert_refused(call("best", searched, "--maximize", "token_per_s"), "did you mean tokens_per_s?")
+    nothing = call("best", searched, "--where", "tokens_per_s>=1e9")
+    assert (nothing.exit_code, nothing.stdout) == (1, "")
+    assert nothing.stderr == (
+        "wattune: search tiny-1: no trial to choose from with tokens_per_s>=1e9; its trials: 1 ok, 1 oom\n"
+    )
     assert_refused(call("best", searched, "--knee", "--maximize", "mfu"), "knee")
 
 
@@ -220,8 +300,20 @@ def test_why_of_a_spec_says_what_is_legal(empty: Path) -> None:
     )
     assert_refused(call("why", spec, "colour=1"), "colour", "tensor_parallel_size")
     assert_refused(call("why", spec, "num_gpus="), "num_gpus", "give a value")
+    assert_refused(call("why", spec, "zero_stage=1", "zero_stage=2"), "zero_stage", "twice")
     assert_refused(call("why", "no-such-search"), "no-such-search")
     assert sorted(path.name for path in empty.iterdir()) == ["spec.yaml"]
+
+
+def test_plan_refuses_what_nobody_can_mean_and_tells_what_is_missing(empty: Path) -> None:
+    assert_refused(call("plan", spec_file(empty, objectives={"step_time_s": "maximize"})), "spec.yaml: objectives.step")
+    spec = spec_file(empty, data="nothing/here", objectives={"tokens_per_s": "maximize", "mfu": "maximize"})
+    told = json.loads(call("plan", spec, "--json").stdout)["notices"]
+    assert [notice.partition(":")[0] for notice in told] == ["data", "objectives.mfu"]
+    assert call("plan", spec).stdout.endswith("".join(f"note: {notice}\n" for notice in told))
+    (empty / "notes.npy").write_text("these are no tokens")
+    assert_refused(call("plan", spec_file(empty, data="notes.npy")), "data", "notes.npy")
+    assert not (empty / ".wattune").exists()
 
 
 def test_plan_tells_of_depth_proxies(empty: Path) -> None:
@@ -267,7 +359,7 @@ def test_the_command_line_asks_the_client_alone_and_prints() -> None:
         for alias in node.names
     }
     printing = {"text", "figures", "searches_table", "show"}
-    assert imported == {"Wattune", "InputError", "SearchError", "parse_choices"} | printing
+    assert imported == {"Wattune", "InputError", "NoAnswerError", "SearchError", "parse_choices"} | printing
 
 
 def test_every_command_is_documented_as_a_method_of_the_client() -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,25 @@ def test_the_client_plans_and_prepares_data(home: Home, tmp_path: Path) -> None:
     assert Wattune.prepare_data([tmp_path / "book.txt"], tmp_path / "tokens").documents == 1
     with pytest.raises(InputError, match="missing"):
         Wattune.prepare_data([tmp_path / "missing.txt"], tmp_path / "other")
+
+
+def test_what_is_of_the_wrong_type_is_refused_with_one_line(wattune: Wattune) -> None:
+    wrong: Any = 3
+    asks = (wattune.status, wattune.trials, wattune.pareto, wattune.best, wattune.report, wattune.logs, wattune.stop)
+    for ask in (*asks, wattune.resume):
+        with pytest.raises(InputError, match=r"^search: give its id, which is text, not 3$"):
+            ask(wrong)
+    wrong = {"name": "a"}
+    for take in (wattune.plan, wattune.run, wattune.calibrate, Wattune(address="http://127.0.0.1:9").submit):
+        with pytest.raises(InputError, match=r"^spec: give a file's path or what .* return, not a dict$"):
+            take(wrong)
+    with pytest.raises(InputError, match=r"^within: {'name': 'a'} is no text$"):
+        wattune.best("tiny", within=[wrong])
+
+
+def test_a_server_shows_the_record_itself(wattune: Wattune) -> None:
+    assert wattune.pages_url is None
+    assert Wattune("http://me:secret@mlflow:5000").pages_url == "http://***@mlflow:5000"
 
 
 def test_what_needs_a_cluster_says_so(wattune: Wattune) -> None:

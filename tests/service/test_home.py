@@ -29,6 +29,13 @@ def test_everything_lies_in_the_directory_and_asking_creates_nothing(tmp_path: P
     assert home.create().path.is_dir()
 
 
+def test_a_home_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "home", Path("/proc/wattune"), Path("/proc")):
+        with pytest.raises(InputError, match=rf"^WATTUNE_HOME: {path} is no directory to write to: .+"):
+            Home(path).create()
+
+
 def test_tracking_uri_prefers_what_is_asked_for_then_mlflow_then_the_embedded_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,10 +101,10 @@ def test_machines_of_which_nothing_is_known() -> None:
 
 def test_machines_that_were_never_measured_are_said_to_be() -> None:
     plan = planned(cluster={"gpus_per_node": 8, "accelerator": "a100"})
-    assert plan.notice is not None
-    assert plan.notice.startswith("never measured on a100: by its data sheet")
-    assert plan.to_dict()["notice"] == plan.notice
-    assert plan.notice in text(plan)
+    (notice,) = plan.notices
+    assert notice.startswith("never measured on a100: by its data sheet")
+    assert plan.to_dict()["notices"] == [notice]
+    assert f"note: {notice}" in text(plan)
     assert 0.5 < max(forecast.metrics["mfu"] for forecast in plan.forecasts) < 0.72
 
     sheet = data_sheet("a100")
@@ -112,10 +112,10 @@ def test_machines_that_were_never_measured_are_said_to_be() -> None:
     calibrated = make_plan(
         plan.problem, replace(sheet, matmul_flops=290e12, source="16 trials, from data sheet of a100")
     )
-    assert calibrated.notice is None
-    assert "Notice" not in text(calibrated)
+    assert calibrated.notices == ()
+    assert "note:" not in text(calibrated)
     assert calibrated.front[0].metrics["mfu"] > plan.front[0].metrics["mfu"]
-    assert planned().notice is None  # H200
+    assert planned().notices == ()  # H200
 
 
 def test_command() -> None:

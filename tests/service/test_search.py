@@ -86,8 +86,10 @@ def test_depth_proxies_are_run_and_extrapolated(ray_session: Any, home: Home, to
 def test_search_trains_measures_records_and_answers(
     ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    search = run(spec_of(tokens, finalists={"count": 1, "repeats": 2, "window_s": 0.7}, sentinel_every=2))
+    finalists = {"count": 1, "repeats": 2, "window_s": 0.7}
+    search = run(spec_of(tokens, finalists=finalists, sentinel_every=2, constraints=["peak_memory_gib<=70"]))
     shown = capsys.readouterr().out
+    assert "notice: constraints: 'peak_memory_gib<=70': no trial will have it: only GPUs" in shown
     assert "trial 3 of at most 3" in shown
     assert "best so far" in shown
     assert shown.count("(finalist): ") >= 2
@@ -213,7 +215,7 @@ def test_a_search_whose_pool_dies_fails_with_one_line_and_keeps_its_trial(
     (home.path / "spec.yaml").write_text(yaml.safe_dump(SPEC | {"data": tokens}))
     with killing("Pool"):
         called = CliRunner().invoke(main, ["run", str(home.path / "spec.yaml")])
-    assert called.exit_code == 1
+    assert called.exit_code == 3
     assert called.stderr.splitlines()[-1] == "wattune: the process that lends gangs to trials died: resume the search"
     (recorded,) = Results(home.tracking_uri).searches()
     record = Results(home.tracking_uri).search(recorded.id)

@@ -15,7 +15,7 @@ from service.answers import candidates, overview, ranking
 from service.answers.candidates import Candidate
 from service.answers.front import choose, front
 from service.answers.query import FIRST, parse_query
-from service.errors import InputError
+from service.errors import InputError, NoAnswerError
 from service.metrics import Method
 from service.record.results import SearchRecord, TrialRecord
 from service.result import Purpose
@@ -154,9 +154,13 @@ def test_a_malformed_condition_is_refused(condition: str) -> None:
 def test_unknown_metrics_and_empty_choices_are_refused() -> None:
     record = search(FAST)
     for unknown in ({"maximize": "speed"}, {"minimize": "speed"}, {"where": ["speed>1"]}):
-        with pytest.raises(InputError, match="recorded: joules_per_token, throttle_ratio, tokens_per_s"):
+        with pytest.raises(
+            InputError, match="no metric 'speed'; known: tokens_per_s, joules_per_token, throttle_ratio"
+        ):
             ask(record, **unknown)
-    with pytest.raises(InputError, match="no trial to choose from with tokens_per_s>100"):
+    with pytest.raises(InputError, match=r"no metric 'token_per_s'; did you mean tokens_per_s\?"):
+        ask(record, maximize="token_per_s")
+    with pytest.raises(NoAnswerError, match="no trial to choose from with tokens_per_s>100"):
         ask(record, where=["tokens_per_s>100"])
     with pytest.raises(InputError, match="one of maximize, minimize and knee"):
         ask(record, maximize="tokens_per_s", minimize="joules_per_token")

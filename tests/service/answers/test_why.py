@@ -156,12 +156,25 @@ def test_a_text_names_a_few_of_the_layouts_that_nobody_tried() -> None:
     ("choices", "problem"),
     [
         (["zero_stage"], "'zero_stage' is not AXIS=VALUE"),
+        (["=1"], "'=1' is not AXIS=VALUE"),
         (["zero_stage=[1"], r"'zero_stage=\[1' is not AXIS=VALUE"),
         (["colour=1"], "colour is no axis; axes: engine, num_gpus"),
-        (["zero_stage=9"], "zero_stage: .*less than or equal to 3"),
-        (["micro_batch_size=many"], "micro_batch_size: .*integer"),
+        (["zero_stage=9"], r"zero_stage: must be less than or equal to 3 \(given: 9\)$"),
+        (["micro_batch_size=many"], r"micro_batch_size: must be a valid integer \(given: \"many\"\)$"),
+        (
+            ["zero_stage=1", "zero_stage=2"],
+            r"^zero_stage is given twice; name several values as zero_stage=\[\.\.\.\]$",
+        ),
+        (["zero_stage=010"], r"zero_stage: must be a valid integer \(given: \"010\"\)$"),
+        (["compile=yes"], r"compile: must be a valid boolean \(given: \"yes\"\)$"),
     ],
 )
 def test_wrong_choices_are_refused(choices: list[str], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         why(spec(), parse_choices(choices))
+
+
+def test_more_layouts_than_there_is_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search_spaces.space.MOST_LAYOUTS", 2)
+    with pytest.raises(InputError, match=r"^space: more than 2 layouts"):
+        why(spec(), parse_choices(["micro_batch_size=[1, 2, 4, 8]"]))

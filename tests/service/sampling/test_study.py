@@ -21,6 +21,7 @@ from search_spaces.memory import MemoryModel
 from search_spaces.models import PRESETS
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
+from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import DIRECTIONS
 from service.result import TrialResult
@@ -260,6 +261,15 @@ LISTS = space(
     engine=["megatron", "deepspeed"],
     offload_optimizer=[False, True],
 )
+
+
+def test_a_database_that_is_none_is_refused_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "optuna.db").write_text("this is no database, but text")
+    storage = f"sqlite:///{tmp_path}/optuna.db"
+    with pytest.raises(InputError, match=r"^.*/optuna\.db: cannot be read: [^\n]*not a database[^\n]*$"):
+        SearchStudy("s", POINTS, GOALS, "random", 0, storage)
+    with pytest.raises(InputError, match=r"^.*/optuna\.db: cannot be read: "):
+        study_module.study_exists("s", storage)
 
 
 @pytest.mark.parametrize("sampler", QUICK)
