@@ -366,7 +366,7 @@ for _tag, _pattern, _first in (
     ("merge", r"<<", ["<"]),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_undefined(node))
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_undefined)
 
 
 def read_yaml(text: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,7 +70,7 @@ def test_only_linear_layers_change() -> None:
 def test_a_cast_outside_a_compiled_block_is_a_few_kernels(dtype: torch.dtype) -> None:
     x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     found, scale = quantize(x, dtype)
-    plain, plain_scale = quantize.__wrapped__(x, dtype)
+    plain, plain_scale = inspect.unwrap(quantize)(x, dtype)
     assert torch.equal(found.view(torch.uint8), plain.view(torch.uint8))
     assert torch.equal(scale, plain_scale)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
