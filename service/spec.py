@@ -366,7 +366,13 @@ for _tag, _pattern, _first in (
     ("merge", r"<<", ["<"]),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_undefined)
+
+
+def _undefined(loader: _Loader, node: yaml.Node) -> Any:
+    return loader.construct_undefined(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _undefined)
 
 
 def read_yaml(text: str) -> Any:
