@@ -59,7 +59,7 @@ def _leaves(
 
     Each split is the one that leaves the least variance on its sides, one of them by chance where several do.
     """
-    goes: Mask = np.logical_and.reduce(splits[:, 0][:, columns], axis=2)  # [splits, points]: to the first side
+    goes: Mask = np.asarray(splits[:, 0][:, columns].all(axis=2))  # [splits, points]: to the first side
     nodes = [(np.ones(splits.shape[2], dtype=bool), np.arange(len(values)))]
     while nodes:
         box, points = nodes.pop()
