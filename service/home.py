@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ class Home:
         """Make the directory, which MLflow and Optuna need before they open their databases in it."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self
+
+    def check_writable(self) -> None:
+        """Raise `OSError` if nothing can be written here any more."""
+        with tempfile.TemporaryFile(dir=self.path) as file:
+            file.write(bytes(4096))
 
     @property
     def tracking_uri(self) -> str:
