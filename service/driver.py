@@ -93,10 +93,9 @@ class Driver:
         except RayActorError:
             raise SearchError("the process that lends gangs to trials died: resume the search") from None
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
-            detail = first_line(error.__cause__ or error)
-            raise SearchError(
-                f"the state directory {self.home.path} cannot be written ({detail}): resume the search once it can"
-            ) from error
+            reason = f"the state directory {self.home.path} cannot be written ({first_line(error.__cause__ or error)})"
+            self.display.say(f"failed: {reason}")  # before gangs are closed, which may take half a minute
+            raise SearchError(f"{reason}: resume the search once it can") from error
         finally:
             # Of one that can be resumed, it is still to come what is undecided in the end.
             open_ends = contests(self.display.compared) if status == "finished" else []
@@ -111,13 +110,19 @@ class Driver:
     def _tune(self, pool: ActorHandle[Pool], concurrent: int, telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have Ray Tune run the agenda's trials, so many at a time."""
         recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry)
+
+        def gangs_up() -> int:
+            if (up := ray.get(call(pool, Pool.up))) == 0:
+                self.home.check_writable()  # or Ray Train would try for ever, without a word
+            return up
+
         trainable = ray.tune.with_parameters(
             evaluate, problem=self.problem, pool=pool, telemetry=telemetry, environment=environment
         )
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=AgendaSearcher(self.agenda, recorder.gangs_up),
+                search_alg=AgendaSearcher(self.agenda, gangs_up),
                 num_samples=-1,
                 max_concurrent_trials=concurrent,
                 reuse_actors=True,
@@ -166,10 +171,6 @@ class _Recorder(ray.tune.Callback):
         self.tracker, self.display, self.agenda = tracker, display, agenda
         self.pool, self.telemetry = pool, telemetry
         self.failure: Exception | None = None
-
-    def gangs_up(self) -> int:
-        """How many gangs can measure: trials wait for the others."""
-        return ray.get(call(self.pool, Pool.up))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         step = Step.from_dict(trial.config)

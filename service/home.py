@@ -37,6 +37,11 @@ class Home:
             raise InputError(f"WATTUNE_HOME: {self.path} is no directory to write to: {reason}") from None
         return self
 
+    def check_writable(self) -> None:
+        """Raise `OSError` if nothing can be written here any more."""
+        with tempfile.TemporaryFile(dir=self.path) as file:
+            file.write(bytes(4096))
+
     @property
     def tracking_uri(self) -> str:
         """MLflow's embedded store."""

@@ -195,18 +195,19 @@ def _cluster(address: str) -> Iterator[JobSubmissionClient]:
 def _await_start(client: JobSubmissionClient, job_id: str, search_id: str) -> None:
     """Return once the search says that it has begun. Raises its last words if it ends before that."""
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    while True:
         job = client.get_job_info(job_id)
         if f"\nsearch {search_id}:" in client.get_job_logs(job_id):
             return
         if job.status.is_terminal():
             kind = InputError if job.driver_exit_code == 2 else SearchError
             raise kind(f"search {search_id} did not start: {_last_words(job)}")
+        if time.monotonic() > deadline:
+            raise SearchError(
+                f"search {search_id} has not begun within {START_S:.0f} s: {_last_words(job)}; "
+                "`wattune status` with this --address tells whether it will, and `wattune stop` calls it off"
+            )
         time.sleep(POLL_S)
-    raise SearchError(
-        f"search {search_id} has not begun within {START_S:.0f} s: {_last_words(job)}; "
-        "`wattune status` with this --address tells whether it will, and `wattune stop` calls it off"
-    )
 
 
 def _last_words(job: JobDetails) -> str:

@@ -71,3 +71,11 @@ def test_a_lock_stays_where_a_search_did_not_come_to_its_end(tmp_path: Path) -> 
     assert home.driven("s") is False, "as it was before"
     drive(home)
     assert not home.spool("s").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_told_and_a_look_leaves_nothing(tmp_path: Path) -> None:
+    Home(tmp_path).check_writable()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        Home(tmp_path / "file").check_writable()
