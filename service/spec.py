@@ -365,7 +365,13 @@ for _tag, _pattern, _first in (
     ("merge", r"<<", ["<"]),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_undefined(node))
+
+
+def _no_timestamp(loader: yaml.SafeLoader, node: yaml.Node) -> None:
+    loader.construct_undefined(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _no_timestamp)
 
 
 def read_yaml(text: str) -> Any:
