@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_spaces.cost import Coefficients, data_sheet
-from service.checks import check_data
+from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver
 from service.errors import InputError, NoAnswerError
@@ -56,6 +56,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     if (start := data_sheet(accelerator)) is None:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_data(problem)
+    check_machine(problem.cluster)
     problem = replace(problem.located(), name=f"{problem.name[:51]}-calibration")
     layouts = design(problem.legal.layouts, problem.workload, start, min(TRIALS, problem.budget.trials))
     if not layouts:

@@ -368,11 +368,11 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def _undefined(loader: _Loader, node: yaml.Node) -> Any:
-    return loader.construct_undefined(node)
+def _no_timestamp(loader: yaml.SafeLoader, node: yaml.Node) -> None:
+    loader.construct_undefined(node)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _undefined)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _no_timestamp)
 
 
 def read_yaml(text: str) -> Any:

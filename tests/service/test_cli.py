@@ -162,6 +162,7 @@ def test_a_search_without_the_gpus_is_refused_before_ray_is_imported(empty: Path
     assert [path.name for path in empty.iterdir()] == ["spec.yaml"]
 
 
+@pytest.mark.slow
 def test_a_ray_that_does_not_start_is_one_line_and_an_exit_code_of_its_own(empty: Path) -> None:
     long = empty / ("so-long-a-name-" * 8)  # longer than the path of a socket may be
     long.mkdir()
