@@ -272,13 +272,13 @@ def test_a_trial_under_way_when_the_search_stops_is_marked(home: Home) -> None:
 
 def test_a_store_that_cannot_be_used_is_refused(home: Home, tmp_path: Path) -> None:
     (tmp_path / "junk.db").write_text("this is no database, and long enough to tell" * 50)
-    for uri in (
-        "./mlruns",
-        f"sqlite:///{tmp_path}/nowhere/m.db",
-        f"sqlite:///{tmp_path}/junk.db",
-        "http://127.0.0.1:9",
+    for uri, named in (
+        ("./mlruns", "tracking URI"),
+        (f"sqlite:///{tmp_path}/nowhere/m.db", "tracking URI"),
+        (f"sqlite:///{tmp_path}/junk.db", "junk.db: cannot be read: file is not a database"),
+        ("http://127.0.0.1:9", "tracking URI"),
     ):
-        with pytest.raises(InputError, match="tracking URI") as refused:
+        with pytest.raises(InputError, match=named) as refused:
             Tracker(uri, home)
         assert "\n" not in str(refused.value)
     with pytest.raises(InputError) as refused:
