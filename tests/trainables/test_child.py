@@ -119,7 +119,7 @@ def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store:
 def test_an_error_is_a_crash_with_its_phase_and_text(run: Callable[..., Outcome]) -> None:
     outcome = run(replace(REQUEST, program=replace(TRAINING, data="/nowhere.npy")))
     assert replace(outcome, traceback=None) == Outcome(
-        Status.CRASH, "build: DataError: /nowhere.npy does not exist", "build"
+        Status.CRASH, "build: MissingDataError: /nowhere.npy does not exist", "build"
     )
     assert outcome.traceback is not None
     assert "open_tokens" in outcome.traceback
