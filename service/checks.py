@@ -81,7 +81,7 @@ def check_machine(cluster: Cluster) -> None:
     from telemetry.devices import count_gpus
 
     if (gpus := count_gpus()) < cluster.size:
-        raise InputError(f"{workers} need {cluster.size} GPU, this machine has {gpus} that NVML or AMD SMI show; {elsewhere}")
+        raise InputError(f"{workers} need {cluster.size} GPU, NVML and AMD SMI show {gpus} here; {elsewhere}")
 
 
 def _check_trace() -> None:

@@ -142,7 +142,7 @@ def test_a_machine_without_the_gpus_is_refused_unless_there_is_a_cluster(monkeyp
     monkeypatch.delitem(sys.modules, "ray", raising=False)  # one that other tests have started
     have = count_gpus()
     many = Cluster(nodes=2, gpus_per_node=have + 1, accelerator="h200")
-    with pytest.raises(InputError, match=rf"need {many.size} GPU, this machine has {have} that NVML or AMD SMI show; set RAY_ADDRESS"):
+    with pytest.raises(InputError, match=rf"need {many.size} GPU, NVML and AMD SMI show {have} here; set RAY_ADDRESS"):
         check_machine(many)
     check_machine(Cluster(gpus_per_node=2, accelerator="cpu"))
     with pytest.raises(InputError, match=f"too many for this machine's {os.cpu_count()} CPUs"):

@@ -157,7 +157,7 @@ def test_a_search_without_the_gpus_is_refused_before_ray_is_imported(empty: Path
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "[]\n")
     assert re.fullmatch(
-        r"wattune: cluster: 1000 x 8 h200 workers need 8000 GPU, this machine has \d+ that NVML or AMD SMI show; .*\n", ran.stderr
+        r"wattune: cluster: 1000 x 8 h200 workers need 8000 GPU, NVML and AMD SMI show \d+ here; .*\n", ran.stderr
     )
     assert [path.name for path in empty.iterdir()] == ["spec.yaml"]
 
