@@ -27,13 +27,12 @@ help: ## Show this list
 setup: $(STAMP) $(DEMO_DATA).idx ## Install everything, pinned, into .venv, and prepare tokens for the examples
 
 # DeepSpeed's build looks at the torch already there, and builds no extension ahead of time. The pip that comes with
-# Python may take twice as long as the latest, and compiles to byte code on one core, tests of all packages included.
+# Python may take twice as long as the latest. Byte code is made by the first import of what is imported at all.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch setuptools
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
-	-$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib
 	touch $@
 
 demo: setup ## Run a small search here

@@ -228,21 +228,35 @@ def test_a_cluster_refuses_with_one_line(cluster: Cluster, monkeypatch: pytest.M
         jobs.stop("nowhere", cluster.address)
 
 
+def told(cluster: Cluster, *arguments: str) -> Any:
+    asked = CliRunner().invoke(main, [*arguments, "--address", cluster.address, "--json"])
+    assert asked.exit_code == 0, asked.output
+    return json.loads(asked.stdout)
+
+
 def test_what_only_the_cluster_can_see_is_told_to_the_submitter(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # The data are looked at before the tracking store: any server will do for one.
     with pytest.raises(InputError, match=r"^search tiny-\S+ did not start: data: ") as refusal:
         jobs.submit(spec("absent/tokens.npy"), cluster.address, cluster.address)
     assert str(tmp_path / "absent/tokens.npy") in str(refusal.value)
-    assert jobs.submission("tiny", cluster.address).status == "failed"
+    search = str(refusal.value).split()[1]
     assert "wattune: data: " in "".join(jobs.logs("tiny", cluster.address))
     with pytest.raises(InputError, match="is not running: its job has failed"):
         jobs.stop("tiny", cluster.address)
+    info = told(cluster, "status", search[:-1])
+    assert (info["id"], info["status"], info["trials"]) == (search, "failed", {})
+    assert info["cause"].startswith("data: ")
+    assert (search, "failed") in [(one["id"], one["status"]) for one in told(cluster, "list")]
+    assert Wattune().searches() == []
+    with pytest.raises(InputError, match=r"is unknown at sqlite.*; search 'nowhere' is unknown at http"):
+        Wattune(address=cluster.address).status("nowhere")
 
 
-def test_a_search_that_has_no_record_is_known_by_its_job(
+@pytest.mark.slow
+def test_a_search_that_has_not_begun_in_time_is_known_by_its_job(
     cluster: Cluster, home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as hurried:
@@ -252,21 +266,8 @@ def test_a_search_that_has_no_record_is_known_by_its_job(
         ) as late:
             jobs.submit(replace(spec("/absent/tokens.npy"), name="unrecorded"), cluster.address, cluster.address)
     search = str(late.value).split()[1]
-
-    def told(*arguments: str) -> Any:
-        asked = CliRunner().invoke(main, [*arguments, "--address", cluster.address, "--json"])
-        assert asked.exit_code == 0, asked.output
-        return json.loads(asked.stdout)
-
-    assert told("status", search)["status"] in ("pending", "running")
-    info = wait_until(lambda: (now := told("status", search[:-1]))["status"] == "failed" and now, 60)
-    assert info["id"] == search
-    assert info["cause"].startswith("data: ")
-    assert info["trials"] == {}
-    assert (search, "failed") in [(one["id"], one["status"]) for one in told("list")]
-    assert Wattune().searches() == []
-    with pytest.raises(InputError, match=r"is unknown at sqlite.*; search 'nowhere' is unknown at http"):
-        Wattune(address=cluster.address).status("nowhere")
+    assert told(cluster, "status", search)["status"] in ("pending", "running")
+    wait_until(lambda: told(cluster, "status", search)["status"] == "failed", 60)
 
 
 @pytest.mark.slow
