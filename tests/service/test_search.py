@@ -88,7 +88,8 @@ def test_search_trains_measures_records_and_answers(
 ) -> None:
     finalists = {"count": 1, "repeats": 2, "window_s": 0.7}
     changes = {"finalists": finalists, "sentinel_every": 2, "constraints": ["peak_memory_gib<=70"]}
-    search = run(spec_of(tokens, budget={"trials": 2}, **changes))
+    space = {"zero_stage": [0, 1], "precision": "fp32"}
+    search = run(spec_of(tokens, space=space, budget={"trials": 2}, **changes))
     shown = capsys.readouterr().out
     assert "notice: constraints: 'peak_memory_gib<=70': no trial will have it: only GPUs" in shown
     assert "trial 2 of at most 2" in shown

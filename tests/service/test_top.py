@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import Any
 
 import ray
@@ -74,8 +75,10 @@ def test_a_cluster_without_telemetry_is_refused_and_one_with_is_shown_once(ray_s
         ray.get([actor.describe.remote() for actor in actors.values()])
         (actor,) = actors.values()
         ray.get(actor.working.remote(Work(cpu_uuid(), "trial-7", "tp2", "window", 1000.0)))
-        shown = CliRunner().invoke(main, ["top"])  # no terminal
-        assert shown.exit_code == 0
+        give_up = time.monotonic() + 60
+        while (shown := CliRunner().invoke(main, ["top"])).exit_code and time.monotonic() < give_up:  # no terminal
+            time.sleep(0.5)  # actors that take long to answer on a busy machine are not shown
+        assert shown.exit_code == 0, shown.stderr
         assert "trial-7" in shown.stdout
         assert "1,000" in shown.stdout
     finally:
