@@ -21,13 +21,10 @@ SHARED = ("ray_session", "running_cluster", "nursery")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    grouped = set()
     for item in items:
         for fixture in SHARED:
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.xdist_group(fixture))
-                grouped.add(item)
-    items.sort(key=lambda item: item not in grouped)  # what takes longest begins first, so that workers end together
 
 
 @pytest.fixture(scope="session")
