@@ -26,13 +26,24 @@ help: ## Show this list
 
 setup: $(STAMP) $(DEMO_DATA).idx ## Install everything, pinned, into .venv, and prepare tokens for the examples
 
-# DeepSpeed's build looks at the torch already there, and builds no extension ahead of time. The pip that comes with
-# Python may take twice as long as the latest. Byte code is made by the first import of what is imported at all.
+# uv takes a third of pip's time. It looks for packages where pip is set to, by its files or, before these, its variables,
+# and chooses among them as pip does; where it does not come through, pip does.
+define install
+set_to() { $(BIN)/python -m pip config list | sort -r | sed -n "s/.*\.$$1='\(.*\)'/\1/p" | tail -n 1; }; \
+index=$$(set_to index-url); \
+UV_DEFAULT_INDEX="$${index:-https://pypi.org/simple}" UV_INDEX="$$(set_to extra-index-url)" \
+UV_FIND_LINKS="$$(set_to find-links | tr ' ' ,)" UV_INDEX_STRATEGY=unsafe-best-match \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt $(1) || \
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(1)
+endef
+
+# DeepSpeed's build looks at the torch already there, and builds no extension ahead of time. Byte code is made by the
+# first import of what is imported at all.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	-$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch setuptools
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	-$(BIN)/python -m pip install --quiet uv
+	@$(call install,torch setuptools)
+	@export DS_BUILD_OPS=0; $(call install,-e '.[dev]')
 	touch $@
 
 demo: setup ## Run a small search here
