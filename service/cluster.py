@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +24,7 @@ from service.problem import Cluster
 from service.trials.gang import resources_per_worker
 
 CLEANING_S = 5.0
+SCRATCH, LOCK = "wattune-ray-", "search.lock"
 
 
 @contextlib.contextmanager
@@ -61,15 +64,24 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
-    """A folder for the time of a search, with a name short enough for Ray's sockets."""
-    folder = tempfile.mkdtemp(prefix="wattune-ray-")
-    try:
-        yield folder
-    finally:
-        until = time.monotonic() + CLEANING_S
-        while os.path.exists(folder) and time.monotonic() < until:  # the last of Ray's processes may write yet
-            shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(0.1)
+    """A folder for the time of a search, with a name short enough for Ray's sockets.
+
+    Those that searches left which were killed are removed: the kernel keeps a folder's lock while its search lives.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError), (left / LOCK).open("r+") as lock:  # alive, just begun, or of another user
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=SCRATCH)
+    with Path(folder, LOCK).open("w") as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            until = time.monotonic() + CLEANING_S
+            while os.path.exists(folder) and time.monotonic() < until:  # the last of Ray's processes may write yet
+                shutil.rmtree(folder, ignore_errors=True)
+                time.sleep(0.1)
 
 
 @contextlib.contextmanager

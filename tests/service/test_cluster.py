@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,10 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import psutil
 import pytest
+
+from service.cluster import _scratch
 
 RAY = """
 import sys, time
@@ -53,6 +57,31 @@ def test_a_ray_that_does_not_start_leaves_nothing(temporary: Path, tmp_path: Pat
     assert process.returncode != 0
     assert "up" not in said.split()
     assert list(deep.iterdir()) == []
+
+
+def _wait_in_scratch(entered: Event) -> None:
+    with _scratch():
+        entered.set()
+        time.sleep(60)
+
+
+def test_what_a_killed_search_left_goes_with_the_next(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    foreign = temporary / "wattune-ray-foreign"
+    foreign.mkdir()
+    context = multiprocessing.get_context("fork")
+    entered = context.Event()
+    killed = context.Process(target=_wait_in_scratch, args=(entered,), daemon=True)
+    killed.start()
+    assert entered.wait(20)
+    (left,) = set(temporary.iterdir()) - {foreign}
+    with _scratch() as beside:
+        assert left.exists(), "its search lives"
+        killed.kill()
+        killed.join()
+        with _scratch() as mine:
+            assert set(temporary.iterdir()) == {foreign, Path(beside), Path(mine)}
+    assert list(temporary.iterdir()) == [foreign]
 
 
 @pytest.mark.slow
