@@ -237,7 +237,7 @@ def list_searches(address: str | None, tracking_uri: str | None, as_json: bool) 
     elif searches:
         click.echo(searches_table(searches))
     else:
-        click.echo(f"no searches at {address or client.tracking_uri}")
+        click.echo(f"no searches at {address or client.shown_uri}")
 
 
 @main.command()
@@ -358,7 +358,7 @@ def _print_outcome(client: Wattune, search: str) -> None:
     if not any(trial.status == "ok" for trial in front.search.trials):
         raise NoAnswerError(f"search {search}: no trial came to a result; see `wattune status {search}`")
     click.echo(text(front))
-    click.echo(f"\nThe record: search {search} at {client.tracking_uri}")
+    click.echo(f"\nThe record: search {search} at {client.shown_uri}")
     click.echo(f"  wattune best {search}     the best configuration, to launch with")
     click.echo(f"  wattune report {search}   how it got there, and what to make of it")
     click.echo(f"  {client.pages_url or 'wattune ui'}    every trial, in the browser")

@@ -241,7 +241,7 @@ class Wattune:
         """Where a tracking server shows the record itself; None of a database, which has no pages but `pages`."""
         from service.record import store
 
-        return store.shown(self.tracking_uri) if store.is_server(self.tracking_uri) else None
+        return self.shown_uri if store.is_server(self.tracking_uri) else None
 
     @staticmethod
     def prepare_data(text: Sequence[str | Path], out: str | Path) -> PreparedData:
@@ -255,6 +255,13 @@ class Wattune:
             return prepare([Path(source) for source in text], Path(out))
         except DataError as error:
             raise InputError(str(error)) from None
+
+    @property
+    def shown_uri(self) -> str:
+        """The tracking URI for people to read: without the user and password that it may hold."""
+        from service.record.store import shown
+
+        return shown(self.tracking_uri)
 
     @cached_property
     def _results(self) -> Results:

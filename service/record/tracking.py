@@ -170,7 +170,7 @@ class Tracker:
         self._log(
             self._parent,
             metrics=_final_metrics(summary, now),
-            tags={store.STATUS: status} | ({store.NOTICES: lines} if lines else {}),
+            tags={store.STATUS: status, store.NOTICES: lines},  # those of before a resumption are over
         )
         self._client.set_terminated(self._parent, _RUN_STATUS[status])
 

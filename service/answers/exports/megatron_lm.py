@@ -44,6 +44,8 @@ def not_expressible(layout: Layout) -> dict[str, str]:
         otherwise["compile"] = "Megatron-LM fuses kernels with Transformer Engine instead"
     if layout.rank_order is not None:
         otherwise["rank_order"] = "the order of the hosts and of CUDA_VISIBLE_DEVICES says which GPU takes which rank"
+    if layout.expandable_segments:
+        otherwise["expandable_segments"] = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
     return otherwise
 
 

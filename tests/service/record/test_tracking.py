@@ -102,6 +102,8 @@ def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     search = read(home)
     (trial,) = search.trials
     assert (search.name, search.status, search.notices) == ("tiny", "finished", ("mind this",))
+    tracker.finish_search("finished", {})
+    assert read(home).notices == (), "those of an end that was none are over"
     assert search.params["sequence_length"] == 128
     assert search.environment == ENVIRONMENT
     assert trial.layout == CONFIG
