@@ -12,6 +12,7 @@ from search_spaces.rules import (
     heads_divide,
     layers_divide,
     rank_order_is_permutation,
+    segments_expand_on_cuda,
     sequence_divides,
     there_are_experts,
     there_are_units_for_fp8,
@@ -80,4 +81,5 @@ def _judges(axes: Mapping[str, Sequence[Any]]) -> dict[str, _Judge]:
         "pipeline_parallel_size": _Judge(layers_divide, cuts),
         "stage_layers": _Judge(layers_divide, lambda layers: (pipelines or [{}]) if layers else []),
         "rank_order": _Judge(rank_order_is_permutation, lambda order: workers),
+        "expandable_segments": _Judge(segments_expand_on_cuda),
     }

@@ -72,6 +72,7 @@ class Layout:
       GPUs compute. `bucket_size` is the number of elements that DeepSpeed sends at once.
     - `offload_optimizer` keeps optimizer states and their update on the CPU (Ren et al. 2021).
     - `precision` is that of matrix products; `reduce_precision` that in which gradients are summed over ranks.
+    - `expandable_segments` has torch's allocator map memory piece by piece, so that less lies idle between tensors.
     - `rank_order[i]` is the worker of the gang, and so the GPU, that takes rank i; None for i itself.
     """
 
@@ -288,6 +289,15 @@ class Layout:
             label="reduce-{}".format,
             allowed=("fp32", "bf16"),
             matters=lambda layout: layout.precision != "fp32",
+        ),
+    )
+    expandable_segments: bool = field(
+        default=False,
+        metadata=axis(
+            "Let torch's allocator grow its blocks of memory (`expandable_segments` of `PYTORCH_CUDA_ALLOC_CONF`), on "
+            "NVIDIA's GPUs: some GiB less for about half a per cent of time, or far more where memory is nearly full.",
+            settled=23,
+            label="expandable".format,
         ),
     )
     rank_order: tuple[int, ...] | None = field(

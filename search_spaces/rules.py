@@ -182,6 +182,12 @@ def async_tensor_parallel_is_supported(layout: Layout, work: Workload) -> str | 
     return None
 
 
+def segments_expand_on_cuda(layout: Layout, work: Workload) -> str | None:
+    if layout.expandable_segments and work.accelerator.platform not in (None, "cuda"):
+        return "expandable segments are of torch's allocator on NVIDIA's GPUs"
+    return None
+
+
 def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
     if layout.rank_order is not None and sorted(layout.rank_order) != list(range(layout.num_gpus)):
         return f"rank_order must name each of the {layout.num_gpus} workers once"
@@ -219,6 +225,7 @@ RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
     "bucket_size": (memory_fits, memory_surely_fits),
     "async_tensor_parallel": (async_tensor_parallel_is_supported,),
     "rank_order": (rank_order_is_permutation,),
+    "expandable_segments": (segments_expand_on_cuda,),
 }
 """The rules of all engines, by the axis that they are judged at: the last of those that they look at."""
 

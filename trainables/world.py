@@ -20,7 +20,7 @@ class World:
         self.rank, self.size = place.rank, request.layout.num_gpus
         # As torchrun sets them: engines may read their place from the environment.
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(self.size))
-        self.device = place.platform.take(place.local_rank)
+        self.device = place.platform.take(place.local_rank, request.layout.expandable_segments)
         timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash
         shared = TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
         self.store = PrefixStore(request.trial_id, shared)

@@ -30,6 +30,7 @@ VALUES: dict[str, list[Any]] = {
     "expert_parallel_size": [1, 2, 3],
     "precision": ["bf16", "fp8"],
     "rank_order": [None, (1, 0, 2, 3), (1, 0)],
+    "expandable_segments": [False, True],
     "micro_batch_size": [1, 2],
 }
 WORKS = [
@@ -84,6 +85,7 @@ def test_what_is_allowed_is_not_hopeless(axes: dict[str, list[Any]], work: Workl
         ),
         ({"pipeline_parallel_size": [2], "stage_layers": [(1, 1, 2)]}, {}, "stage_layers", (1, 1, 2), ()),
         ({"rank_order": [None, (0, 2, 1)]}, {}, "rank_order", (0, 2, 1), ()),
+        ({"expandable_segments": [False, True]}, {"accelerator": ACCELERATORS["cpu"]}, "expandable_segments", True, ()),
     ],
 )
 def test_hopeless(axes: dict[str, Any], work: dict[str, Any], axis: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -133,6 +133,7 @@ LABELS: dict[str, tuple[Any, str | None]] = {
     "compile": (True, "compile"),
     "precision": ("fp8", "fp8"),
     "reduce_precision": ("bf16", "reduce-bf16"),
+    "expandable_segments": (True, "expandable"),
     "rank_order": ((1, 0), "order1-0"),
 }
 
@@ -155,7 +156,7 @@ def test_the_largest_label() -> None:
     everything = replace(CONFIG, **{axis: value for axis, (value, word) in LABELS.items() if word})
     assert replace(everything, num_gpus=128).label == (
         "deepspeed 128gpu dp4 tp4 pp4 cp2 ep2 zero3 mbs8 gpipe vpp2 layers7-9 x2 sp async-tp recompute no-grad-overlap "
-        "no-param-overlap bucket1e7 offload compile fp8 reduce-bf16 order1-0"
+        "no-param-overlap bucket1e7 offload compile fp8 reduce-bf16 expandable order1-0"
     )
 
 

@@ -241,6 +241,9 @@ CASES: dict[str, list[Case]] = {
             "each other's memory",
         )
     ],
+    "segments_expand_on_cuda": [
+        Case({"expandable_segments": True}, {}, "NVIDIA's GPUs", work={"accelerator": ACCELERATORS["mi250"]})
+    ],
     "rank_order_is_permutation": [
         Case({"rank_order": order}, {"rank_order": (3, 1, 0, 2)}, "each of the 4 workers once")
         for order in ((0, 1, 2, 2), (0, 1, 2), (1, 2, 3, 4))

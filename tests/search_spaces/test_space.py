@@ -46,6 +46,7 @@ VALUES: dict[str, list[Any]] = {
     "overlap_param_gather": [True, False],
     "bucket_size": [BUCKET_SIZE, 10_000_000],
     "reduce_precision": ["fp32", "bf16"],
+    "expandable_segments": [False, True],
 }
 FIXED: dict[str, list[Any]] = {name: values[:1] for name, values in VALUES.items()}
 
@@ -182,6 +183,7 @@ def effect(layout: Layout, work: Workload) -> dict[str, Any]:
         "asynchronous": sequence_parallel and layout.compile and layout.async_tensor_parallel,
         "compiled": layout.compile,
         "recompute": layout.recompute,
+        "memory in pieces": layout.expandable_segments,
     }
 
 

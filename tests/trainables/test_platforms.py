@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 
 import pytest
@@ -52,3 +53,19 @@ def test_a_gpu_is_known_to_telemetry_by_the_same_name() -> None:
     assert platform.identity(device) in [found.info.uuid for found in discover()]
     assert 0 < (platform.peak_memory_gib(device) or 0) < 1
     assert set(platform.versions(device)) == {"gpu_name", "cuda", "nccl"}
+
+
+def _expands(wanted: bool) -> bool:
+    """Whether torch's allocator maps memory piecewise, once the GPU was taken so."""
+    device = platform_of(ACCELERATORS["gpu"]).take(0, expandable_segments=wanted)
+    kept = torch.ones(1 << 20, device=device)
+    expands = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+    assert kept.sum() == 1 << 20
+    return expands == {True}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_layout_says_how_memory_is_mapped() -> None:
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        assert pool.map(_expands, [False, True], chunksize=1) == [False, True]

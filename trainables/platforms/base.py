@@ -32,8 +32,8 @@ class Platform(ABC):
     environment: ClassVar[Mapping[str, str]]
 
     @abstractmethod
-    def take(self, local_rank: int) -> torch.device:
-        """Make the node's device number `local_rank` this process's own."""
+    def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
+        """Make the node's device number `local_rank` this process's own, with its memory mapped as the layout says."""
 
     @abstractmethod
     def synchronize(self) -> None:

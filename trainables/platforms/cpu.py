@@ -20,7 +20,7 @@ class Cpu(Platform):
     # On a machine with GPUs, no library may open their driver.
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cpu"}
 
-    def take(self, local_rank: int) -> torch.device:
+    def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
         torch.set_num_threads(1)
         return torch.device("cpu")
 

@@ -84,6 +84,7 @@ def test_sizes(changes: dict[str, Any], added: str) -> None:
         ({"recompute": "full"}, set()),
         ({"recompute": "selective", "compile": True}, {"recompute", "compile"}),
         ({"rank_order": (1, 0)}, {"rank_order"}),
+        ({"expandable_segments": True}, {"expandable_segments"}),
     ],
 )
 def test_what_megatron_lm_does_otherwise(changes: dict[str, Any], fields: set[str]) -> None:

@@ -42,6 +42,7 @@ def not_expressible(layout: Layout) -> dict[str, str]:
         "expert_parallel_size": f"deepspeed.moe.layer.MoE(ep_size={layout.expert_parallel_size}, drop_tokens=False)",
         "recompute": f"torch.utils.checkpoint around each block ({layout.recompute})",
         "compile": "module.compile() on each block",
+        "expandable_segments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
         "rank_order": "the order of the hosts and of CUDA_VISIBLE_DEVICES",
     }
     plain = Layout(layout.engine, layout.num_gpus, layout.global_batch_size)
