@@ -21,8 +21,14 @@ class Home:
 
     @classmethod
     def locate(cls) -> Home:
-        """`WATTUNE_HOME`, by default `.wattune` in the working directory; always an absolute path."""
-        return cls(Path(os.environ.get("WATTUNE_HOME") or ".wattune").expanduser().absolute())
+        """`WATTUNE_HOME`, by default `.wattune` in the working directory; always an absolute path.
+
+        Raises `InputError` if it is a file.
+        """
+        path = Path(os.environ.get("WATTUNE_HOME") or ".wattune").expanduser().absolute()
+        if path.is_file():
+            raise InputError(f"WATTUNE_HOME: {path} is no directory: it is a file")
+        return cls(path)
 
     def create(self) -> Home:
         """Make the directory, which MLflow and Optuna need before they open their databases in it.
@@ -33,8 +39,7 @@ class Home:
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
-            reason = "it is a file" if self.path.is_file() else error.strerror
-            raise InputError(f"WATTUNE_HOME: {self.path} is no directory to write to: {reason}") from None
+            raise InputError(f"WATTUNE_HOME: {self.path} is no directory to write to: {error.strerror}") from None
         return self
 
     def check_writable(self) -> None:

@@ -16,6 +16,9 @@ def test_default_is_an_absolute_directory_under_the_working_directory(
     assert Home.locate().path == tmp_path / ".wattune"
     monkeypatch.setenv("WATTUNE_HOME", "elsewhere")
     assert Home.locate().path == tmp_path / "elsewhere"
+    (tmp_path / "elsewhere").touch()
+    with pytest.raises(InputError, match="elsewhere is no directory: it is a file"):
+        Home.locate()
 
 
 def test_everything_lies_in_the_directory_and_asking_creates_nothing(tmp_path: Path) -> None:
