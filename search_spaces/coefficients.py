@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.network import Network
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Coefficients:
       `tensor_launch_s`: in addition for an eager block of DTensors; `deepspeed_launch_s`: where DeepSpeed runs it.
     - `step_s`: what a step takes whatever the layout.
     - `link_bytes_per_s`, `link_latency_s`: of collectives within a node, by GPU and by hop; `network_bytes_per_s`,
-      `network_latency_s`: of a GPU's adapter, between nodes.
+      `network_latency_s`: of a GPU's adapter, between nodes; see `search_spaces.network.Network`. By default, the
+      latencies are those that NCCL has for NVLink and networks.
     - `contention`: share of the time of communication beside computation by which the step is longer for it.
     - `expert_imbalance`: tokens that come to the experts of the busiest rank, in those of an even share.
     - `offloaded_per_s`: parameters of one GPU that the CPU updates, their transfers included.
@@ -50,11 +52,31 @@ class Coefficients:
     tensor_launch_s: float = 12e-3
     deepspeed_launch_s: float = 0.3e-3
     step_s: float = 0.02
-    link_latency_s: float = 5e-6
-    network_latency_s: float = 10e-6
+    link_latency_s: float = 3.4e-6
+    network_latency_s: float = 14e-6
     contention: float = 0.4
     expert_imbalance: float = 1.1
     offloaded_per_s: float = 5e8
+
+    def network(
+        self,
+        gpus_per_node: int,
+        gpus_per_switch: int | None = None,
+        oversubscription: float = 1.0,
+        rank_order: tuple[int, ...] | None = None,
+    ) -> Network:
+        """The network of machines with such links and adapters, so many GPUs to a node and a switch."""
+        return Network(
+            self.source,
+            gpus_per_node,
+            self.link_bytes_per_s,
+            self.network_bytes_per_s,
+            self.link_latency_s,
+            self.network_latency_s,
+            gpus_per_switch,
+            oversubscription,
+            rank_order,
+        )
 
 
 COUNTED = 6 / 3.5
@@ -97,7 +119,7 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
         memory_bytes_per_s=0.8 * memory,
         eager_bytes_per_s=0.65 * memory,
         states_bytes_per_s=0.6 * memory,
-        link_bytes_per_s=0.5 * link,
+        link_bytes_per_s=0.51 * link,
         network_bytes_per_s=0.8 * network,
         idle_w=idle_w,
         power_limit_w=0.985 * limit,

@@ -67,6 +67,13 @@ class Group(NamedTuple):
     beneath: int
 
 
+def group_of(gpus: Sequence[int], per_node: int, per_switch: int | None) -> Group:
+    """How ranks on these GPUs lie, of which so many share a node, and a switch if there are several."""
+    nodes = Counter(gpu // per_node for gpu in gpus)
+    beneath = len(gpus) if per_switch is None else min(Counter(gpu // per_switch for gpu in gpus).values())
+    return Group(len(gpus), len(nodes), min(nodes.values()), beneath)
+
+
 @dataclass(frozen=True)
 class Curve:
     """Measured seconds of a collective of `ranks` ranks, `together` of them on each node: ascending sizes in bytes with
@@ -118,7 +125,7 @@ class Network:
     def group(self, ranks: Sequence[int]) -> Group:
         """How `ranks` lie on the machines."""
         placed = ranks if isinstance(ranks, range) else tuple(ranks)
-        return _group(placed, self.gpus_per_node, self.gpus_per_switch, self.rank_order)
+        return _placed(placed, self.gpus_per_node, self.gpus_per_switch, self.rank_order)
 
     def takes(self, kind: Collective, size: float, group: Group) -> float:
         """Seconds of one collective of a group that lies so; see `seconds`."""
@@ -126,7 +133,7 @@ class Network:
             return 0.0
         if kind == Collective.BARRIER:
             kind, size = Collective.ALL_REDUCE, BARRIER_BYTES
-        curve = self._curves.get((kind, group.ranks, group.together))
+        curve = self._curves.get((kind, group.ranks, group.together)) if self.measured else None
         if curve is None:
             return self._model(kind, size, group)
         if size <= curve.sizes[0]:
@@ -216,15 +223,17 @@ class Network:
 
 def _fastest(moving: float, latency: float) -> float:
     """By the best protocol, of `moving` seconds at the full bandwidth and the latency that goes with it."""
-    return min(start + hop * latency + moving / share for start, hop, share in PROTOCOLS)
+    low, middle, full = PROTOCOLS  # not in a loop: the cost model asks often
+    return min(
+        low.start_s + low.hop * latency + moving / low.share,
+        middle.start_s + middle.hop * latency + moving / middle.share,
+        full.start_s + full.hop * latency + moving / full.share,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _group(ranks: Sequence[int], per_node: int, per_switch: int | None, order: tuple[int, ...] | None) -> Group:
-    gpus = ranks if order is None else [order[rank] for rank in ranks]
-    nodes = Counter(gpu // per_node for gpu in gpus)
-    beneath = len(gpus) if per_switch is None else min(Counter(gpu // per_switch for gpu in gpus).values())
-    return Group(len(gpus), len(nodes), min(nodes.values()), beneath)
+def _placed(ranks: Sequence[int], per_node: int, per_switch: int | None, order: tuple[int, ...] | None) -> Group:
+    return group_of(ranks if order is None else [order[rank] for rank in ranks], per_node, per_switch)
 
 
 def _between(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
