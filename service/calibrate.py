@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from search_spaces.cost import Coefficients, data_sheet
+from search_spaces.cost import Coefficients
 from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver
 from service.errors import InputError, NoAnswerError
-from service.fitting import Observation, design, fit, observations, ratios, save
+from service.fitting import Observation, design, expected, fit, observations, ratios, save
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Problem
@@ -53,7 +53,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     trial ended well.
     """
     accelerator = problem.cluster.accelerator
-    if (start := data_sheet(accelerator)) is None:
+    if (start := expected(problem.cluster)) is None:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_data(problem)
     check_machine(problem.cluster)

@@ -58,7 +58,7 @@ class Wattune:
         from service.fitting import load
         from service.plan import make_plan
 
-        calibration = load(home.Home.locate(), problem.cluster.accelerator)
+        calibration = load(home.Home.locate(), problem.cluster)
         return make_plan(problem, calibration, [*data_from_afar(problem), *notices(problem)])
 
     def run(self, spec: Problem | str | Path, search_id: str | None = None) -> str:

@@ -16,6 +16,7 @@ from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 from service.errors import InputError
 from service.home import Home
+from service.problem import Cluster
 from service.record.results import SearchRecord
 
 SPREADS = {
@@ -135,6 +136,12 @@ def design(layouts: Sequence[Layout], work: Workload, calibration: Coefficients,
     return chosen
 
 
+def expected(cluster: Cluster) -> Coefficients | None:
+    """What is to be expected of a cluster before anything was measured on it."""
+    sheet = data_sheet(cluster.accelerator)
+    return None if sheet is None else cluster.as_stated(sheet)
+
+
 def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
     """Keep `calibration` for all later searches on `accelerator`."""
     file = home.calibration(accelerator)
@@ -142,17 +149,17 @@ def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
     file.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
 
 
-def load(home: Home, accelerator: str) -> Coefficients | None:
-    """What is known of `accelerator`: its calibration, else the data sheet's, else nothing.
+def load(home: Home, cluster: Cluster) -> Coefficients | None:
+    """What is known of a cluster: the accelerator's calibration, else its data sheet, else nothing; and what is stated.
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    file = home.calibration(accelerator)
+    file = home.calibration(cluster.accelerator)
     if not file.exists():
-        return data_sheet(accelerator)
+        return expected(cluster)
     try:
         values = json.loads(file.read_text())
-        return Coefficients(**{field.name: values[field.name] for field in fields(Coefficients)})
+        return cluster.as_stated(Coefficients(**{field.name: values[field.name] for field in fields(Coefficients)}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
 

@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from service.errors import InputError
 from service.fitting import SPREADS, Observation, design, fit, load, observations, save
 from service.home import Home
 from service.metrics import Method
+from service.problem import Cluster, Interconnect
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import TrialResult
@@ -56,6 +58,10 @@ def measured(layout: Layout, truth: Coefficients, noise: random.Random | None = 
     prediction = predict(layout, WORK, truth)
     step, power = (1 + noise.gauss(0, 0.01) if noise else 1.0 for _ in range(2))
     return Observation(layout, WORK, prediction.step_time_s * step, prediction.power_w * power)
+
+
+def cluster(accelerator: str, **stated: Any) -> Cluster:
+    return Cluster(gpus_per_node=8, accelerator=accelerator, **stated)
 
 
 def error(observed: list[Observation], calibration: Coefficients) -> float:
@@ -157,12 +163,30 @@ def test_observations_of_a_search(home: Home) -> None:
 
 
 def test_a_calibration_is_kept_for_its_accelerator(home: Home) -> None:
-    assert load(home, "h200") == SHEET
-    assert load(home, "gpu") is None
+    assert load(home, cluster("h200")) == SHEET
+    assert load(home, cluster("gpu")) is None
     fitted = replace(SHEET, source="16 trials", idle_w=123.0)
     save(home, "h200", fitted)
-    assert load(home, "h200") == fitted
-    assert load(home, "h100") == data_sheet("h100")
+    assert load(home, cluster("h200")) == fitted
+    assert load(home, cluster("h100")) == data_sheet("h100")
+
+
+def test_what_is_stated_of_a_cluster_counts_in_place_of_its_calibration(home: Home) -> None:
+    save(home, "h200", replace(SHEET, source="16 trials", link_bytes_per_s=1e11, step_s=0.03))
+    network = Interconnect(gpu_gb_per_s=300, node_gb_per_s=100, latency_us=20, gpus_per_switch=32, oversubscription=2)
+    found = load(home, cluster("h200", network=network, power_limit_w=500.0))
+    assert found is not None
+    assert found.source == "16 trials; as the spec states: links, network, latency, power limit"
+    assert found.step_s == 0.03
+    assert found.link_bytes_per_s == pytest.approx(SHEET.link_bytes_per_s * 300 / 450)
+    assert found.network_bytes_per_s == pytest.approx(SHEET.network_bytes_per_s * 12.5 / 50)
+    assert found.network_latency_s == pytest.approx(20e-6)
+    assert found.power_limit_w == pytest.approx(SHEET.power_limit_w * 500 / 700)
+    preset = load(home, cluster("h200", network=Interconnect(preset="nvlink3_hdr", node_gb_per_s=400)))
+    assert preset is not None
+    assert preset.link_bytes_per_s == pytest.approx(SHEET.link_bytes_per_s * 300 / 450)
+    assert preset.network_bytes_per_s == pytest.approx(SHEET.network_bytes_per_s)
+    assert preset.network_latency_s == SHEET.network_latency_s
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"source": "of an older form"})])
@@ -170,4 +194,4 @@ def test_a_calibration_that_cannot_be_read_is_refused(home: Home, text: str) -> 
     save(home, "h200", SHEET)
     home.calibration("h200").write_text(text)
     with pytest.raises(InputError, match=r"h200\.json: not a calibration"):
-        load(home, "h200")
+        load(home, cluster("h200"))
