@@ -75,7 +75,10 @@ class Wattune:
         return run(problem, self.tracking_uri, search_id)
 
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
-        """Fit the cost model to the machines here, by trials of some of the spec's layouts; see `service.calibrate`."""
+        """Fit the cost model to the machines here, by trials of some of the spec's layouts, and time their collectives.
+
+        See `service.calibrate`.
+        """
         problem = _loaded(spec)
         from service.calibrate import calibrate
 

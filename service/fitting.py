@@ -7,16 +7,19 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from search_spaces import memory
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.layout import Layout
+from search_spaces.network import Collective, Curve, Network
 from search_spaces.workload import Workload
 from service.errors import InputError
 from service.home import Home
-from service.problem import Cluster
+from service.problem import Cluster, Interconnect
 from service.record.results import SearchRecord
 
 SPREADS = {
@@ -162,6 +165,42 @@ def load(home: Home, cluster: Cluster) -> Coefficients | None:
         return cluster.as_stated(Coefficients(**{field.name: values[field.name] for field in fields(Coefficients)}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
+
+
+def save_curves(home: Home, accelerator: str, curves: Sequence[Curve]) -> None:
+    """Keep what collectives take for all later searches on `accelerator`."""
+    file = home.collectives(accelerator)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n")
+
+
+def network(home: Home, cluster: Cluster) -> Network | None:
+    """The network of a cluster: what was measured here, but where the spec states other links or another network, and
+    beyond that the coefficients'. None for an accelerator of which nothing is known.
+
+    Raises `InputError` if there is a calibration that cannot be read.
+    """
+    coefficients, stated = load(home, cluster), cluster.network or Interconnect()
+    if coefficients is None:
+        return None
+    found = coefficients.network(cluster.gpus_per_node, stated.gpus_per_switch, stated.oversubscription)
+    links, between = "link_bytes_per_s" not in cluster.stated, replace(stated, gpu_gb_per_s=None) == Interconnect()
+    curves = _curves(home.collectives(cluster.accelerator))
+    return found.informed([curve for curve in curves if (links if curve.together == curve.ranks else between)])
+
+
+def _curves(file: Path) -> list[Curve]:
+    if not file.exists():
+        return []
+    try:
+        return [_curve(each) for each in json.loads(file.read_text())]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
+
+
+def _curve(kept: dict[str, Any]) -> Curve:
+    columns = {name: tuple(kept[name]) for name in ("sizes", "seconds", "beside_s", "slowed")}
+    return Curve(Collective(kept["kind"]), kept["ranks"], kept["together"], **columns)
 
 
 def _shifted(calibration: Coefficients, logarithms: dict[str, float]) -> Coefficients:
