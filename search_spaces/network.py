@@ -53,6 +53,11 @@ PAT_HOP = 0.3
 POST = 0.2
 """Time to hand one message to the network, in the latency of a hop."""
 
+GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+
+LARGE = 2**26
+"""Bytes from which on latencies hardly count."""
+
 BARRIER_BYTES = 4
 """A barrier is an all-reduce of a single number."""
 
@@ -149,11 +154,12 @@ class Network:
         return "measured here" if known in self._curves else self.source
 
     def informed(self, curves: Sequence[Curve]) -> Network:
-        """The network with what was measured of it; beyond that, links have the bandwidth that was attained at most."""
+        """The network with what was measured of it; beyond that, links have the bandwidth that large gathers and
+        scatters attained at most."""
         attained = [
             (1 - 1 / curve.ranks) * curve.sizes[-1] / curve.seconds[-1]
             for curve in curves
-            if curve.together == curve.ranks and curve.kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+            if curve.together == curve.ranks and curve.sizes[-1] >= LARGE and curve.kind in GATHERS
         ]
         return replace(self, measured=tuple(curves), link_bytes_per_s=max(attained, default=self.link_bytes_per_s))
 

@@ -6,6 +6,7 @@ import math
 import socket
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ class Collectives(RankProgram):
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Measure. Collective over the ranks, whose reports all have the same curves."""
+        warnings.filterwarnings("ignore", module="torch")  # of names that torch 2.11 knows alone
         on_progress(Progress())
         world = World(request, place)
         device = place.platform.identity(world.device)

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.network import PROTOCOLS, Collective, Curve, Group, Network
+from search_spaces.network import GATHERS, PROTOCOLS, Collective, Curve, Group, Network
 
 NET = Network("an example", 8, 200e9, 50e9, 5e-6, 10e-6)
 START = max(protocol.start_s for protocol in PROTOCOLS)
 SIMPLE = PROTOCOLS[-1]
 KINDS = st.sampled_from(list(Collective))
-GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 SIZES = st.integers(1, 2**36)
 NODES = st.integers(1, 128)
 TOGETHER = st.sampled_from([1, 2, 4, 8])
@@ -187,6 +186,8 @@ def test_what_was_measured_counts_and_the_model_beyond() -> None:
     assert known.link_bytes_per_s == pytest.approx(3 / 4 * 2**30 / 4e-3)
     assert known.seconds(gather, 2**40, range(8)) == pytest.approx(7 / 8 * 2**40 / known.link_bytes_per_s, rel=1e-3)
     assert known.seconds(gather, 2**30, (0, 1, 8, 9)) == NET.seconds(gather, 2**30, (0, 1, 8, 9))
+    small = replace(CURVE, sizes=(2**10, 2**18), seconds=(1e-5, 2e-3))
+    assert NET.informed([small]).link_bytes_per_s == NET.link_bytes_per_s, "it says nothing of bandwidth"
     assert NET.informed([]) == NET
 
 
