@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from search_spaces import memory
+from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.layout import Layout
 from search_spaces.network import Collective, Curve, Network
@@ -176,17 +177,34 @@ def save_curves(home: Home, accelerator: str, curves: Sequence[Curve]) -> None:
 
 def network(home: Home, cluster: Cluster) -> Network | None:
     """The network of a cluster: what was measured here, but where the spec states other links or another network, and
-    beyond that the coefficients'. None for an accelerator of which nothing is known.
+    beyond that the coefficients'. None if neither the accelerator's is known nor both bandwidths are stated.
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    coefficients, stated = load(home, cluster), cluster.network or Interconnect()
-    if coefficients is None:
-        return None
-    found = coefficients.network(cluster.gpus_per_node, stated.gpus_per_switch, stated.oversubscription)
+    known, stated = load(home, cluster), cluster.network or Interconnect()
+    if known is None:
+        return _stated_alone(cluster, stated)
+    found = known.network(cluster.gpus_per_node, stated.gpus_per_switch, stated.oversubscription)
     links, between = "link_bytes_per_s" not in cluster.stated, replace(stated, gpu_gb_per_s=None) == Interconnect()
     curves = _curves(home.collectives(cluster.accelerator))
     return found.informed([curve for curve in curves if (links if curve.together == curve.ranks else between)])
+
+
+def _stated_alone(cluster: Cluster, stated: Interconnect) -> Network | None:
+    """The network of an accelerator of which nothing else is known."""
+    link, between = cluster.device.link_bytes_per_s, cluster.device.network_bytes_per_s
+    if link is None or between is None:
+        return None
+    return Network(
+        "as the spec states",
+        cluster.gpus_per_node,
+        LINK_SHARE * link,
+        NETWORK_SHARE * between,
+        Coefficients.link_latency_s,
+        Coefficients.network_latency_s if stated.latency_us is None else 1e-6 * stated.latency_us,
+        stated.gpus_per_switch,
+        stated.oversubscription,
+    )
 
 
 def _curves(file: Path) -> list[Curve]:

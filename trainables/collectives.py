@@ -117,7 +117,7 @@ class _Bench:
         for size in self.program.sizes:
             if self.world.slowest(time.monotonic() - self.began) > self.program.budget_s:
                 return
-            once = self.task(kind, size // torch.float32.itemsize // ranks, ranks, group)
+            once = self.task(kind, max(1, size // torch.float32.itemsize // ranks), ranks, group)
             (seconds,) = self.race(once, once)
             count = max(1, min(MOST, math.ceil(ROUND_S / seconds)))
 

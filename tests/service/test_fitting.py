@@ -209,6 +209,8 @@ def test_measured_collectives_are_kept_and_make_the_network(home: Home) -> None:
     assert h100 is not None
     assert network(home, cluster("h100")) == h100.network(8)
     assert network(home, cluster("gpu")) is None
+    stated = network(home, cluster("gpu", network=Interconnect(preset="nvlink4_ndr")))
+    assert stated == replace(SHEET.network(8), source="as the spec states")
 
 
 @pytest.mark.parametrize(
