@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.network import Network
+
+LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.51, 0.8, 0.985
+"""What is attained of the bandwidth of links and adapters, and at what share of the power limit mean power is held: on
+H200, but for the adapters, which are a guess."""
+
+STATED = "; as the spec states: "
+"""In a source, between where coefficients are from and what the spec has in place of them."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,8 @@ class Coefficients:
       `tensor_launch_s`: in addition for an eager block of DTensors; `deepspeed_launch_s`: where DeepSpeed runs it.
     - `step_s`: what a step takes whatever the layout.
     - `link_bytes_per_s`, `link_latency_s`: of collectives within a node, by GPU and by hop; `network_bytes_per_s`,
-      `network_latency_s`: of a GPU's adapter, between nodes.
+      `network_latency_s`: of a GPU's adapter, between nodes; see `search_spaces.network.Network`. By default, the
+      latencies are those that NCCL has for NVLink and networks.
     - `contention`: share of the time of communication beside computation by which the step is longer for it.
     - `expert_imbalance`: tokens that come to the experts of the busiest rank, in those of an even share.
     - `offloaded_per_s`: parameters of one GPU that the CPU updates, their transfers included.
@@ -50,11 +59,61 @@ class Coefficients:
     tensor_launch_s: float = 12e-3
     deepspeed_launch_s: float = 0.3e-3
     step_s: float = 0.02
-    link_latency_s: float = 5e-6
-    network_latency_s: float = 10e-6
+    link_latency_s: float = 3.4e-6
+    network_latency_s: float = 14e-6
     contention: float = 0.4
     expert_imbalance: float = 1.1
     offloaded_per_s: float = 5e8
+
+    def network(
+        self,
+        gpus_per_node: int,
+        gpus_per_switch: int | None = None,
+        oversubscription: float = 1.0,
+        rank_order: tuple[int, ...] | None = None,
+    ) -> Network:
+        """The network of machines with such links and adapters, so many GPUs to a node and a switch."""
+        return Network(
+            self.source,
+            gpus_per_node,
+            self.link_bytes_per_s,
+            self.network_bytes_per_s,
+            self.link_latency_s,
+            self.network_latency_s,
+            gpus_per_switch,
+            oversubscription,
+            rank_order,
+        )
+
+    def stated(
+        self,
+        link_bytes_per_s: float | None = None,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float | None = None,
+        power_limit_w: float | None = None,
+    ) -> Coefficients:
+        """The coefficients where peaks are stated, which count in place of what was fitted or is in a data sheet."""
+        names = {
+            "links": link_bytes_per_s,
+            "network": network_bytes_per_s,
+            "latency": network_latency_s,
+            "power limit": power_limit_w,
+        }
+        said = [name for name, value in names.items() if value is not None]
+        if not said:
+            return self
+        limit = self.power_limit_w if power_limit_w is None else POWER_SHARE * power_limit_w
+        return replace(
+            self,
+            source=f"{self.source}{STATED}{', '.join(said)}",
+            link_bytes_per_s=LINK_SHARE * link_bytes_per_s if link_bytes_per_s else self.link_bytes_per_s,
+            network_bytes_per_s=NETWORK_SHARE * network_bytes_per_s
+            if network_bytes_per_s
+            else self.network_bytes_per_s,
+            network_latency_s=network_latency_s or self.network_latency_s,
+            power_limit_w=limit,
+            idle_w=min(self.idle_w, 0.9 * limit),
+        )
 
 
 COUNTED = 6 / 3.5
@@ -69,7 +128,10 @@ def data_sheet(name: str) -> Coefficients | None:
 
 def is_unproven(name: str, calibration: Coefficients) -> bool:
     """Whether `calibration` is but the data sheet's of the accelerator `name`, on which nothing was ever measured."""
-    return ACCELERATORS[name].published_mfu is not None and calibration == data_sheet(name)
+    sheet = data_sheet(name)
+    if sheet is None or ACCELERATORS[name].published_mfu is None:
+        return False
+    return calibration.source.split(STATED)[0] == sheet.source
 
 
 def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
@@ -97,10 +159,10 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
         memory_bytes_per_s=0.8 * memory,
         eager_bytes_per_s=0.65 * memory,
         states_bytes_per_s=0.6 * memory,
-        link_bytes_per_s=0.5 * link,
-        network_bytes_per_s=0.8 * network,
+        link_bytes_per_s=LINK_SHARE * link,
+        network_bytes_per_s=NETWORK_SHARE * network,
         idle_w=idle_w,
-        power_limit_w=0.985 * limit,
+        power_limit_w=POWER_SHARE * limit,
         joules_per_flop=joules_per_flop,
     )
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from search_spaces.coefficients import Coefficients, data_sheet
 from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
+from search_spaces.network import Collective
 from search_spaces.parameters import held
-from search_spaces.roofline import Cut, Load, Places, members, passes, ring
+from search_spaces.roofline import Cut, Load, Places, communicate, network, passes, spread
 from search_spaces.workload import Workload
 
 __all__ = ["Coefficients", "Prediction", "data_sheet", "predict", "predicted_metrics"]
@@ -169,17 +170,17 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     places = Places.of(layout, work)
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
     count = engine.messages(layout, layers, whole)
-    gather, gathered = ring(width * whole, count, ranks, tensor, places, c)
+    gather, gathered = communicate(Collective.ALL_GATHER, width * whole, count, ranks, tensor, places, c)
     exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
 
     sums = rounds if zero >= 2 else 1
-    # Where every rank keeps the sum it is scattered and gathered.
-    times = 2 if engine.sums_whole(layout) else 1
+    kind = Collective.ALL_REDUCE if engine.sums_whole(layout) else Collective.REDUCE_SCATTER
     over = ranks if zero else copies
-    scatter, scattered = ring(times * summed * whole, count, over, tensor, places, c)
+    scatter, scattered = communicate(kind, summed * whole, count, over, tensor, places, c)
     exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
     if zero and copies > 1:
-        between, more = ring(2 * summed * shard, count, copies, tensor * ranks, places, c)
+        size, apart = summed * shard, tensor * ranks
+        between, more = communicate(Collective.ALL_REDUCE, size, count, copies, apart, places, c)
         exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more
 
     # Gradients are copied to be sent, or where they are summed, and added to what is there.
@@ -205,8 +206,6 @@ def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:
     size = tokens * work.model.hidden * layout.width
     if layout.splits_sequence:
         size /= layout.tensor_parallel_size
-    if members(ranks, layout.num_gpus // ranks, Places.of(layout, work)) == ranks:
-        one = size / c.link_bytes_per_s + c.link_latency_s
-    else:
-        one = size / c.network_bytes_per_s + c.network_latency_s
+    places = Places.of(layout, work)
+    one = network(places, c).takes(Collective.SEND, size, spread(ranks, layout.num_gpus // ranks, places))
     return 2 * layout.virtual_pipeline_stages * (layout.gradient_accumulation_steps + ranks - 1) * one

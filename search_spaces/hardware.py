@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,44 @@ class Accelerator:
     published_mfu: float | None = None
 
 
+class Bandwidth(NamedTuple):
+    """Of a GPU in bytes a second, one way: to all neighbours in the node together, and its share of the node's
+    adapters."""
+
+    link: float
+    network: float
+
+
+NETWORKS: dict[str, Bandwidth] = {
+    # NVIDIA H100 data sheet: NVLink 4, 900 GB/s both ways; one 400 Gbit/s InfiniBand adapter a GPU, as in its DGX H100.
+    "nvlink4_ndr": Bandwidth(450e9, 50e9),
+    # NVIDIA A100 data sheet: NVLink 3, 600 GB/s both ways; one 200 Gbit/s InfiniBand adapter a GPU, as in its DGX A100.
+    "nvlink3_hdr": Bandwidth(300e9, 25e9),
+    # NVLink 4 as above, and one 400 Gbit/s Ethernet adapter a GPU. Tuned, it trains as fast as InfiniBand of that
+    # bandwidth (Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.1).
+    "roce_400g": Bandwidth(450e9, 50e9),
+    # AMD Instinct MI250 data sheet: Infinity Fabric, 400 GB/s between the two devices of a card, about 100 GB/s to the
+    # others; a 200 Gbit/s adapter a card.
+    "infinity_fabric": Bandwidth(100e9, 12.5e9),
+}
+"""Networks that a spec can name, by their data sheets."""
+
+
 ACCELERATORS: dict[str, Accelerator] = {
-    # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it; one 400 Gbit/s adapter a
-    # GPU, as in NVIDIA's DGX H100.
-    "h100": Accelerator(79.6, 989.4e12, True, True, 66.9e12, 3.35e12, 450e9, 50e9, 700.0),
-    "h200": Accelerator(140.4, 989.4e12, True, True, 66.9e12, 4.8e12, 450e9, 50e9, 700.0),
-    # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it; one 200 Gbit/s adapter a GPU, as in NVIDIA's
-    # DGX A100. MFU: 225 TFLOP/s, GPT-3 2.7B in sequences of 8192 tokens (Dao 2023, FlashAttention-2, table 1).
-    "a100": Accelerator(80.0, 312e12, False, True, 19.5e12, 2.039e12, 300e9, 25e9, 400.0, published_mfu=0.72),
-    # AMD Instinct MI250 data sheet: 128 GB, 362.1 TFLOP/s, 3.2 TB/s and 500 W a card, two devices (GCDs) a card. Links:
-    # Infinity Fabric, 400 GB/s between the two of a card, about 100 GB/s to the others; a 200 Gbit/s adapter a card.
+    # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it.
+    "h100": Accelerator(79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0),
+    "h200": Accelerator(140.4, 989.4e12, True, True, 66.9e12, 4.8e12, *NETWORKS["nvlink4_ndr"], 700.0),
+    # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it. MFU: 225 TFLOP/s, GPT-3 2.7B in sequences of
+    # 8192 tokens (Dao 2023, FlashAttention-2, table 1).
+    "a100": Accelerator(
+        80.0, 312e12, False, True, 19.5e12, 2.039e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72
+    ),
+    # AMD Instinct MI250 data sheet: 128 GB, 362.1 TFLOP/s, 3.2 TB/s and 500 W a card, two devices (GCDs) a card.
     # MFU: 166 TFLOP/s a card, MPT-7B (Databricks, "Training LLMs at Scale with AMD MI250 GPUs", 2023); on Frontier's
     # MI250X, of a higher peak, 0.38 with GPT 22B (Dash et al. 2023, arXiv 2312.12705).
-    "mi250": Accelerator(64.0, 181.05e12, False, False, 45.3e12, 1.64e12, 100e9, 12.5e9, 250.0, "rocm", 0.46),
+    "mi250": Accelerator(
+        64.0, 181.05e12, False, False, 45.3e12, 1.64e12, *NETWORKS["infinity_fabric"], 250.0, "rocm", 0.46
+    ),
     # Any other GPU: nothing is known ahead, so memory is not checked and there is no MFU.
     "gpu": Accelerator(platform=None),
     "cpu": Accelerator(platform="cpu"),

@@ -1,7 +1,6 @@
 """What one GPU does for a microbatch in each part of the model, in seconds, FLOPs and bytes; see docs/cost.md.
 
-Matrix products and memory traffic by the roofline (Williams et al. 2009), collectives by latency and bandwidth (Thakur
-et al. 2005).
+Matrix products and memory traffic by the roofline (Williams et al. 2009), collectives by `search_spaces.network`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from search_spaces.engines import engine_of
 from search_spaces.engines.base import EngineFacts
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.network import Collective, Group, Network, group_of
 from search_spaces.workload import Workload
 
 LOSS_TRAFFIC = 40
@@ -67,20 +67,24 @@ class Load(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The GPUs that ranks take: those of their own number where `order` is None. `num_gpus` is 0 within one node."""
+    """The GPUs that ranks take, those of their own number where `order` is None, and the switches between their nodes.
+    `num_gpus` is 0 within one node."""
 
     num_gpus: int
     gpus_per_node: int
+    gpus_per_switch: int | None
+    oversubscription: float
     order: tuple[int, ...] | None
 
     @classmethod
     def of(cls, layout: Layout, work: Workload) -> Places:
         if layout.num_gpus <= work.gpus_per_node:
             return ONE_NODE
-        return cls(layout.num_gpus, work.gpus_per_node, layout.rank_order)
+        switches = work.gpus_per_switch, work.oversubscription
+        return cls(layout.num_gpus, work.gpus_per_node, *switches, layout.rank_order)
 
 
-ONE_NODE = Places(0, 0, None)
+ONE_NODE = Places(0, 1, None, 1.0, None)
 
 
 class Cut(NamedTuple):
@@ -153,41 +157,51 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     head = head.plus(product, 3)
     if shared:
         state = cut.width * tokens * model.hidden
-        seconds, sent = ring(2 * state, 2, cut.tensor, 1, cut.places, c)
+        seconds, sent = communicate(Collective.ALL_REDUCE, state, 1, cut.tensor, 1, cut.places, c)
         embedding, head = (part.plus(Load(tensor=seconds, sent=sent)) for part in (embedding, head))
     return Passes(block, embedding, head)
 
 
-def ring(size: float, count: int, ranks: int, stride: int, places: Places, c: Coefficients) -> tuple[float, float]:
-    """Seconds, and bytes that a GPU sends, of `count` gathers or scatters of `size` bytes together.
-
-    By rings (Thakur et al. 2005, section 4) of ranks `stride` apart. Where they leave a node they go through the
-    adapters of all their members there.
-    """
+def communicate(
+    kind: Collective, size: float, count: int, ranks: int, stride: int, places: Places, c: Coefficients
+) -> tuple[float, float]:
+    """Seconds, and bytes that a GPU sends, of `count` collectives of `size` bytes together, of ranks `stride` apart."""
     if ranks == 1:
         return 0.0, 0.0
-    sent = size * (ranks - 1) / ranks
-    together = members(ranks, stride, places)
-    if together == ranks:
-        rate, latency = c.link_bytes_per_s, c.link_latency_s
-    else:
-        rate, latency = min(c.link_bytes_per_s, together * c.network_bytes_per_s), c.network_latency_s
-    return sent / rate + count * (ranks - 1) * latency, sent
+    twice = 2 if kind == Collective.ALL_REDUCE else 1
+    seconds = count * network(places, c).takes(kind, size / count, spread(ranks, stride, places))
+    return seconds, twice * size * (ranks - 1) / ranks
+
+
+@lru_cache(maxsize=4096)
+def network(places: Places, c: Coefficients) -> Network:
+    """The network between these GPUs, as the coefficients have it."""
+    return c.network(places.gpus_per_node, places.gpus_per_switch, places.oversubscription, places.order)
 
 
 @cache
-def members(ranks: int, stride: int, places: Places) -> int:
-    """How many of a group of ranks, `stride` apart, share a node, in the group that is spread most."""
-    size, order = places.gpus_per_node, places.order
-    if not places.num_gpus:
-        return ranks
+def spread(ranks: int, stride: int, places: Places) -> Group:
+    """How a group of ranks, `stride` apart, lies on the machines, at the worst of all such groups."""
+    num_gpus, per_node, per_switch, _, order = places
+    if not num_gpus:
+        return Group(ranks, 1, ranks, ranks)
     if order is None:
-        return ranks if ranks * stride <= size else max(1, size // stride)
-    most = 1
-    for first in range(places.num_gpus):
-        if first // stride % ranks == 0:
-            most = max(most, len({order[first + i * stride] // size for i in range(ranks)}))
-    return max(1, ranks // most)
+        together, beneath = (_sharing(ranks, stride, size) for size in (per_node, per_switch or num_gpus))
+        return Group(ranks, -(-ranks // together), together, beneath)
+    firsts = (first for first in range(num_gpus) if first // stride % ranks == 0)
+    placed = [[order[first + i * stride] for i in range(ranks)] for first in firsts]
+    groups = [group_of(gpus, per_node, per_switch) for gpus in placed]
+    return Group(
+        ranks,
+        max(group.nodes for group in groups),
+        min(group.together for group in groups),
+        min(group.beneath for group in groups),
+    )
+
+
+def _sharing(ranks: int, stride: int, size: int) -> int:
+    """How many of `ranks`, `stride` apart, are among `size` neighbours."""
+    return ranks if ranks * stride <= size else max(1, size // stride)
 
 
 def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficients) -> tuple[Load, Load]:
@@ -239,8 +253,9 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple
     if cut.context > 1:
         # Ulysses's four exchanges, or keys and values of the whole sequence.
         shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
-        count = 4 if cut.engine.exchanges_heads else 1
-        seconds, sent = ring(cut.width * tokens * shape, count, cut.context, cut.tensor, cut.places, c)
+        kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
+        size = cut.width * tokens * shape
+        seconds, sent = communicate(kind, size, count, cut.context, cut.tensor, cut.places, c)
         spread = Load(context=seconds, sent=sent)
     if not model.num_experts:
         return _products(tokens, projections + network, cut, c, speed), spread
@@ -251,7 +266,8 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple
     if cut.engine.masks_experts:
         # Tokens are dealt out and collected by products with masks of each token, expert and place there.
         products = products.plus(_products(tokens, [(hidden, round(rows), 2)], cut, c, speed))
-    seconds, sent = ring(2 * cut.width * rows * hidden, 2, cut.experts, cut.tensor, cut.places, c)
+    size = 2 * cut.width * rows * hidden
+    seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
     return products, spread.plus(Load(experts=seconds, sent=sent))
 
 
@@ -300,7 +316,8 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
     if cut.tensor == 1:
         return Load(), Load()
     state = cut.width * tokens * model.hidden
-    seconds, sent = ring(4 * state, 4, cut.tensor, 1, cut.places, c)
+    kind, count = (Collective.ALL_GATHER, 4) if cut.sequence_parallel else (Collective.ALL_REDUCE, 2)
+    seconds, sent = communicate(kind, count * state, count, cut.tensor, 1, cut.places, c)
     if cut.async_tensor_parallel:
         seconds *= c.contention
     inputs = 4 if model.family == "gpt" else 5

@@ -14,6 +14,7 @@ class Workload:
 
     `sequence_length` counts tokens, `global_batch_size` sequences. `depths`: the numbers of layers, in ascending order,
     that trials run with in place of the model's; none for its own. `gpus_per_node`: those with fast links among them.
+    `gpus_per_switch`, `oversubscription`: of the network between nodes, see `search_spaces.network.Network`.
     `refuse_borderline`: whether a layout that may run out of memory is not tried.
     """
 
@@ -23,6 +24,8 @@ class Workload:
     accelerator: Accelerator = ACCELERATORS["gpu"]
     depths: tuple[int, ...] = ()
     gpus_per_node: int = 8
+    gpus_per_switch: int | None = None
+    oversubscription: float = 1.0
     refuse_borderline: bool = False
 
     def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:

@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from search_spaces.cost import Coefficients, data_sheet
+import ray
+
+from search_spaces.cost import Coefficients
+from search_spaces.layout import Layout
+from search_spaces.network import Curve
 from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver
 from service.errors import InputError, NoAnswerError
-from service.fitting import Observation, design, fit, observations, ratios, save
+from service.fitting import Observation, design, expected, fit, observations, ratios, save, save_curves
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.problem import Problem
+from service.problem import Cluster, Measurement, Problem
 from service.record import store
 from service.record.results import Results
 from service.record.tracking import Tracker
+from service.remote import call
 from service.sampling.agenda import CalibrationAgenda
 from service.spec import new_search_id
+from service.trials.gang import Gang, close_gangs
+from telemetry.actor import start_telemetry, stop_telemetry
+from trainables.collectives import Collectives
+from trainables.mailbox import Mailbox
+from trainables.measure import Procedure
+from trainables.program import TrialRequest
 
 TRIALS = 16
 """Layouts that are run, at most; fewer if the problem's budget has fewer."""
+
+SIZES = tuple(2**power for power in range(10, 31, 2))
+"""Bytes of the collectives that are measured: 1 KiB to 1 GiB."""
+
+CPU_SIZES = SIZES[:5]
+"""Between processes on CPUs, which would take seconds for more."""
+
+BUDGET_S, DEADLINE_S = 15.0, 120.0
+"""Seconds after which nothing more is measured, and after which the measuring hangs."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +64,38 @@ class Calibrated:
     trials: int
     before: Error
     after: Error
+    collectives: Measured | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of measuring collectives: the curves and their file, or why there are none. Medians over the largest
+    sizes: `beside`, their time beside matrix products in that alone; `slowed`, how much longer these then take, in the
+    collectives' time alone."""
+
+    path: Path
+    curves: tuple[Curve, ...]
+    cause: str | None = None
+
+    @property
+    def beside(self) -> float:
+        return statistics.median(curve.beside_s[-1] / curve.seconds[-1] for curve in self.curves)
+
+    @property
+    def slowed(self) -> float:
+        return statistics.median(curve.slowed[-1] for curve in self.curves)
 
 
 def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
-    The coefficients are kept in the state directory, for all searches on the problem's accelerator. Raises `InputError`
+    Where there are several GPUs, their collectives are measured as well. The coefficients and the curves are kept in
+    the state directory, for all searches on the problem's accelerator. Raises `InputError`
     for an accelerator of which no data sheet is known and for whatever `service.search.run` does, `NoAnswerError` if no
     trial ended well.
     """
     accelerator = problem.cluster.accelerator
-    if (start := data_sheet(accelerator)) is None:
+    if (start := expected(problem.cluster)) is None:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_data(problem)
     check_machine(problem.cluster)
@@ -68,14 +110,36 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         check_cluster(problem.cluster)
         tracker = Tracker(store_uri(tracking_uri), home)
         Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts)).run()
+        collectives = measure_collectives(problem.cluster, home) if problem.cluster.size > 1 else None
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
     fitted = fit(observed, start)
     save(home, accelerator, fitted)
-    return Calibrated(
-        search_id, home.calibration(accelerator), len(observed), errors(observed, start), errors(observed, fitted)
-    )
+    before, after = errors(observed, start), errors(observed, fitted)
+    return Calibrated(search_id, home.calibration(accelerator), len(observed), before, after, collectives)
+
+
+def measure_collectives(cluster: Cluster, home: Home) -> Measured:
+    """Have a gang of all of the cluster's GPUs, on the Ray that is at hand, measure its collectives, and keep them."""
+    size, file = cluster.size, home.collectives(cluster.accelerator)
+    sizes = CPU_SIZES if cluster.device.platform == "cpu" else SIZES
+    program = Collectives(sizes, BUDGET_S)
+    procedure = Procedure(**{f.name: getattr(Measurement, f.name) for f in fields(Procedure)})
+    request = TrialRequest("collectives", Layout("megatron", size, size), program, procedure, DEADLINE_S)
+    telemetry = start_telemetry()
+    with tempfile.TemporaryDirectory() as storage:
+        gang = Gang("collectives", size, cluster, Path(storage), telemetry, program.preload())
+        try:
+            outcomes, _, _ = ray.get(call(gang.mailbox, Mailbox.evaluate, request))
+        finally:
+            close_gangs([gang])
+            stop_telemetry(telemetry)
+    first = outcomes[0]
+    if first.report is None or not first.report.curves:
+        return Measured(file, (), first.cause or "the time was not enough for any")
+    save_curves(home, cluster.accelerator, first.report.curves)
+    return Measured(file, first.report.curves)
 
 
 def errors(observed: Sequence[Observation], calibration: Coefficients) -> Error:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from search_spaces.coefficients import data_sheet
 from service.errors import InputError
 from service.goals import Limit
 from service.metrics import Direction, Needs, known
@@ -99,6 +100,7 @@ def _check_trace() -> None:
 
 def _faults(problem: Problem) -> Iterator[str]:
     yield from _sizes(problem)
+    yield from _machines(problem)
     yield from _times(problem)
     yield from _contradictions(problem)
     for metric, direction in problem.goals.objectives.items():
@@ -123,6 +125,17 @@ def _sizes(problem: Problem) -> Iterator[str]:
     ):
         if value > most:
             yield f"{field}: must be at most {most:,} (given: {value:,})"
+
+
+def _machines(problem: Problem) -> Iterator[str]:
+    """What is stated of the machines and cannot be."""
+    cluster, sheet = problem.cluster, data_sheet(problem.cluster.accelerator)
+    limit = cluster.power_limit_w
+    if limit is not None and sheet is not None and limit <= sheet.idle_w:
+        yield (
+            f"cluster.power_limit_w: {limit:g} W are no more than what a GPU of {cluster.accelerator} draws while it "
+            f"waits for others, {sheet.idle_w:g} W"
+        )
 
 
 def _times(problem: Problem) -> Iterator[str]:

@@ -125,7 +125,7 @@ def run(spec: Path, tracking_uri: str | None, search_id: str | None) -> None:
 @TRACKING
 @refusing_bad_input
 def calibrate(spec: Path, tracking_uri: str | None) -> None:
-    """Fit the cost model to the machines here, by short trials of some of SPEC's layouts."""
+    """Fit the cost model to the machines here, by short trials of some of SPEC's layouts, and time collectives."""
     fitted = Wattune(tracking_uri).calibrate(spec)
     for name, before, after in (
         ("step time", fitted.before.step_time, fitted.after.step_time),
@@ -134,6 +134,16 @@ def calibrate(spec: Path, tracking_uri: str | None) -> None:
         if before is not None and after is not None:
             click.echo(f"{name}: mean error {before:.1%} by the data sheet, {after:.1%} calibrated, on these trials")
     click.echo(f"{fitted.trials} trials of search {fitted.search_id}; calibration in {fitted.path}")
+    if (measured := fitted.collectives) is None:
+        return
+    if measured.cause is not None:
+        click.echo(f"collectives: not measured: {measured.cause}")
+        return
+    groups = ", ".join(map(str, sorted({curve.ranks for curve in measured.curves})))
+    click.echo(
+        f"collectives: measured in groups of {groups}; beside matrix products large ones take {measured.beside:.2f} "
+        f"times as long, and slow these by {measured.slowed:.0%} of their time; kept in {measured.path}"
+    )
 
 
 @main.command()

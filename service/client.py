@@ -58,7 +58,7 @@ class Wattune:
         from service.fitting import load
         from service.plan import make_plan
 
-        calibration = load(home.Home.locate(), problem.cluster.accelerator)
+        calibration = load(home.Home.locate(), problem.cluster)
         return make_plan(problem, calibration, [*data_from_afar(problem), *notices(problem)])
 
     def run(self, spec: Problem | str | Path, search_id: str | None = None) -> str:
@@ -75,7 +75,10 @@ class Wattune:
         return run(problem, self.tracking_uri, search_id)
 
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
-        """Fit the cost model to the machines here, by trials of some of the spec's layouts; see `service.calibrate`."""
+        """Fit the cost model to the machines here, by trials of some of the spec's layouts, and time their collectives.
+
+        See `service.calibrate`.
+        """
         problem = _loaded(spec)
         from service.calibrate import calibrate
 

@@ -7,15 +7,20 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from search_spaces import memory
+from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.layout import Layout
+from search_spaces.network import Collective, Curve, Network
 from search_spaces.workload import Workload
 from service.errors import InputError
 from service.home import Home
+from service.problem import Cluster, Interconnect
 from service.record.results import SearchRecord
 
 SPREADS = {
@@ -135,6 +140,12 @@ def design(layouts: Sequence[Layout], work: Workload, calibration: Coefficients,
     return chosen
 
 
+def expected(cluster: Cluster) -> Coefficients | None:
+    """What is to be expected of a cluster before anything was measured on it."""
+    sheet = data_sheet(cluster.accelerator)
+    return None if sheet is None else cluster.as_stated(sheet)
+
+
 def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
     """Keep `calibration` for all later searches on `accelerator`."""
     file = home.calibration(accelerator)
@@ -142,19 +153,72 @@ def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
     file.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
 
 
-def load(home: Home, accelerator: str) -> Coefficients | None:
-    """What is known of `accelerator`: its calibration, else the data sheet's, else nothing.
+def load(home: Home, cluster: Cluster) -> Coefficients | None:
+    """What is known of a cluster: the accelerator's calibration, else its data sheet, else nothing; and what is stated.
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    file = home.calibration(accelerator)
+    file = home.calibration(cluster.accelerator)
     if not file.exists():
-        return data_sheet(accelerator)
+        return expected(cluster)
     try:
         values = json.loads(file.read_text())
-        return Coefficients(**{field.name: values[field.name] for field in fields(Coefficients)})
+        return cluster.as_stated(Coefficients(**{field.name: values[field.name] for field in fields(Coefficients)}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
+
+
+def save_curves(home: Home, accelerator: str, curves: Sequence[Curve]) -> None:
+    """Keep what collectives take for all later searches on `accelerator`."""
+    file = home.collectives(accelerator)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n")
+
+
+def network(home: Home, cluster: Cluster) -> Network | None:
+    """The network of a cluster: what was measured here, but where the spec states other links or another network, and
+    beyond that the coefficients'. None if neither the accelerator's is known nor both bandwidths are stated.
+
+    Raises `InputError` if there is a calibration that cannot be read.
+    """
+    known, stated = load(home, cluster), cluster.network or Interconnect()
+    if known is None:
+        return _stated_alone(cluster, stated)
+    found = known.network(cluster.gpus_per_node, stated.gpus_per_switch, stated.oversubscription)
+    links, between = "link_bytes_per_s" not in cluster.stated, replace(stated, gpu_gb_per_s=None) == Interconnect()
+    curves = _curves(home.collectives(cluster.accelerator))
+    return found.informed([curve for curve in curves if (links if curve.together == curve.ranks else between)])
+
+
+def _stated_alone(cluster: Cluster, stated: Interconnect) -> Network | None:
+    """The network of an accelerator of which nothing else is known."""
+    link, between = cluster.device.link_bytes_per_s, cluster.device.network_bytes_per_s
+    if link is None or between is None:
+        return None
+    return Network(
+        "as the spec states",
+        cluster.gpus_per_node,
+        LINK_SHARE * link,
+        NETWORK_SHARE * between,
+        Coefficients.link_latency_s,
+        Coefficients.network_latency_s if stated.latency_us is None else 1e-6 * stated.latency_us,
+        stated.gpus_per_switch,
+        stated.oversubscription,
+    )
+
+
+def _curves(file: Path) -> list[Curve]:
+    if not file.exists():
+        return []
+    try:
+        return [_curve(each) for each in json.loads(file.read_text())]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
+
+
+def _curve(kept: dict[str, Any]) -> Curve:
+    columns = {name: tuple(kept[name]) for name in ("sizes", "seconds", "beside_s", "slowed")}
+    return Curve(Collective(kept["kind"]), kept["ranks"], kept["together"], **columns)
 
 
 def _shifted(calibration: Coefficients, logarithms: dict[str, float]) -> Coefficients:

@@ -84,6 +84,10 @@ class Home:
         """The cost model's coefficients as trials on these machines have them: see `service.fitting`."""
         return self.path / "calibration" / f"{accelerator}.json"
 
+    def collectives(self, accelerator: str) -> Path:
+        """What collectives take on these machines, as it was measured: see `service.fitting`."""
+        return self.path / "calibration" / f"{accelerator}-collectives.json"
+
     def spool(self, search_id: str) -> Path:
         """What a search has on disk while it runs: raw samples, and trials that MLflow has not taken yet."""
         return self.path / "spool" / search_id

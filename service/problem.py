@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from search_spaces.hardware import ACCELERATORS, Accelerator
+from search_spaces.coefficients import Coefficients
+from search_spaces.hardware import ACCELERATORS, NETWORKS, Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.space import Space, enumerate_space
@@ -29,13 +30,37 @@ Borderline = Literal["risk", "probe", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """What is stated of the network; what is None is that of `preset`, one of `search_spaces.hardware.NETWORKS`, or
+    else the accelerator's. Bandwidths are peaks in 10^9 bytes a second, one way.
+
+    `gpu_gb_per_s`: of a GPU's links to its neighbours in the node together; `node_gb_per_s`: of all of a node's
+    adapters; `latency_us`: of a hop between nodes. `gpus_per_switch` share one switch of the network's first level,
+    whose bandwidth upwards is 1 / `oversubscription` of that downwards; all do if that is None.
+    """
+
+    preset: str | None = None
+    gpu_gb_per_s: float | None = None
+    node_gb_per_s: float | None = None
+    latency_us: float | None = None
+    gpus_per_switch: int | None = None
+    oversubscription: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines of a search. On `cpu`, a GPU is one worker process with `cpus_per_worker` cores."""
+    """The machines of a search. On `cpu`, a GPU is one worker process with `cpus_per_worker` cores.
+
+    `network`, `memory_gib` and `power_limit_w` of a GPU are stated where they are not the accelerator's own.
+    """
 
     nodes: int = 1
     gpus_per_node: int
     accelerator: str
     cpus_per_worker: float = 1.0
+    network: Interconnect | None = None
+    memory_gib: float | None = None
+    power_limit_w: float | None = None
 
     @property
     def size(self) -> int:
@@ -43,9 +68,36 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     @property
+    def stated(self) -> dict[str, float]:
+        """What is stated of one GPU, by the fields of `Accelerator`."""
+        facts = {"memory_gib": self.memory_gib, "power_limit_w": self.power_limit_w}
+        found = {name: value for name, value in facts.items() if value is not None}
+        if self.network is None:
+            return found
+        link, node = self.network.gpu_gb_per_s, self.network.node_gb_per_s
+        if self.network.preset is not None:
+            preset = NETWORKS[self.network.preset]
+            found |= {"link_bytes_per_s": preset.link, "network_bytes_per_s": preset.network}
+        if link is not None:
+            found["link_bytes_per_s"] = 1e9 * link
+        if node is not None:
+            found["network_bytes_per_s"] = 1e9 * node / self.gpus_per_node
+        return found
+
+    @property
     def device(self) -> Accelerator:
-        """Data-sheet facts of one GPU."""
-        return ACCELERATORS[self.accelerator]
+        """Facts of one GPU, by its data sheet or as stated."""
+        return replace(ACCELERATORS[self.accelerator], **self.stated)  # type: ignore[arg-type]
+
+    def as_stated(self, known: Coefficients) -> Coefficients:
+        """What is known of the accelerator, with what is stated of this cluster in place of it."""
+        facts, latency_us = self.stated, None if self.network is None else self.network.latency_us
+        return known.stated(
+            facts.get("link_bytes_per_s"),
+            facts.get("network_bytes_per_s"),
+            None if latency_us is None else 1e-6 * latency_us,
+            facts.get("power_limit_w"),
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +178,7 @@ class Problem:
     @property
     def workload(self) -> Workload:
         """What every trial has in common."""
+        network = self.cluster.network or Interconnect()
         return Workload(
             self.shape,
             self.sequence_length,
@@ -133,6 +186,8 @@ class Problem:
             self.cluster.device,
             depths=self.depth_proxy or (),
             gpus_per_node=self.cluster.gpus_per_node,
+            gpus_per_switch=network.gpus_per_switch,
+            oversubscription=network.oversubscription,
             refuse_borderline=self.borderline == "refuse",
         )
 

@@ -103,7 +103,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
 
 def _study(problem: Problem, search_id: str, home: Home, recorded: Results) -> SearchStudy:
     """The search's study, with what is known of its machines and from the searches before it."""
-    calibration = load_calibration(home, problem.cluster.accelerator)
+    calibration = load_calibration(home, problem.cluster)
     facts = problem.facts()
     alike = recorded.finished({name: facts[name] for name in ("parameters", "accelerator")})
     return open_study(problem, search_id, home.optuna_storage, calibration, alike)

@@ -27,7 +27,7 @@ from pydantic_core import PydanticKnownError
 
 from search_spaces.axis import Axis, Range
 from search_spaces.engines import ENGINES
-from search_spaces.hardware import ACCELERATORS
+from search_spaces.hardware import ACCELERATORS, NETWORKS
 from search_spaces.hopeless import hopeless
 from search_spaces.layout import AXES
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
@@ -36,7 +36,7 @@ from search_spaces.space import Space
 from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import METRICS, Direction, nearest
-from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Measurement, Problem, Sampler
+from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Interconnect, Measurement, Problem, Sampler
 from trainables.data import located
 
 LARGEST = 10**12
@@ -105,6 +105,29 @@ class ModelSpec(Strict):
         return ModelShape(**{**self.model_dump(), "kv_heads": self.kv_heads or self.heads})
 
 
+class NetworkSpec(Strict):
+    """The section of `service.problem.Interconnect`."""
+
+    preset: Literal[tuple(NETWORKS)] | None = None  # type: ignore[valid-type]
+    gpu_gb_per_s: Amount | None = None
+    node_gb_per_s: Amount | None = None
+    latency_us: Amount | None = None
+    gpus_per_switch: Positive | None = None
+    oversubscription: Annotated[Amount, Field(ge=1)] = Interconnect.oversubscription
+
+    @model_validator(mode="after")
+    def _has_switches(self) -> NetworkSpec:
+        if self.oversubscription > 1 and self.gpus_per_switch is None:
+            raise ValueError(
+                f"oversubscription {self.oversubscription:g} needs gpus_per_switch, the GPUs below which there is none"
+            )
+        return self
+
+
+def _as_preset(value: Any) -> Any:
+    return {"preset": value} if isinstance(value, str) else value
+
+
 class ClusterSpec(Strict):
     """The section of `service.problem.Cluster`."""
 
@@ -112,6 +135,25 @@ class ClusterSpec(Strict):
     gpus_per_node: Positive
     accelerator: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
     cpus_per_worker: Amount = Cluster.cpus_per_worker
+    network: Annotated[NetworkSpec, BeforeValidator(_as_preset)] | None = None
+    memory_gib: Amount | None = None
+    power_limit_w: Amount | None = None
+
+    @model_validator(mode="after")
+    def _states_what_is_there(self) -> ClusterSpec:
+        if self.network is not None and (self.network.gpus_per_switch or 0) % self.gpus_per_node:
+            raise ValueError(
+                f"network.gpus_per_switch {self.network.gpus_per_switch} must be a multiple of gpus_per_node "
+                f"{self.gpus_per_node}"
+            )
+        for name in ("memory_gib", "power_limit_w"):
+            if ACCELERATORS[self.accelerator].platform == "cpu" and getattr(self, name) is not None:
+                raise ValueError(f"{name} is that of a GPU, not of a worker process on {self.accelerator}")
+        return self
+
+    def cluster(self) -> Cluster:
+        network = None if self.network is None else Interconnect(**dict(self.network))
+        return Cluster(**{**dict(self), "network": network})
 
     @model_validator(mode="after")
     def _is_not_boundless(self) -> ClusterSpec:
@@ -238,7 +280,7 @@ class SearchSpec(Strict):
     @cached_property
     def problem(self) -> Problem:
         """What the spec is about, as plain values."""
-        cluster = Cluster(**dict(self.cluster))
+        cluster = self.cluster.cluster()
         axes = self.space.model_dump()
         axes["num_gpus"] = axes["num_gpus"] or [cluster.size]
         return Problem(
@@ -329,6 +371,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "": SearchSpec,
     "model": ModelSpec,
     "cluster": ClusterSpec,
+    "cluster.network": NetworkSpec,
     "space": SpaceSpec,
     "measurement": MeasurementSpec,
     "budget": BudgetSpec,

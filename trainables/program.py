@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.layout import Layout
+from search_spaces.network import Curve
 from trainables.breakdown import Profile
 from trainables.measure import Procedure, Stretch, Timing
 from trainables.platforms.base import Platform
@@ -44,7 +45,8 @@ class RankReport:
 
     `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. `timings` are by global
     batch size in the order of time. Losses are those of the global batch; `profile` is that of one more step of the
-    first size, None if none was asked for. `environment` are names of devices and versions of libraries.
+    first size, None if none was asked for. `environment` are names of devices and versions of libraries. `curves`: of
+    collectives, by a program that measures these.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class RankReport:
     peak_memory_gib: float | None
     environment: dict[str, str]
     profile: Profile | None = None
+    curves: tuple[Curve, ...] = ()
 
 
 class RankProgram(ABC):

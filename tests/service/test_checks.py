@@ -26,6 +26,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"trials": 10**20}}, r"budget\.trials: must be at most 1,000,000 \(given: 100,000,000,000,"),
     ({"finalists": {"repeats": 10**9}}, r"finalists\.repeats: must be at most 1,000 "),
     ({"cluster": {**NODE, "cpus_per_worker": 1e300}}, r"cluster\.cpus_per_worker: must be at most 1,000 "),
+    (
+        {"cluster": {**NODE, "power_limit_w": 150}},
+        r"cluster\.power_limit_w: 150 W are no more than what a GPU of h200 draws while it waits for others, 215 W$",
+    ),
     # Times
     ({"measurement": {"window_s": 1e308}}, r"measurement\.window_s: 1e\+308 s are more than a year$"),
     ({"measurement": {"deadline_s": 1e308}}, r"measurement\.deadline_s: 1e\+308 s are more than a year$"),

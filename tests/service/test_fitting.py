@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,14 @@ from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
+from search_spaces.network import Collective, Curve
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 from service.errors import InputError
-from service.fitting import SPREADS, Observation, design, fit, load, observations, save
+from service.fitting import SPREADS, Observation, design, fit, load, network, observations, save, save_curves
 from service.home import Home
 from service.metrics import Method
+from service.problem import Cluster, Interconnect
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import TrialResult
@@ -56,6 +59,10 @@ def measured(layout: Layout, truth: Coefficients, noise: random.Random | None = 
     prediction = predict(layout, WORK, truth)
     step, power = (1 + noise.gauss(0, 0.01) if noise else 1.0 for _ in range(2))
     return Observation(layout, WORK, prediction.step_time_s * step, prediction.power_w * power)
+
+
+def cluster(accelerator: str, **stated: Any) -> Cluster:
+    return Cluster(gpus_per_node=8, accelerator=accelerator, **stated)
 
 
 def error(observed: list[Observation], calibration: Coefficients) -> float:
@@ -157,12 +164,83 @@ def test_observations_of_a_search(home: Home) -> None:
 
 
 def test_a_calibration_is_kept_for_its_accelerator(home: Home) -> None:
-    assert load(home, "h200") == SHEET
-    assert load(home, "gpu") is None
+    assert load(home, cluster("h200")) == SHEET
+    assert load(home, cluster("gpu")) is None
     fitted = replace(SHEET, source="16 trials", idle_w=123.0)
     save(home, "h200", fitted)
-    assert load(home, "h200") == fitted
-    assert load(home, "h100") == data_sheet("h100")
+    assert load(home, cluster("h200")) == fitted
+    assert load(home, cluster("h100")) == data_sheet("h100")
+
+
+def test_what_is_stated_of_a_cluster_counts_in_place_of_its_calibration(home: Home) -> None:
+    save(home, "h200", replace(SHEET, source="16 trials", link_bytes_per_s=1e11, step_s=0.03))
+    network = Interconnect(gpu_gb_per_s=300, node_gb_per_s=100, latency_us=20, gpus_per_switch=32, oversubscription=2)
+    found = load(home, cluster("h200", network=network, power_limit_w=500.0))
+    assert found is not None
+    assert found.source == "16 trials; as the spec states: links, network, latency, power limit"
+    assert found.step_s == 0.03
+    assert found.link_bytes_per_s == pytest.approx(SHEET.link_bytes_per_s * 300 / 450)
+    assert found.network_bytes_per_s == pytest.approx(SHEET.network_bytes_per_s * 12.5 / 50)
+    assert found.network_latency_s == pytest.approx(20e-6)
+    assert found.power_limit_w == pytest.approx(SHEET.power_limit_w * 500 / 700)
+    preset = load(home, cluster("h200", network=Interconnect(preset="nvlink3_hdr", node_gb_per_s=400)))
+    assert preset is not None
+    assert preset.link_bytes_per_s == pytest.approx(SHEET.link_bytes_per_s * 300 / 450)
+    assert preset.network_bytes_per_s == pytest.approx(SHEET.network_bytes_per_s)
+    assert preset.network_latency_s == SHEET.network_latency_s
+
+
+GATHER = Curve(Collective.ALL_GATHER, 4, 4, (2**10, 2**30), (1e-5, 3e-3), (1e-5, 4e-3), (0.0, 0.25))
+ACROSS = replace(GATHER, together=2, seconds=(2e-5, 9e-3))
+
+
+def test_measured_collectives_are_kept_and_make_the_network(home: Home) -> None:
+    plain = network(home, cluster("h200", nodes=2))
+    assert plain == SHEET.network(8)
+    save_curves(home, "h200", [GATHER, ACROSS])
+    found = network(home, cluster("h200", nodes=2))
+    assert found is not None
+    assert found.measured == (GATHER, ACROSS)
+    assert found.seconds(Collective.ALL_GATHER, 2**30, range(4)) == 3e-3
+    assert found.seconds(Collective.ALL_GATHER, 2**30, (0, 1, 8, 9)) == 9e-3
+    assert found.source_of(Collective.ALL_GATHER, range(4)) == "measured here"
+    assert found.source_of(Collective.ALL_GATHER, range(8)) == "data sheet of h200"
+    h100 = data_sheet("h100")
+    assert h100 is not None
+    assert network(home, cluster("h100")) == h100.network(8)
+    assert network(home, cluster("gpu")) is None
+    stated = network(home, cluster("gpu", network=Interconnect(preset="nvlink4_ndr")))
+    assert stated == replace(SHEET.network(8), source="as the spec states")
+
+
+@pytest.mark.parametrize(
+    ("stated", "left"),
+    [
+        ({"gpu_gb_per_s": 300}, (ACROSS,)),
+        ({"node_gb_per_s": 100}, (GATHER,)),
+        ({"gpus_per_switch": 16, "oversubscription": 2}, (GATHER,)),
+        ({"preset": "roce_400g"}, ()),
+    ],
+)
+def test_what_is_stated_of_a_network_was_not_measured(
+    home: Home, stated: dict[str, Any], left: tuple[Curve, ...]
+) -> None:
+    save_curves(home, "h200", [GATHER, ACROSS])
+    found = network(home, cluster("h200", network=Interconnect(**stated)))
+    assert found is not None
+    assert found.measured == left
+    assert (found.gpus_per_switch, found.oversubscription) == (
+        stated.get("gpus_per_switch"),
+        stated.get("oversubscription", 1.0),
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "7", "[1]", '[{"kind": "gossip"}]', '[{"kind": "send", "ranks": 2}]'])
+def test_curves_that_cannot_be_read_are_refused(home: Home, text: str) -> None:
+    save_curves(home, "h200", [GATHER])
+    home.collectives("h200").write_text(text)
+    with pytest.raises(InputError, match=r"h200-collectives\.json: not a calibration"):
+        network(home, cluster("h200"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"source": "of an older form"})])
@@ -170,4 +248,4 @@ def test_a_calibration_that_cannot_be_read_is_refused(home: Home, text: str) -> 
     save(home, "h200", SHEET)
     home.calibration("h200").write_text(text)
     with pytest.raises(InputError, match=r"h200\.json: not a calibration"):
-        load(home, "h200")
+        load(home, cluster("h200"))

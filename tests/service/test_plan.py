@@ -15,6 +15,7 @@ from search_spaces.cost import data_sheet
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from service.cli import main
+from service.fitting import expected
 from service.plan import ROWS, Plan, make_plan, text
 from service.spec import load_spec, make_problem
 
@@ -25,7 +26,7 @@ NODE = EXAMPLES / "llama3_8b_8xh200.yaml"
 def planned(**changes: Any) -> Plan:
     """Of the example on eight H200, with `changes` to its fields."""
     spec = make_problem(yaml.safe_load(NODE.read_text()) | changes)
-    return make_plan(spec, data_sheet(spec.cluster.accelerator))
+    return make_plan(spec, expected(spec.cluster))
 
 
 def costs(plan: Plan, layout: Layout) -> tuple[float, float]:
@@ -97,6 +98,23 @@ def test_machines_of_which_nothing_is_known() -> None:
     assert "Predicted" not in shown
     assert shown.count("megatron 8gpu") == ROWS
     assert f"{len(plan.forecasts) - ROWS} more" in shown
+
+
+def test_what_is_stated_of_the_machines_is_predicted() -> None:
+    """A slow network takes time, a power limit watts and time; the plan says what it rests on."""
+    machines = {"nodes": 2, "gpus_per_node": 4, "accelerator": "a100"}
+    stated: list[dict[str, Any]] = [{}, {"network": {"node_gb_per_s": 1}}, {"power_limit_w": 250}]
+    plans = [planned(cluster=machines | facts) for facts in stated]
+    usual, slow, capped = ([forecast.metrics for forecast in plan.forecasts] for plan in plans)
+    slower = [b["step_time_s"] / a["step_time_s"] for a, b in zip(usual, slow, strict=True)]
+    assert 1 <= min(slower) < 2 < max(slower)
+    assert max(each["mean_power_w"] / 8 for each in capped) <= 250 < max(each["mean_power_w"] / 8 for each in usual)
+    assert [plan.source for plan in plans] == [
+        "data sheet of a100",
+        "data sheet of a100; as the spec states: network",
+        "data sheet of a100; as the spec states: power limit",
+    ]
+    assert all(plan.notices[0].startswith("never measured on a100") for plan in plans)
 
 
 def test_machines_that_were_never_measured_are_said_to_be() -> None:

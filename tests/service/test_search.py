@@ -25,15 +25,16 @@ from service.calibrate import calibrate
 from service.cli import main
 from service.client import Wattune
 from service.errors import InputError
-from service.fitting import load
+from service.fitting import load, network
 from service.home import Home
-from service.problem import Problem
+from service.problem import Cluster, Problem
 from service.record.results import Results
 from service.record.store import open_client
 from service.result import Purpose
 from service.search import resume, run
 from service.spec import parse_spec
 from telemetry.store import read_samples
+from trainables.collectives import KINDS
 from trainables.data import prepare
 from trainables.mailbox import Mailbox
 
@@ -276,7 +277,7 @@ def test_a_search_that_waits_for_others_is_queued_and_spends_nothing(
 
 @pytest.mark.slow
 def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, tokens: str) -> None:
-    cluster = {"gpus_per_node": 1, "accelerator": "cpu"}
+    cluster: dict[str, Any] = {"gpus_per_node": 2, "accelerator": "cpu"}
     space = {"micro_batch_size": [1, 2, 4], "precision": "fp32"}
     done = calibrate(spec_of(tokens, name="machines", cluster=cluster, space=space, budget={"trials": 2}))
     record = Results(home.tracking_uri).search(done.search_id)
@@ -284,12 +285,19 @@ def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, to
     assert [(trial.purpose, trial.status) for trial in record.trials] == [("calibration", "ok")] * 2
     assert len({trial.label for trial in record.trials}) == 2
     assert (done.trials, done.path) == (2, home.calibration("cpu"))
-    fitted = load(home, "cpu")
+    fitted = load(home, Cluster(**cluster))
     assert fitted is not None
     assert "2 trials" in fitted.source
     assert done.before.step_time is not None
     assert done.after.step_time is not None
     assert done.after.step_time < done.before.step_time
     assert done.after.power is None, "power of a CPU machine is estimated"
+    assert done.collectives is not None
+    assert (done.collectives.cause, done.collectives.path) == (None, home.collectives("cpu"))
+    found = network(home, Cluster(**cluster))
+    assert found is not None
+    assert found.measured == done.collectives.curves
+    assert {(curve.kind, curve.ranks) for curve in found.measured} == {(kind, 2) for kind in KINDS}
+    assert done.collectives.beside > 0
     with pytest.raises(InputError, match="is a calibration: calibrate anew"):
         resume(done.search_id)

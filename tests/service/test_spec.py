@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from search_spaces.engines import ENGINES
-from search_spaces.hardware import ACCELERATORS
+from search_spaces.hardware import ACCELERATORS, NETWORKS
 from search_spaces.layout import AXES, SCHEDULES
 from search_spaces.models import PRESETS
+from search_spaces.workload import Workload
 from service.errors import InputError
 from service.goals import Limit, parse_constraint
 from service.metrics import METRICS
-from service.problem import Problem
+from service.problem import Interconnect, Problem
 from service.spec import SECTIONS, SearchSpec, SpaceSpec, dump_spec, load_spec, make_problem, parse_spec
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +105,46 @@ def test_defaults() -> None:
     }
     assert [point.label for point in defaults.legal.layouts] == ["megatron 4gpu dp4 zero0 mbs1"]
     assert defaults.gang_size == 4
+
+
+def test_what_is_stated_of_the_machines_reaches_the_workload() -> None:
+    network = {"preset": "nvlink3_hdr", "node_gb_per_s": 400, "gpus_per_switch": 32, "oversubscription": 2.5}
+    cluster = {"nodes": 16, "gpus_per_node": 8, "accelerator": "h100"}
+    stated = {"network": network, "memory_gib": 94, "power_limit_w": 500}
+    plain, changed = (spec(cluster=each, global_batch_size=128).workload for each in (cluster, cluster | stated))
+    assert changed == replace(
+        plain,
+        accelerator=replace(
+            ACCELERATORS["h100"],
+            memory_gib=94,
+            power_limit_w=500,
+            link_bytes_per_s=NETWORKS["nvlink3_hdr"].link,
+            network_bytes_per_s=50e9,
+        ),
+        gpus_per_switch=32,
+        oversubscription=2.5,
+    )
+    assert plain == Workload(PRESETS["tiny-llama"], 128, 128, ACCELERATORS["h100"])
+
+
+def test_a_network_may_be_a_presets_name() -> None:
+    named, said = (spec(cluster=CLUSTER | {"network": network}) for network in ("roce_400g", {"preset": "roce_400g"}))
+    assert named == said
+    assert named.cluster.network == Interconnect(preset="roce_400g")
+
+
+def test_layouts_must_fit_the_memory_that_is_stated() -> None:
+    """8B parameters with their optimizer states take 128 GB, of which a GPU of eight holds 16."""
+    found = [
+        spec(
+            model="llama3-8b",
+            sequence_length=512,
+            cluster={"gpus_per_node": 8, "accelerator": "gpu", "memory_gib": gib},
+            space={"zero_stage": [2, 3], "micro_batch_size": 1, "recompute": "full"},
+        ).legal
+        for gib in (30, 200)
+    ]
+    assert [legal.refused for legal in found] == [{"memory_fits": 1}, {}]
 
 
 def test_one_value_stands_for_a_list_and_values_given_twice_count_once() -> None:
@@ -212,6 +253,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"sequence_lenght: unknown field; allowed: .*sequence_length",
     ),
     ({"cluster": {**CLUSTER, "gpus": 8}}, r"cluster\.gpus: unknown field; allowed: nodes, gpus_per_node, acc"),
+    ({"cluster": {**CLUSTER, "network": {"gb": 8}}}, r"cluster\.network\.gb: unknown field; allowed: preset, gpu_gb_p"),
     ({"space": {"tp": [1]}}, r"space\.tp: unknown field; allowed: engine, num_gpus, .*tensor_parallel_size"),
     ({"measurement": {"window": 1}}, r"measurement\.window: unknown field; allowed: .*window_s"),
     ({"budget": {"hours": 1}}, r"budget\.hours: unknown field; allowed: trials, wall_time_s, gpu_hours$"),
@@ -235,6 +277,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"global_batch_size": 10**400}, r"global_batch_size: must be .* \(given: 1(0{79})\.\.\.\)$"),
     ({"global_batch_size": float("nan")}, r"global_batch_size: must be a valid integer \(given: NaN\)"),
     ({"cluster": 4}, r"cluster: must be a mapping with the fields nodes, gpus_per_node, .* \(given: 4\)$"),
+    ({"cluster": {**CLUSTER, "network": 4}}, r"cluster\.network: must be a mapping with the fields preset, .*: 4\)$"),
+    (
+        {"cluster": {**CLUSTER, "network": "token ring"}},
+        r"cluster\.network\.preset: must be 'nvlink4_ndr', .* or 'infinity_fabric' \(given: \"token ring\"\)$",
+    ),
+    (
+        {"cluster": {**CLUSTER, "network": {"node_gb_per_s": 0}}},
+        r"cluster\.network\.node_gb_per_s: must be greater than 0 \(given: 0\)$",
+    ),
+    (
+        {"cluster": {**CLUSTER, "network": {"gpus_per_switch": 8, "oversubscription": 0.5}}},
+        r"cluster\.network\.oversubscription: must be greater than or equal to 1",
+    ),
+    (
+        {"cluster": {**CLUSTER, "network": {"oversubscription": 2}}},
+        r"cluster\.network: oversubscription 2 needs gpus_per_switch, the GPUs below which there is none$",
+    ),
+    (
+        {"cluster": {**CLUSTER, "network": {"gpus_per_switch": 6}}},
+        r"cluster: network\.gpus_per_switch 6 must be a multiple of gpus_per_node 4$",
+    ),
+    (
+        {"cluster": {**CLUSTER, "memory_gib": 80}},
+        r"cluster: memory_gib is that of a GPU, not of a worker process on cpu$",
+    ),
+    ({"cluster": {**CLUSTER, "power_limit_w": True}}, r"cluster\.power_limit_w: must be a number \(given: true\)$"),
     ({"cluster": []}, r"cluster: must be a mapping with the fields nodes, gpus_per_node"),
     ({"space": None}, r"space: must be a mapping with the fields engine, .* \(given: null\)$"),
     ({"budget": 3}, r"budget: must be a mapping with the fields trials"),
@@ -545,7 +613,16 @@ valid = st.fixed_dictionaries(
         "data": st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1),
         "sequence_length": st.integers(1, 512),
         "global_batch_size": st.integers(1, 8).map(lambda n: 4 * n),
-        "cluster": st.just({"gpus_per_node": 4, "accelerator": "cpu"}),
+        "cluster": st.fixed_dictionaries(
+            {"gpus_per_node": st.just(4), "accelerator": st.just("cpu")},
+            optional={
+                "network": st.sampled_from(list(NETWORKS))
+                | st.fixed_dictionaries(
+                    {"gpus_per_switch": st.integers(1, 8).map(lambda n: 4 * n)},
+                    optional={"gpu_gb_per_s": st.floats(0.1, 1e4), "oversubscription": st.floats(1, 8)},
+                )
+            },
+        ),
     },
     optional={
         "objectives": st.dictionaries(st.sampled_from(METRICS), st.sampled_from(["maximize", "minimize"]), min_size=1),
@@ -596,7 +673,8 @@ junk = st.recursive(
     max_leaves=6,
 )
 paths = st.sampled_from(
-    [(n,) for n in SearchSpec.model_fields] + [(s, n) for s in SECTIONS if s for n in SECTIONS[s].model_fields]
+    [(n,) for n in SearchSpec.model_fields]
+    + [(*s.split("."), n) for s in SECTIONS if s for n in SECTIONS[s].model_fields]
 )
 
 

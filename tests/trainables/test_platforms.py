@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
+import time
 
 import pytest
 import torch
@@ -41,6 +43,34 @@ def test_a_rank_on_the_cpu_has_no_device_of_its_own() -> None:
     assert device == torch.device("cpu")
     assert torch.get_num_threads() == 1
     assert (platform.identity(device), platform.peak_memory_gib(device), platform.versions(device)) == (None, None, {})
+
+
+def test_tasks_race_beside_each_other_once_the_first_is_done() -> None:
+    """Two that wait for each other are done, neither before it was begun."""
+    begun, done = threading.Barrier(2, timeout=60), []
+
+    def task(name: str, seconds: float) -> None:
+        begun.wait()
+        time.sleep(seconds)
+        done.append(name)
+
+    platform = platform_of(ACCELERATORS["cpu"])
+    taken = platform.race(lambda: done.append("first"), lambda: task("long", 0.2), lambda: task("short", 0.02))
+    assert done[0] == "first"
+    assert sorted(done[1:]) == ["long", "short"]
+    assert taken[0] >= 0.2
+    assert taken[1] >= 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_a_gpu_does_is_timed_without_the_hosts_part() -> None:
+    platform = platform_of(ACCELERATORS["gpu"])
+    device = platform.take(0)
+    square = torch.randn(1024, 1024, device=device)
+    (one,) = platform.race(lambda: None, lambda: square @ square)
+    (many,) = platform.race(lambda: None, lambda: [square @ square for _ in range(200)])
+    assert 0 < one < many
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from search_spaces.hardware import Accelerator
@@ -50,6 +50,14 @@ class Platform(ABC):
     @abstractmethod
     def versions(self, device: torch.device) -> dict[str, str]:
         """The device's name and the versions of the libraries that drive it, by the names of a record."""
+
+    @abstractmethod
+    def race(self, first: Callable[[], object], *tasks: Callable[[], object]) -> list[float]:
+        """Seconds that the process's device takes for what each task gives it, beside each other.
+
+        All begin when it has done what `first` gives it. The host's own time to hand the tasks over is not counted on a
+        device that has yet to do them then.
+        """
 
 
 def platform_of(accelerator: Accelerator) -> Platform:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import torch
@@ -35,6 +37,16 @@ class Cpu(Platform):
 
     def versions(self, device: torch.device) -> dict[str, str]:
         return {}
+
+    def race(self, first: Callable[[], object], *tasks: Callable[[], object]) -> list[float]:
+        def seconds(task: Callable[[], object]) -> float:
+            task()
+            return time.perf_counter() - began
+
+        with ThreadPoolExecutor(len(tasks)) as threads:
+            first()
+            began = time.perf_counter()
+            return list(threads.map(seconds, tasks))
 
 
 PLATFORM = Cpu()
