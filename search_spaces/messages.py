@@ -9,7 +9,8 @@ and of DeepSpeed's `TrainSchedule`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from search_spaces.layout import Layout
@@ -136,22 +137,35 @@ def _exchanging(order: Order, ends: _Ends) -> _Steps:
 
 
 def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
-    """Receiving is posted where the sender would be by then if all actions took the same time, and nothing was waited
-    for but input. What is sent is waited for at the end of the step."""
+    """Receiving is posted where the sender would be by then if all actions took the same time and waited for nothing
+    but input. What is sent is waited for at the end of the step.
+
+    As torch does it for up to three stages a rank: those of more are unsharded in turns, too, though nothing is.
+    """
     steps: list[_Steps] = [[] for _ in order]
     sends: list[_Steps] = [[] for _ in order]
     announced: set[Batch] = {()}
-    left = [iter(actions) for actions in order]
-    following = [next(actions, None) for actions in left]
-    while any(following):
-        for rank, action in enumerate(following):
-            if action is None or (needed := ends.awaited(action)) not in announced:
+    turns = [deque(_with_reductions(actions)) for actions in order]
+    while any(turns):
+        for rank, left in enumerate(turns):
+            if not left or (left[0] and ends.awaited(left[0]) not in announced):
                 continue
+            if (action := left.popleft()) is None:
+                continue
+            needed, sent = ends.awaited(action), ends.sent(action)
             steps[rank] += [Wait(needed), Run(action)] if needed else [Run(action)]
-            if sent := ends.sent(action):
+            if sent:
                 announced.add(sent)
                 sends[rank].append(Wait(sent))
                 for end in (rank, sent[0].receiver):
                     steps[end].append(Post(sent))
-            following[rank] = next(left[rank], None)
-    return [[*ran, *waits] for ran, waits in zip(steps, sends, strict=True)]
+    return [[*ran, *reversed(waits)] for ran, waits in zip(steps, sends, strict=True)]
+
+
+def _with_reductions(order: Order) -> Iterator[Action | None]:
+    """With None for the turns after a stage's last action in which torch reduces its gradients and shards it again."""
+    last = {action.stage: action for action in order}
+    for action in order:
+        yield action
+        if action == last[action.stage]:
+            yield from (None, None)
