@@ -1,0 +1,235 @@
+"""How long GPUs take to communicate: by NCCL's own model of its rings and trees, or as was measured where it was.
+
+NCCL chooses among algorithms and protocols what it expects to be fastest, each by latencies and a bandwidth
+(`src/graph/tuning.cc` of NCCL 2.30, whose constants are taken here in round figures); the bytes that each must move are
+those of Thakur et al. 2005. All GPUs of a node are taken to communicate at once, as the ranks of a layout do.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+
+class Collective(StrEnum):
+    """What a group of ranks does together. `SEND` is from one rank to another."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND = "send"
+    BARRIER = "barrier"
+
+
+class Protocol(NamedTuple):
+    """One of NCCL's ways to move data: seconds before anything moves, the latency of a hop in that of the protocol with
+    the full bandwidth, and the share of that bandwidth."""
+
+    start_s: float
+    hop: float
+    share: float
+
+
+PROTOCOLS = (Protocol(6.6e-6, 0.25, 0.25), Protocol(14e-6, 0.5, 0.92), Protocol(8.4e-6, 1.0, 1.0))
+"""LL, LL128 and Simple, with the means of what NCCL has for NVLink and networks, rings and trees."""
+
+TREE_SHARE = 0.92
+"""Bandwidth of trees, in that of rings."""
+
+PAT_SHARE = 0.75
+"""Bandwidth of gathers and scatters by parallel aggregated trees (Jeaugey 2025, arXiv 2506.20252), in that of rings."""
+
+PAT_HOP = 0.3
+"""Latency of one level of such a tree, in that of a hop."""
+
+POST = 0.2
+"""Time to hand one message to the network, in the latency of a hop."""
+
+BARRIER_BYTES = 4
+"""A barrier is an all-reduce of a single number."""
+
+
+class Group(NamedTuple):
+    """How ranks lie on the machines: how many, over how many nodes, how many of them share a node, and how many share a
+    switch of the network's first level, each in the node or switch that has fewest of them."""
+
+    ranks: int
+    nodes: int
+    together: int
+    beneath: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured seconds of a collective of `ranks` ranks, `together` of them on each node: ascending sizes in bytes with
+    the seconds of each. `beside_s`: of each while the GPUs multiply matrices; `slowed`: by what share of the
+    collective's own time alone these products then take longer."""
+
+    kind: Collective
+    ranks: int
+    together: int
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    beside_s: tuple[float, ...]
+    slowed: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links within nodes and the network between them.
+
+    - `source`: where the figures come from, for readers.
+    - `gpus_per_node`: GPU g is on node g // `gpus_per_node`; rank r is on GPU r, or on `rank_order[r]`.
+    - `link_bytes_per_s`: what collectives attain of a GPU's links to its neighbours in the node together, one way;
+      `network_bytes_per_s`: likewise of its share of the node's adapters.
+    - `link_latency_s`, `network_latency_s`: of a hop from GPU to GPU, with the protocol for large messages.
+    - `gpus_per_switch`: GPUs below one switch of the network's first level, None where there is but one such switch;
+      `oversubscription`: the bandwidth into such a switch from below, in that out of it.
+    - `measured`: takes the place of the model where there is a curve.
+    """
+
+    source: str
+    gpus_per_node: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    link_latency_s: float
+    network_latency_s: float
+    gpus_per_switch: int | None = None
+    oversubscription: float = 1.0
+    rank_order: tuple[int, ...] | None = None
+    measured: tuple[Curve, ...] = ()
+
+    def seconds(self, kind: Collective, size: int, ranks: Sequence[int]) -> float:
+        """Of one collective of `ranks`, global ranks as torch counts them; for `SEND` the two.
+
+        `size` in bytes is that of nccl-tests: of the whole buffer, which is the output of an all-gather, the input of a
+        reduce-scatter, what one rank sends in an all-to-all, and the message of a send.
+        """
+        return self.takes(kind, size, self.group(ranks))
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """How `ranks` lie on the machines."""
+        placed = ranks if isinstance(ranks, range) else tuple(ranks)
+        return _group(placed, self.gpus_per_node, self.gpus_per_switch, self.rank_order)
+
+    def takes(self, kind: Collective, size: float, group: Group) -> float:
+        """Seconds of one collective of a group that lies so; see `seconds`."""
+        if group.ranks == 1:
+            return 0.0
+        if kind == Collective.BARRIER:
+            kind, size = Collective.ALL_REDUCE, BARRIER_BYTES
+        curve = self._curves.get((kind, group.ranks, group.together))
+        if curve is None:
+            return self._model(kind, size, group)
+        if size <= curve.sizes[0]:
+            return curve.seconds[0]
+        if size >= curve.sizes[-1]:
+            return curve.seconds[-1] * self._model(kind, size, group) / self._model(kind, curve.sizes[-1], group)
+        return _between(curve.sizes, curve.seconds, size)
+
+    def source_of(self, kind: Collective, ranks: Sequence[int]) -> str:
+        """Where the seconds of such a collective come from, for readers."""
+        group = self.group(ranks)
+        known = (Collective.ALL_REDUCE if kind == Collective.BARRIER else kind, group.ranks, group.together)
+        return "measured here" if known in self._curves else self.source
+
+    def informed(self, curves: Sequence[Curve]) -> Network:
+        """The network with what was measured of it; beyond that, links have the bandwidth that was attained at most."""
+        attained = [
+            (1 - 1 / curve.ranks) * curve.sizes[-1] / curve.seconds[-1]
+            for curve in curves
+            if curve.together == curve.ranks and curve.kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        ]
+        return replace(self, measured=tuple(curves), link_bytes_per_s=max(attained, default=self.link_bytes_per_s))
+
+    @cached_property
+    def _curves(self) -> dict[tuple[Collective, int, int], Curve]:
+        return {(curve.kind, curve.ranks, curve.together): curve for curve in self.measured}
+
+    def _model(self, kind: Collective, size: float, group: Group) -> float:
+        if kind == Collective.SEND:
+            return self._send(size, group)
+        if kind == Collective.ALL_TO_ALL:
+            return self._all_to_all(size, group)
+        if kind == Collective.ALL_REDUCE:
+            return min(self._ring(2 * size * (1 - 1 / group.ranks), 2, group), self._tree(size, group))
+        if kind == Collective.BROADCAST:
+            return self._ring(size, 1, group)
+        ring = self._ring(size * (1 - 1 / group.ranks), 1, group)
+        return min(ring, self._pat(size, group)) if group.ranks == group.nodes else ring
+
+    def _rate(self, group: Group) -> float:
+        """Bytes a second through each GPU of rings or trees, which enter and leave each node, and each switch, once:
+        through the adapters of all their ranks there."""
+        if group.nodes == 1:
+            return self.link_bytes_per_s
+        rate = min(self.link_bytes_per_s, group.together * self.network_bytes_per_s)
+        if group.beneath < group.ranks:
+            rate = min(rate, group.beneath * self.network_bytes_per_s / self.oversubscription)
+        return rate
+
+    def _ring(self, moved: float, rounds: int, group: Group) -> float:
+        """`moved` bytes through each GPU in so many rounds, whose hops lead to another node once for each node."""
+        within, between = group.ranks - group.nodes, group.nodes - 1
+        latency = rounds * (within * self.link_latency_s + between * self.network_latency_s)
+        return _fastest(moved / self._rate(group), latency)
+
+    def _tree(self, size: float, group: Group) -> float:
+        """An all-reduce up and down a chain within each node and a binary tree over nodes."""
+        chain, levels = group.ranks / group.nodes - 1, math.log2(group.nodes)
+        latency = 2 * (chain * self.link_latency_s + levels * self.network_latency_s)
+        return _fastest(2 * size / TREE_SHARE / self._rate(group), latency)
+
+    def _pat(self, size: float, group: Group) -> float:
+        """A gather or scatter of nodes with one rank each by parallel trees, whose messages are handed over singly."""
+        latency = (PAT_HOP * math.log2(group.nodes) + POST * group.ranks) * self.network_latency_s
+        return PROTOCOLS[-1].start_s + latency + size / PAT_SHARE / self._rate(group)
+
+    def _send(self, size: float, group: Group) -> float:
+        """A message to a neighbour, as far as the group spreads."""
+        if group.nodes == 1:
+            return _fastest(size / self.link_bytes_per_s, self.link_latency_s)
+        slower = self.oversubscription if group.beneath < group.ranks else 1.0
+        return _fastest(slower * size / self.network_bytes_per_s, self.network_latency_s)
+
+    def _all_to_all(self, size: float, group: Group) -> float:
+        """A message from each rank to each: those within the node through its links, at the same time those to other
+        nodes through its share of the adapters, and of these what leaves a switch through what that has upwards."""
+        inside, outside, above = group.together - 1, group.ranks - group.together, group.ranks - group.beneath
+        each = size / group.ranks
+        moving = max(
+            inside * each / self.link_bytes_per_s,
+            outside * each / self.network_bytes_per_s,
+            above * each / self.network_bytes_per_s * self.oversubscription,
+        )
+        hop = self.network_latency_s if outside else self.link_latency_s
+        return _fastest(moving, hop + POST * (inside * self.link_latency_s + outside * self.network_latency_s))
+
+
+def _fastest(moving: float, latency: float) -> float:
+    """By the best protocol, of `moving` seconds at the full bandwidth and the latency that goes with it."""
+    return min(start + hop * latency + moving / share for start, hop, share in PROTOCOLS)
+
+
+@lru_cache(maxsize=4096)
+def _group(ranks: Sequence[int], per_node: int, per_switch: int | None, order: tuple[int, ...] | None) -> Group:
+    gpus = ranks if order is None else [order[rank] for rank in ranks]
+    nodes = Counter(gpu // per_node for gpu in gpus)
+    beneath = len(gpus) if per_switch is None else min(Counter(gpu // per_switch for gpu in gpus).values())
+    return Group(len(gpus), len(nodes), min(nodes.values()), beneath)
+
+
+def _between(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
+    """Straight between the measured points around `size`, over logarithms of both."""
+    above = bisect_right(sizes, size)
+    low, high = above - 1, above
+    share = math.log(size / sizes[low]) / math.log(sizes[high] / sizes[low])
+    return seconds[low] * math.pow(seconds[high] / seconds[low], share)
