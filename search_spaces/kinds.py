@@ -25,8 +25,8 @@ class RankKind:
 
     `rank` is the one to run as, of the `num_gpus` of the layout, and `pipeline_rank` its place in the pipeline.
     `stands_for` are the pipeline ranks of this kind, `pipeline_rank` among them, in ascending order: they hold as many
-    layers in each of their stages, and the same ends of the model. They differ in how many passes they keep
-    activations of, and `pipeline_rank` is the one that keeps most: its memory is its own, and no less than the others'.
+    layers in each of their stages, and the same ends of the model. They differ in what they keep of how many passes,
+    and `pipeline_rank` is the one that needs most by the memory model: its memory is its own, and a bound for theirs.
     """
 
     rank: int
@@ -49,7 +49,7 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     found = []
     for ranks in alike.values():
         fullest = max(ranks, key=lambda rank: memory[rank].needed)
-        found += [RankKind(_first(layout, fullest), fullest, tuple(ranks), share) for share in shares]
+        found += [RankKind(first_rank(layout, fullest), fullest, tuple(ranks), share) for share in shares]
     return tuple(found)
 
 
@@ -60,6 +60,6 @@ def _content(layout: Layout, work: Workload, pipeline_rank: int) -> Hashable:
     return tuple(len(layers[stage]) for stage in stages), ends
 
 
-def _first(layout: Layout, pipeline_rank: int) -> int:
+def first_rank(layout: Layout, pipeline_rank: int) -> int:
     """The global rank that is the first of its pipeline rank by all other coordinates."""
     return pipeline_rank * (layout.num_gpus // layout.pipeline_parallel_size)

@@ -145,16 +145,16 @@ def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
     steps: list[_Steps] = [[] for _ in order]
     sends: list[_Steps] = [[] for _ in order]
     announced: set[Batch] = {()}
-    turns = [deque(_with_reductions(actions)) for actions in order]
+    turns = [deque(_turns(actions, ends)) for actions in order]
     while any(turns):
         for rank, left in enumerate(turns):
-            if not left or (left[0] and ends.awaited(left[0]) not in announced):
+            if not left or left[0][1] not in announced:
                 continue
-            if (action := left.popleft()) is None:
+            action, needed = left.popleft()
+            if action is None:
                 continue
-            needed, sent = ends.awaited(action), ends.sent(action)
             steps[rank] += [Wait(needed), Run(action)] if needed else [Run(action)]
-            if sent:
+            if sent := ends.sent(action):
                 announced.add(sent)
                 sends[rank].append(Wait(sent))
                 for end in (rank, sent[0].receiver):
@@ -162,10 +162,11 @@ def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
     return [[*ran, *reversed(waits)] for ran, waits in zip(steps, sends, strict=True)]
 
 
-def _with_reductions(order: Order) -> Iterator[Action | None]:
-    """With None for the turns after a stage's last action in which torch reduces its gradients and shards it again."""
+def _turns(order: Order, ends: _Ends) -> Iterator[tuple[Action | None, Batch]]:
+    """Each action and what it needs; and nothing at all for the turns after a stage's last action in which torch
+    reduces its gradients and shards it again."""
     last = {action.stage: action for action in order}
     for action in order:
-        yield action
+        yield action, ends.awaited(action)
         if action == last[action.stage]:
-            yield from (None, None)
+            yield from ((None, ()), (None, ()))

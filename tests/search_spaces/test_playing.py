@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -35,9 +36,7 @@ def played(layout: Layout, transfer: float = 0.0, unit: float = 1.0) -> Played:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize(
-    ("engine", "schedule"), [("megatron", "gpipe"), ("megatron", "1f1b"), ("deepspeed", "1f1b")]
-)
+@pytest.mark.parametrize(("engine", "schedule"), [("megatron", "gpipe"), ("megatron", "1f1b"), ("deepspeed", "1f1b")])
 def test_bubble_of_one_stage_a_rank(engine: str, schedule: str, ranks: int) -> None:
     """Narayanan et al. 2021, section 2.2.1: (p - 1) / m of the work."""
     microbatches = 3 * ranks
@@ -133,7 +132,7 @@ def test_what_holds_of_every_step(case: tuple[Layout, dict[Action, float], float
     assert all(step.seconds >= busy - 1e-9 for busy in step.busy)
     assert 0.0 <= step.bubble + 1e-9 <= 1.0 + 1e-9
     for spans in step.spans:
-        assert all(one.end <= other.begin for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one.end <= other.begin for one, other in itertools.pairwise(spans))
     # What comes from another stage is there before it is needed.
     times = {span.action: span for spans in step.spans for span in spans}
     rank_of = {stage: r for r in range(layout.pipeline_parallel_size) for stage in layout.stages_of(r)}

@@ -24,11 +24,7 @@ INTERLEAVED = [
     for virtual in (2, 3)
     for microbatches in (ranks, ranks + 1, 4 * ranks)
 ]
-V_SHAPED = [
-    (ranks, 2, microbatches)
-    for ranks in (2, 3, 6)
-    for microbatches in (ranks, 2 * ranks - 1, 4 * ranks + 1)
-]
+V_SHAPED = [(ranks, 2, microbatches) for ranks in (2, 3, 6) for microbatches in (ranks, 2 * ranks - 1, 4 * ranks + 1)]
 SHAPES = [
     (schedule, *shape)
     for schedule, shapes in {
@@ -114,14 +110,10 @@ def torch_script(layout: Layout, rank: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch_schedules, "_batch_p2p", post)
     monkeypatch.setattr(torch_schedules, "_wait_batch_p2p", wait)
     stages: Any = [RecordingStage(layout, stage, rank, steps) for stage in layout.stages_of(rank)]
-    name, microbatches = layout.pipeline_schedule, layout.gradient_accumulation_steps
-    schedule: Any
-    if name in _ONE_STAGE:
-        schedule = _ONE_STAGE[name](stages[0], microbatches)
-        monkeypatch.setattr(schedule, "_initialize_stage", lambda *args: None)
-    else:
-        schedule = _MANY_STAGES[name](stages, microbatches)
-        monkeypatch.setattr(schedule, "_initialize_stages", lambda *args: None)
+    classes: dict[str, Any] = {**_ONE_STAGE, **_MANY_STAGES}
+    one = layout.pipeline_schedule in _ONE_STAGE
+    schedule = classes[layout.pipeline_schedule](stages[0] if one else stages, layout.gradient_accumulation_steps)
+    monkeypatch.setattr(schedule, "_initialize_stage" if one else "_initialize_stages", lambda *args: None)
     schedule._step_microbatches()
     return tuple(steps)
 
