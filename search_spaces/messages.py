@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from search_spaces.layout import Layout
@@ -49,6 +49,9 @@ Script = tuple[Run | Post | Wait, ...]
 """All that one rank does in a step, in its order."""
 
 _Steps = list[Run | Post | Wait]
+
+GATHERED = 3
+"""Stages of a rank whose parameters torch's schedules gather ahead."""
 
 
 def scripts(layout: Layout) -> tuple[Script, ...]:
@@ -137,15 +140,12 @@ def _exchanging(order: Order, ends: _Ends) -> _Steps:
 
 
 def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
-    """Receiving is posted where the sender would be by then if all actions took the same time and waited for nothing
-    but input. What is sent is waited for at the end of the step.
-
-    As torch does it for up to three stages a rank: those of more are unsharded in turns, too, though nothing is.
-    """
+    """Receiving is posted where the rank would be, when something is sent to it, if all took turns. What is sent is
+    waited for at the end of the step."""
     steps: list[_Steps] = [[] for _ in order]
     sends: list[_Steps] = [[] for _ in order]
     announced: set[Batch] = {()}
-    turns = [deque(_turns(actions, ends)) for actions in order]
+    turns = [_turns(actions, ends) for actions in order]
     while any(turns):
         for rank, left in enumerate(turns):
             if not left or left[0][1] not in announced:
@@ -162,11 +162,18 @@ def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
     return [[*ran, *reversed(waits)] for ran, waits in zip(steps, sends, strict=True)]
 
 
-def _turns(order: Order, ends: _Ends) -> Iterator[tuple[Action | None, Batch]]:
-    """Each action and what it needs; and nothing at all for the turns after a stage's last action in which torch
-    reduces its gradients and shards it again."""
-    last = {action.stage: action for action in order}
-    for action in order:
-        yield action, ends.awaited(action)
-        if action == last[action.stage]:
-            yield from ((None, ()), (None, ()))
+def _turns(order: Order, ends: _Ends) -> deque[tuple[Action | None, Batch]]:
+    """Each action and what it needs, and nothing for the turns that torch takes for gathering the parameters of the
+    next stages, releasing those of others, and reducing the gradients of a stage after its last action."""
+    turns: deque[tuple[Action | None, Batch]] = deque()
+    later: list[int] = []
+    """The stages still to come, in the order in which they do."""
+    for action in reversed(order):
+        soon = [action.stage, *(stage for stage in later if stage != action.stage)]
+        if later:
+            turns.extendleft([(None, ())] * len(set(soon[:GATHERED]) ^ set(later[:GATHERED])))
+        if action.stage not in later:
+            turns.appendleft((None, ()))
+        turns.appendleft((action, ends.awaited(action)))
+        later = soon
+    return turns

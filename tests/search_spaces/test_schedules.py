@@ -21,7 +21,7 @@ ONE_STAGE = [(ranks, 1, microbatches) for ranks in (2, 3, 6) for microbatches in
 INTERLEAVED = [
     (ranks, virtual, microbatches)
     for ranks in (2, 3, 6)
-    for virtual in (2, 3)
+    for virtual in (2, 4)
     for microbatches in (ranks, ranks + 1, 4 * ranks)
 ]
 V_SHAPED = [(ranks, 2, microbatches) for ranks in (2, 3, 6) for microbatches in (ranks, 2 * ranks - 1, 4 * ranks + 1)]
