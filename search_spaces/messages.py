@@ -1,9 +1,10 @@
 """What the ranks of a pipeline send each other, and when each engine posts it and waits for it.
 
 As NCCL does it under torch, in whose groups each rank has one stream for all that it sends and receives: batches go one
-after another in the order in which a rank posted them, and a message is on its way when both its ends are there. The
-four ways of posting are those of torch's `ScheduleGPipe`, `Schedule1F1B` and `_PipelineScheduleRuntime`, 2.11 to 2.13,
-and of DeepSpeed's `TrainSchedule`.
+after another in the order in which a rank posted them, and a message is on its way when both its ends are there (so
+with a group bound to its device: pytorch/pytorch issues 154132 and 175225). What waits in line holds up what is behind
+it, which schedules of several stages a rank feel on more than two ranks. The four ways of posting are those of torch's
+`ScheduleGPipe`, `Schedule1F1B` and `_PipelineScheduleRuntime`, 2.11 to 2.13, and of DeepSpeed's `TrainSchedule`.
 """
 
 from __future__ import annotations
