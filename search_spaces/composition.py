@@ -1,0 +1,197 @@
+"""A layout's step, put together from what each kind of its ranks was measured to do alone.
+
+Ranks of a pipeline wait for each other as their schedule has it (`search_spaces.playing`), and once more where they
+agree on the norm by which gradients are clipped. All other ranks do the same at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from search_spaces.kinds import RankKind, Share, first_rank
+from search_spaces.layout import Layout
+from search_spaces.memory import hidden_between
+from search_spaces.messages import Script, scripts
+from search_spaces.network import Collective, Network
+from search_spaces.playing import Played, play
+from search_spaces.schedules import Action
+from search_spaces.workload import Workload
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank did in a step in which nobody let it wait.
+
+    - `head_s`: from the step's begin to the first pass. `passes`: seconds of every action, from its begin to that of
+      the next on this rank. `tail_s`: from there to the step's end; `update_s` of it comes after the gradients' norm is
+      agreed on. Without a pipeline the whole step is in the tail.
+    - `exposed_s`: of all these seconds, those in which the rank did nothing but communicate, by kind of collective.
+    - `busy_power_w`: its GPU's mean power over the step; `waiting_power_w`: while it waits for others.
+    - `memory_gib`: the peak of what torch reserved.
+    """
+
+    passes: Mapping[Action, float]
+    tail_s: float
+    busy_power_w: float
+    waiting_power_w: float
+    memory_gib: float
+    head_s: float = 0.0
+    update_s: float = 0.0
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def busy_s(self) -> float:
+        return self.head_s + sum(self.passes.values()) + self.tail_s
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """How machines differ from those that were measured.
+
+    `gpus`: what work takes on the GPU of a rank, by global rank, in what it was measured to take: 1.05 on a GPU that is
+    5% slower. `links`: the same of all communication. What others hid of it is taken to stay hidden, so that a step
+    comes out too short rather than too long.
+    """
+
+    gpus: Mapping[int, float] = field(default_factory=dict)
+    links: float = 1.0
+
+
+AS_MEASURED = Fleet()
+
+
+@dataclass(frozen=True)
+class Composed:
+    """One optimizer step of a layout on all its GPUs.
+
+    - `busy_s`, `waiting_s`: of a GPU of each pipeline rank, which together are the step. Where experts are spread, of
+      the fullest.
+    - `bubble`: share of the GPUs' time in which they wait for other pipeline ranks.
+    - `exposed_s`: seconds of a GPU, on average, in which it does nothing but communicate, by kind of collective; with
+      `send_recv`, by which the step is longer than if messages between stages took no time.
+    - `energy_j`, `mean_power_w`: of all GPUs together.
+    - `memory_gib`: of each pipeline rank; measured where the rank was, else no less than it will be.
+    - `played`: the passes of all pipeline ranks.
+    """
+
+    step_time_s: float
+    tokens_per_s: float
+    joules_per_token: float
+    energy_j: float
+    mean_power_w: float
+    peak_memory_gib: float
+    bubble: float
+    busy_s: tuple[float, ...]
+    waiting_s: tuple[float, ...]
+    exposed_s: Mapping[str, float]
+    memory_gib: tuple[float, ...]
+    played: Played
+
+
+def compose(
+    layout: Layout,
+    work: Workload,
+    measured: Mapping[RankKind, RankTimes],
+    network: Network,
+    fleet: Fleet = AS_MEASURED,
+) -> Composed:
+    """The step of a legal layout of the model of `work`, of all whose kinds of ranks (`kinds.kinds`) there are times.
+
+    Where experts are spread, the fullest rank tells how long all take, as every exchange of tokens waits for it; but
+    what GPUs do on average is an even share, and by that goes the energy. Raises KeyError if a kind or a pass is
+    missing.
+    """
+    ranks = [_Rank(layout, measured, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
+    every = scripts(layout)
+    played, step = _step(every, ranks, _transfers(layout, work, network, fleet.links))
+    busy = tuple(rank.busy_s for rank in ranks)
+    exposed: dict[str, float] = {}
+    for rank in ranks:
+        for kind, seconds in rank.times.exposed_s.items():
+            exposed[kind] = exposed.get(kind, 0.0) + seconds * fleet.links / len(ranks)
+    if len(ranks) > 1:
+        exposed["send_recv"] = step - _step(every, ranks, lambda sender, receiver: 0.0)[1]
+    energy = sum(rank.energy_j(step) for rank in ranks)
+    tokens = layout.global_batch_size * work.sequence_length
+    memory = tuple(rank.memory_gib for rank in ranks)
+    return Composed(
+        step_time_s=step,
+        tokens_per_s=tokens / step,
+        joules_per_token=energy / tokens,
+        energy_j=energy,
+        mean_power_w=energy / step,
+        peak_memory_gib=max(memory),
+        bubble=1 - sum(busy) / len(busy) / step,
+        busy_s=busy,
+        waiting_s=tuple(step - seconds for seconds in busy),
+        exposed_s=exposed,
+        memory_gib=memory,
+        played=played,
+    )
+
+
+class _Rank:
+    """One pipeline rank, by the kind that stands for it: `times` tell how long it takes, `usual` what GPUs do."""
+
+    def __init__(self, layout: Layout, measured: Mapping[RankKind, RankTimes], fleet: Fleet, rank: int) -> None:
+        by_share = {kind.share: kind for kind in measured if rank in kind.stands_for}
+        if Share.EVEN not in by_share:
+            raise KeyError(f"no measured kind stands for pipeline rank {rank}")
+        kind = by_share.get(Share.FULLEST, by_share[Share.EVEN])
+        self.times, self.usual = measured[kind], measured[by_share[Share.EVEN]]
+        self.memory_gib = max(self.times.memory_gib, self.usual.memory_gib)
+        self.stage = dict(zip(layout.stages_of(rank), layout.stages_of(kind.pipeline_rank), strict=True))
+        """Of the rank's stages, those that were measured."""
+        first, self.gpus = first_rank(layout, rank), layout.num_gpus // layout.pipeline_parallel_size
+        self.slow = [fleet.gpus[gpu] for gpu in range(first, first + self.gpus) if gpu in fleet.gpus]
+        # The slowest of the GPUs that do the same lets the others wait.
+        slowest = max([*self.slow, 1.0] if len(self.slow) < self.gpus else self.slow)
+        self.longer = slowest + (fleet.links - 1) * sum(self.times.exposed_s.values()) / self.times.busy_s
+
+    @property
+    def head_s(self) -> float:
+        return self.longer * self.times.head_s
+
+    @property
+    def tail_s(self) -> float:
+        return self.longer * self.times.tail_s
+
+    @property
+    def update_s(self) -> float:
+        return self.longer * self.times.update_s
+
+    @property
+    def busy_s(self) -> float:
+        return self.longer * self.times.busy_s
+
+    def seconds(self, action: Action) -> float:
+        return self.longer * self.times.passes[action._replace(stage=self.stage[action.stage])]
+
+    def energy_j(self, step: float) -> float:
+        """Of the rank's GPUs, which work as long as each needs and then wait to the step's end."""
+        usual = self.usual
+        worked = [usual.busy_s * slow for slow in self.slow] + [usual.busy_s] * (self.gpus - len(self.slow))
+        return sum(usual.busy_power_w * busy + usual.waiting_power_w * (step - busy) for busy in worked)
+
+
+def _step(
+    every: Sequence[Script], ranks: Sequence[_Rank], transfer: Callable[[int, int], float]
+) -> tuple[Played, float]:
+    """The passes, and the seconds of the whole step. Ranks wait for each other before they update."""
+    begins = [rank.head_s for rank in ranks]
+    played = play(every, lambda rank, action: ranks[rank].seconds(action), transfer, begins)
+    agreed = max(end + rank.tail_s - rank.update_s for end, rank in zip(played.finishes, ranks, strict=True))
+    return played, agreed + max(rank.update_s for rank in ranks)
+
+
+def _transfers(layout: Layout, work: Workload, network: Network, longer: float) -> Callable[[int, int], float]:
+    """Seconds that hidden states of a microbatch, or their gradients, take from one pipeline rank to another."""
+    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
+    size = round(tokens * hidden_between(layout, work.model) * layout.width)
+
+    def transfer(sender: int, receiver: int) -> float:
+        ends = first_rank(layout, sender), first_rank(layout, receiver)
+        return longer * network.seconds(Collective.SEND, size, ends)
+
+    return transfer

@@ -1,0 +1,134 @@
+"""One optimizer step of a pipeline, played event by event from how long each pass takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from search_spaces.messages import Batch, Message, Post, Run, Script
+from search_spaces.schedules import Action
+
+
+class Span(NamedTuple):
+    """Seconds from the step's begin at which an action began and ended."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """All passes of one step, by pipeline rank. In seconds from the step's begin.
+
+    `begins`: when each rank could begin with its passes. `finishes`: when it was through with them, and all that it
+    sent had arrived.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    begins: tuple[float, ...]
+    finishes: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank is through."""
+        return max(self.finishes)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each rank's passes took."""
+        return tuple(sum(span.end - span.begin for span in spans) for spans in self.spans)
+
+    @property
+    def waiting(self) -> tuple[float, ...]:
+        """Seconds between its begin and the end of the last rank in which each rank did not compute."""
+        return tuple(self.seconds - begin - busy for begin, busy in zip(self.begins, self.busy, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time that they wait."""
+        waiting, busy = sum(self.waiting), sum(self.busy)
+        return waiting / (waiting + busy) if waiting + busy else 0.0
+
+
+class _Stream:
+    """What one rank sends and receives, batch after batch."""
+
+    def __init__(self) -> None:
+        self.posted: deque[tuple[float, Batch]] = deque()
+        self.left = 0
+        self.end = 0.0
+        self.over: dict[Batch, float] = {}
+
+
+def play(
+    scripts: Sequence[Script],
+    seconds: Callable[[int, Action], float],
+    transfer: Callable[[int, int], float],
+    begins: Sequence[float] | None = None,
+) -> Played:
+    """Play the `scripts` of all pipeline ranks.
+
+    `seconds(rank, action)` is how long an action takes, `transfer(sender, receiver)` how long a message between two
+    ranks does, `begins` when each rank is at its first action, 0 where left out.
+
+    Raises ValueError if ranks wait for each other forever.
+    """
+    begun = tuple(begins or [0.0] * len(scripts))
+    clocks, places = list(begun), [0] * len(scripts)
+    spans: list[list[Span]] = [[] for _ in scripts]
+    streams = [_Stream() for _ in scripts]
+    met: dict[Message, float] = {}
+    """Since when one end of a message has been there."""
+    transfer = cache(transfer)
+    runnable = deque(range(len(scripts)))
+
+    def communicate(opened: list[int]) -> None:
+        """Begin with the first batch of each of these ranks, and with what that lets begin."""
+        while opened:
+            stream = streams[opened.pop()]
+            posted, batch = stream.posted[0]
+            stream.left, ready = len(batch), max(posted, stream.end)
+            for message in batch:
+                if (other := met.pop(message, None)) is None:
+                    met[message] = ready
+                    continue
+                end = max(ready, other) + transfer(message.sender, message.receiver)
+                for rank in (message.sender, message.receiver):
+                    opened += arrived(rank, end)
+
+    def arrived(rank: int, end: float) -> list[int]:
+        """Count a message of a rank's batch, and return the rank if it can begin with another one."""
+        stream = streams[rank]
+        stream.left, stream.end = stream.left - 1, max(stream.end, end)
+        if stream.left:
+            return []
+        _, batch = stream.posted.popleft()
+        stream.over[batch] = stream.end
+        runnable.append(rank)
+        return [rank] if stream.posted else []
+
+    while runnable:
+        rank = runnable.popleft()
+        script, stream = scripts[rank], streams[rank]
+        while places[rank] < len(script):
+            step = script[places[rank]]
+            if isinstance(step, Run):
+                begin = clocks[rank]
+                clocks[rank] += seconds(rank, step.action)
+                spans[rank].append(Span(step.action, begin, clocks[rank]))
+            elif isinstance(step, Post):
+                stream.posted.append((clocks[rank], step.batch))
+                if len(stream.posted) == 1:
+                    communicate([rank])
+            elif step.batch in stream.over:
+                clocks[rank] = max(clocks[rank], stream.over.pop(step.batch))
+            else:
+                break
+            places[rank] += 1
+    if places != [len(script) for script in scripts]:
+        raise ValueError("the ranks of the pipeline wait for each other")
+    return Played(tuple(map(tuple, spans)), begun, tuple(clocks))

@@ -1,0 +1,148 @@
+"""Steps put together by hand, and what must follow when a machine differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from search_spaces.composition import Fleet, RankTimes, compose
+from search_spaces.kinds import RankKind, Share, kinds
+from search_spaces.layout import Layout
+from search_spaces.models import PRESETS
+from search_spaces.network import Collective, Curve, Network
+from search_spaces.schedules import Pass, orders
+from search_spaces.workload import Workload
+
+WORK = Workload(PRESETS["tiny-llama"], 128, 4)
+MESSAGE = 128 * 64 * 2
+"""Bytes of a microbatch's hidden states in bf16."""
+
+QUARTER = Curve(Collective.SEND, 2, 2, (MESSAGE,), (0.25,), (0.25,), (0.0,))
+NETWORK = Network("by hand", 8, 1e11, 1e10, 1e-6, 1e-5, measured=(QUARTER,))
+"""A message takes a quarter of a second."""
+
+PIPELINE = Layout("megatron", 4, 4, pipeline_parallel_size=2)
+"""Two microbatches through two stages, twice side by side."""
+
+TAILS = {0: (1.0, 0.25, 400.0, 10.0), 1: (1.5, 0.5, 500.0, 8.0)}
+"""By pipeline rank: seconds of the tail and, of it, of the update, watts at work, and peak memory."""
+
+
+def pipeline_times(layout: Layout = PIPELINE) -> dict[RankKind, RankTimes]:
+    """A forward pass takes a second, a backward pass two."""
+    times = {}
+    for kind in kinds(layout, WORK):
+        tail, update, watts, memory = TAILS[kind.pipeline_rank]
+        passes = {action: 1.0 if action.step is Pass.FORWARD else 2.0 for action in orders(layout)[kind.pipeline_rank]}
+        times[kind] = RankTimes(passes, tail, watts, 100.0, memory, head_s=0.5, update_s=update)
+    return times
+
+
+def one_rank(seconds: float, **more: object) -> RankTimes:
+    return replace(RankTimes({}, seconds, 500.0, 100.0, 20.0), **more)  # type: ignore[arg-type]
+
+
+def test_without_a_pipeline_the_step_is_the_measured_one() -> None:
+    layout = Layout("megatron", 4, 4)
+    (kind,) = kinds(layout, WORK)
+    step = compose(layout, WORK, {kind: one_rank(0.5, exposed_s={"all_gather": 0.1})}, NETWORK)
+    assert (step.step_time_s, step.bubble, step.busy_s, step.waiting_s) == (0.5, 0.0, (0.5,), (0.0,))
+    assert step.exposed_s == {"all_gather": 0.1}
+    assert step.mean_power_w == pytest.approx(4 * 500.0)
+    assert step.energy_j == pytest.approx(4 * 500.0 * 0.5)
+    assert step.tokens_per_s == pytest.approx(4 * 128 / 0.5)
+    assert step.joules_per_token == pytest.approx(1000.0 / (4 * 128))
+    assert step.peak_memory_gib == 20.0
+
+
+def test_two_stages_by_hand() -> None:
+    """The second stage has its first microbatch from 1.75 on, its gradients come with the exchange from 4.75 to 5, the
+    second one's at 8.25; the first rank is through with its passes at 10.25, and clips at 11."""
+    step = compose(PIPELINE, WORK, pipeline_times(), NETWORK)
+    assert [(span.begin, span.end) for span in step.played.spans[0]] == [(0.5, 1.5), (1.5, 2.5), (5, 7), (8.25, 10.25)]
+    assert [(span.begin, span.end) for span in step.played.spans[1]] == [(1.75, 2.75), (2.75, 4.75), (5, 6), (6, 8)]
+    assert step.step_time_s == pytest.approx(10.25 + 0.75 + 0.5)
+    assert step.busy_s == pytest.approx((0.5 + 6 + 1.0, 0.5 + 6 + 1.5))
+    assert step.waiting_s == pytest.approx((4.0, 3.5))
+    assert step.bubble == pytest.approx(7.5 / 23)
+    assert step.exposed_s == pytest.approx({"send_recv": 3 * 0.25})
+    assert step.energy_j == pytest.approx(2 * (7.5 * 400 + 4.0 * 100) + 2 * (8.0 * 500 + 3.5 * 100))
+    assert step.mean_power_w == pytest.approx(step.energy_j / step.step_time_s)
+    assert (step.memory_gib, step.peak_memory_gib) == ((10.0, 8.0), 10.0)
+
+
+def test_a_kind_stands_for_others() -> None:
+    """Of eight ranks in a V all but the first are of one kind, whose stages are taken for those of the others."""
+    layout = Layout(
+        "megatron", 8, 16, pipeline_parallel_size=8, pipeline_schedule="zbv_zero_bubble", virtual_pipeline_stages=2
+    )
+    work = replace(WORK, model=replace(WORK.model, layers=16))
+    found = kinds(layout, work)
+    times = {}
+    for kind, seconds in zip(found, (1.0, 3.0), strict=True):
+        actions = orders(layout)[kind.pipeline_rank]
+        down = min(layout.stages_of(kind.pipeline_rank))
+        passes = {action: seconds if action.stage == down else seconds + 1 for action in actions}
+        times[kind] = RankTimes(passes, 1.0, 500.0, 100.0, 20.0)
+    step = compose(layout, work, times, NETWORK)
+    for rank, spans in enumerate(step.played.spans):
+        for action, begin, end in spans:
+            expected = (3.0 if rank else 1.0) + (action.stage >= 8)
+            assert end - begin == pytest.approx(expected)
+    assert len(found) == 2
+
+
+def test_experts_take_as_long_as_the_fullest_and_as_much_as_an_even_share() -> None:
+    work = replace(WORK, model=PRESETS["tiny-moe"])
+    layout = Layout("megatron", 4, 4, expert_parallel_size=4)
+    even, fullest = kinds(layout, work)
+    assert (even.share, fullest.share) == (Share.EVEN, Share.FULLEST)
+    times = {even: one_rank(1.0), fullest: one_rank(1.25, memory_gib=30.0)}
+    step = compose(layout, work, times, NETWORK)
+    assert step.step_time_s == 1.25
+    assert step.energy_j == pytest.approx(4 * (1.0 * 500 + 0.25 * 100))
+    assert step.peak_memory_gib == 30.0
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_kind_that_was_not_measured_is_an_error(lacking: int) -> None:
+    times = {kind: each for kind, each in pipeline_times().items() if kind.pipeline_rank != lacking}
+    with pytest.raises(KeyError, match=f"pipeline rank {lacking}"):
+        compose(PIPELINE, WORK, times, NETWORK)
+
+
+def test_a_slow_gpu_lets_all_others_wait() -> None:
+    layout = Layout("megatron", 4, 4)
+    (kind,) = kinds(layout, WORK)
+    step = compose(layout, WORK, {kind: one_rank(1.0)}, NETWORK, Fleet(gpus={2: 1.1}))
+    assert step.step_time_s == pytest.approx(1.1)
+    assert step.energy_j == pytest.approx(1.1 * 500 + 3 * (500 + 0.1 * 100))
+
+
+def test_where_all_gpus_differ_alike_nobody_waits() -> None:
+    layout = Layout("megatron", 4, 4)
+    (kind,) = kinds(layout, WORK)
+    step = compose(layout, WORK, {kind: one_rank(1.0)}, NETWORK, Fleet(gpus=dict.fromkeys(range(4), 0.5)))
+    assert step.step_time_s == pytest.approx(0.5)
+    assert step.energy_j == pytest.approx(4 * 0.5 * 500)
+
+
+def test_a_slow_link_lengthens_messages_and_what_nothing_hides() -> None:
+    layout = Layout("megatron", 4, 4)
+    (kind,) = kinds(layout, WORK)
+    times = {kind: one_rank(1.0, exposed_s={"all_reduce": 0.2})}
+    slow = compose(layout, WORK, times, NETWORK, Fleet(links=1.25))
+    assert slow.step_time_s == pytest.approx(1.05)
+    assert slow.exposed_s == pytest.approx({"all_reduce": 0.25})
+    slow = compose(PIPELINE, WORK, pipeline_times(), NETWORK, Fleet(links=2.0))
+    assert slow.exposed_s == pytest.approx({"send_recv": 3 * 0.5})
+
+
+@pytest.mark.parametrize("gpus", [{0: 1.2}, {3: 1.2}, {0: 1.2, 1: 1.1, 3: 1.3}])
+def test_a_slow_gpu_never_shortens_a_pipeline(gpus: Mapping[int, float]) -> None:
+    before = compose(PIPELINE, WORK, pipeline_times(), NETWORK)
+    after = compose(PIPELINE, WORK, pipeline_times(), NETWORK, Fleet(gpus=gpus))
+    assert before.step_time_s < after.step_time_s <= before.step_time_s * max(gpus.values())
+    assert after.energy_j > before.energy_j
