@@ -6,8 +6,10 @@ agree on the norm by which gradients are clipped. All other ranks do the same at
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from search_spaces.kinds import RankKind, Share, first_rank
 from search_spaces.layout import Layout
@@ -15,7 +17,7 @@ from search_spaces.memory import hidden_between
 from search_spaces.messages import Script, scripts
 from search_spaces.network import Collective, Network
 from search_spaces.playing import Played, play
-from search_spaces.schedules import Action
+from search_spaces.schedules import Action, Pass
 from search_spaces.workload import Workload
 
 
@@ -27,7 +29,8 @@ class RankTimes:
       the next on this rank. `tail_s`: from there to the step's end; `update_s` of it comes after the gradients' norm is
       agreed on. Without a pipeline the whole step is in the tail.
     - `exposed_s`: of all these seconds, those in which the rank did nothing but communicate, by kind of collective.
-    - `busy_power_w`: its GPU's mean power over the step; `waiting_power_w`: while it waits for others.
+    - `waited_s`: in addition to all these, seconds in which it paused where a pipeline would let it wait (`pauses`).
+    - `busy_power_w`: its GPU's mean power over the step, pauses among it; `waiting_power_w`: while it waits for others.
     - `memory_gib`: the peak of what torch reserved.
     """
 
@@ -38,6 +41,7 @@ class RankTimes:
     memory_gib: float
     head_s: float = 0.0
     update_s: float = 0.0
+    waited_s: float = 0.0
     exposed_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -104,7 +108,7 @@ def compose(
     """
     ranks = [_Rank(layout, measured, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
     every = scripts(layout)
-    played, step = _step(every, ranks, _transfers(layout, work, network, fleet.links))
+    played, step = _step(every, ranks, transfers(layout, work, network, fleet.links))
     busy = tuple(rank.busy_s for rank in ranks)
     exposed: dict[str, float] = {}
     for rank in ranks:
@@ -171,7 +175,8 @@ class _Rank:
     def energy_j(self, step: float) -> float:
         """Of the rank's GPUs, which work as long as each needs and then wait to the step's end."""
         usual = self.usual
-        worked = [usual.busy_s * slow for slow in self.slow] + [usual.busy_s] * (self.gpus - len(self.slow))
+        measured = usual.busy_s + usual.waited_s
+        worked = [measured * slow for slow in self.slow] + [measured] * (self.gpus - len(self.slow))
         return sum(usual.busy_power_w * busy + usual.waiting_power_w * (step - busy) for busy in worked)
 
 
@@ -185,7 +190,7 @@ def _step(
     return played, agreed + max(rank.update_s for rank in ranks)
 
 
-def _transfers(layout: Layout, work: Workload, network: Network, longer: float) -> Callable[[int, int], float]:
+def transfers(layout: Layout, work: Workload, network: Network, longer: float = 1.0) -> Callable[[int, int], float]:
     """Seconds that hidden states of a microbatch, or their gradients, take from one pipeline rank to another."""
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
     size = round(tokens * hidden_between(layout, work.model) * layout.width)
@@ -195,3 +200,26 @@ def _transfers(layout: Layout, work: Workload, network: Network, longer: float) 
         return longer * network.seconds(Collective.SEND, size, ends)
 
     return transfer
+
+
+def pauses(
+    layout: Layout, work: Workload, pipeline_rank: int, passes: Mapping[Action, float], network: Network
+) -> tuple[dict[Action, float], float]:
+    """Seconds that a pipeline rank waits for others before each of its passes, and after the last.
+
+    If all ranks take for theirs what it takes for its own, on average over microbatches: `passes` are those of a step.
+    """
+    ranks = range(layout.pipeline_parallel_size)
+    place = {stage: index for rank in ranks for index, stage in enumerate(layout.stages_of(rank))}
+    taken: defaultdict[tuple[int, Pass], list[float]] = defaultdict(list)
+    for action, seconds in passes.items():
+        taken[place[action.stage], action.step].append(seconds)
+    means = {kind: fmean(each) for kind, each in taken.items()}
+    played = play(
+        scripts(layout), lambda _, action: means[place[action.stage], action.step], transfers(layout, work, network)
+    )
+    spans, end, before = played.spans[pipeline_rank], 0.0, {}
+    for span in spans:
+        before[span.action] = span.begin - end
+        end = span.end
+    return before, played.seconds - end

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from search_spaces.network import Collective, Curve, group_of
 from trainables.platforms.base import Platform
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
-from trainables.world import World
+from trainables.world import GangWorld, World
 
 KINDS = (
     Collective.ALL_GATHER,
@@ -65,7 +65,7 @@ class Collectives(RankProgram):
         """Measure. Collective over the ranks, whose reports all have the same curves."""
         warnings.filterwarnings("ignore", module="torch")  # of names that torch 2.11 knows alone
         on_progress(Progress())
-        world = World(request, place)
+        world = GangWorld(request, place)
         device = place.platform.identity(world.device)
         on_progress(Progress("collectives", device))
         curves = tuple(_Bench(world, place.platform, self).curves())

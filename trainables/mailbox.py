@@ -89,7 +89,7 @@ class Mailbox:
                 if (
                     self.round is not None
                     and self.round.order.number > after
-                    and worker < self.round.order.request.layout.num_gpus
+                    and worker < len(self.round.order.request.ranks)
                 ):
                     return self.round.order
                 await self.changed.wait()
@@ -108,7 +108,7 @@ class Mailbox:
                 return  # of a trial that was given up
             self.round.outcomes[worker] = outcome
             if outcome.status not in (Status.OK, ABORTED) and self.round.failure is None:
-                rank = self.round.order.request.layout.worker_rank(worker)
+                rank = self.round.order.request.ranks[worker]
                 name = f"rank {rank}" if rank == worker else f"rank {rank} on worker {worker}"
                 self.round.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
             self.changed.notify_all()
@@ -130,7 +130,7 @@ class Mailbox:
             current = self.round
             if current is None:
                 return None
-            workers = current.order.request.layout.num_gpus
+            workers = len(current.order.request.ranks)
             await self.changed.wait_for(lambda: len(current.steady) == workers or self.round is not current)
             if self.round is not current:
                 return None
@@ -156,7 +156,7 @@ class Mailbox:
             self.round = current = _Round(Order(self.number, request, (members[0].host, port)))
             self.latest = request.trial_id
             self.changed.notify_all()
-            workers = request.layout.num_gpus
+            workers = len(request.ranks)
             await self.changed.wait_for(lambda: len(current.outcomes) == workers or self.round is not current)
             if self.round is current:
                 self.round = None

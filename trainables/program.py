@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.layout import Layout
-from search_spaces.network import Curve
+from search_spaces.network import Collective, Curve
 from trainables.breakdown import Profile
 from trainables.measure import Procedure, Stretch, Timing
+from trainables.passes import PassTimes
 from trainables.platforms.base import Platform
 
 
@@ -40,13 +41,42 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Calls of one kind in groups of `ranks` ranks during a step: how many, and their bytes in all.
+
+    Bytes are of the whole buffer, as `search_spaces.network.Network` counts them.
+    """
+
+    kind: Collective
+    ranks: int
+    calls: int
+    size: int
+
+
+@dataclass(frozen=True)
+class SliceReport:
+    """What a rank measured that ran alone, beside the rest.
+
+    By global batch size as `timings` are: `times` are means over the window, `traffic` is that of its last step. From
+    `wait_start_ns` to `wait_end_ns`, stamps on this node's monotonic clock, the rank did nothing but wait, as for
+    others in a collective.
+    """
+
+    times: dict[int, PassTimes]
+    traffic: dict[int, tuple[Traffic, ...]]
+    wait_start_ns: int
+    wait_end_ns: int
+
+
+@dataclass(frozen=True)
 class RankReport:
     """What one rank measured.
 
     `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. `timings` are by global
     batch size in the order of time. Losses are those of the global batch; `profile` is that of one more step of the
-    first size, None if none was asked for. `environment` are names of devices and versions of libraries. `curves`: of
-    collectives, by a program that measures these.
+    first size, None if none was asked for. `environment` are names of devices and versions of libraries. `slice` is of
+    ranks that ran alone; their losses are their own contributions. `curves`: of collectives, by a program that measures
+    these.
     """
 
     rank: int
@@ -58,6 +88,7 @@ class RankReport:
     peak_memory_gib: float | None
     environment: dict[str, str]
     profile: Profile | None = None
+    slice: SliceReport | None = None
     curves: tuple[Curve, ...] = ()
 
 
@@ -68,6 +99,10 @@ class RankProgram(ABC):
     @abstractmethod
     def preload() -> Sequence[str]:
         """Modules that every such program needs: imported once by a worker, before its first trial."""
+
+    def ranks(self, layout: Layout) -> Sequence[int]:
+        """Which rank of `layout` each of a gang's first workers runs as. The workers beyond them have no part in it."""
+        return [layout.worker_rank(worker) for worker in range(layout.num_gpus)]
 
     @abstractmethod
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
@@ -92,6 +127,11 @@ class TrialRequest:
     procedure: Procedure
     deadline_s: float
     batches: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank of each worker that takes part."""
+        return self.program.ranks(self.layout)
 
 
 class InvalidTrial(Exception):

@@ -22,28 +22,35 @@ from trainables.data import open_tokens
 from trainables.engines.base import Job, StepOutput
 from trainables.engines.build import build_engine
 from trainables.measure import Stretch, Timing, time_steps
+from trainables.passes import Observer
 from trainables.profiling import profile_step
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
-from trainables.world import World
+from trainables.world import GangWorld, World
 
 
 def train(
     training: Training, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
 ) -> RankReport:
     """`Training.run`, which says more."""
-    gc.freeze()  # the libraries: half a million objects, which a full collection would go through in some step
-    _quieten()
-    return Rank(training, request, place, on_progress).report()
+    return Rank(training, request, place, on_progress, GangWorld).report()
 
 
 class Rank:
     """One rank of a training: its engine, how far it is and what it has seen so far."""
 
     def __init__(
-        self, training: Training, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
+        self,
+        training: Training,
+        request: TrialRequest,
+        place: Place,
+        on_progress: Callable[[Progress], None],
+        join: Callable[[TrialRequest, Place], World],
+        observe: Observer | None = None,
     ) -> None:
-        """Join the other ranks and build the engine. Collective."""
+        """`join` the other ranks and build the engine, of whose passes `observe` is told. Collective."""
+        gc.freeze()  # the libraries: half a million objects, which a full collection would go through in some step
+        _quieten()
         self.training, self.request, self.platform = training, request, place.platform
         self.batches = request.batches or (request.layout.global_batch_size,)
         self.layout = replace(request.layout, global_batch_size=self.batches[0])
@@ -51,27 +58,41 @@ class Rank:
         self.losses: list[Tensor] = []
         self.grad_norms: list[Tensor] = []
         self.enter("start")
-        self.world = World(request, place)
+        self.world = join(request, place)
         self.progress = replace(self.progress, device=self.platform.identity(self.world.device))
         self.enter("build")
-        self.engine = build_engine(
-            Job(self.layout, training.model, training.sequence_length, training.seed, place.rank, self.world.device)
+        job = Job(
+            self.layout,
+            training.model,
+            training.sequence_length,
+            training.seed,
+            place.rank,
+            self.world.device,
+            observe,
         )
+        self.engine = build_engine(job)
         self.stream = open_tokens(training.data, training.model.vocab)
         self.step_began_ns = time.monotonic_ns()
 
     def report(self) -> RankReport:
         """Time all batches, and profile a step of the first if that is asked for. Collective."""
-        procedure = self.request.procedure
+        report = self.measure()
+        if self.request.procedure.breakdown:
+            report = replace(report, profile=self.profile(report))
+        dist.barrier()
+        return report
+
+    def measure(self) -> RankReport:
+        """Time all batches. Collective."""
         timings: dict[int, Timing] = {}
         for batch in self.batches:
             if timings:
                 self.change_batch(batch)
-            timings[batch] = time_steps(self.timed_step, procedure, self.layout.compile, self.enter, self.agreed)
+            timings[batch] = self.time_steps()
             self.enter("report")
-            losses = self.global_losses()
-            check_learning(losses)
-        report = RankReport(
+            losses = tuple(self.world.total(torch.stack(self.losses)).tolist())
+            self.check(losses)
+        return RankReport(
             rank=self.world.rank,
             coordinates=self.layout.coordinates(self.world.rank),
             device=self.progress.device,
@@ -81,10 +102,6 @@ class Rank:
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
             environment={"torch": str(torch.__version__)} | self.platform.versions(self.world.device),
         )
-        if procedure.breakdown:
-            report = replace(report, profile=self.profile(report))
-        dist.barrier()
-        return report
 
     def profile(self, report: RankReport) -> Profile:
         """Profile a step of the first batch, once all ranks have handed over their `report` of all else. Collective."""
@@ -96,6 +113,14 @@ class Rank:
         return profile_step(
             self.step, self.layout, self.platform, partial(self.world.meet, "profiling"), self.world.slowest
         )
+
+    def time_steps(self) -> Timing:
+        """Time steps of the present batch. Collective."""
+        return time_steps(self.timed_step, self.request.procedure, self.layout.compile, self.enter, self.agreed)
+
+    def check(self, losses: tuple[float, ...]) -> None:
+        """Raise `InvalidTrial` if this is no training."""
+        check_learning(losses)
 
     def enter(self, phase: str) -> None:
         self.progress = replace(self.progress, phase=phase)
@@ -132,17 +157,16 @@ class Rank:
             self.step_began_ns = time.monotonic_ns()
         return seconds, self.step_began_ns
 
-    def global_losses(self) -> tuple[float, ...]:
-        """The mean loss of the global batch in each step so far. Collective."""
-        total = torch.stack(self.losses)
-        dist.all_reduce(total)
-        return tuple(total.tolist())
+
+def check_finite(name: str, values: tuple[float, ...]) -> None:
+    """Raise `InvalidTrial` unless all of `values`, which are called `name`, are finite."""
+    if not all(math.isfinite(value) for value in values):
+        raise InvalidTrial(f"the {name} is not finite: {values[0]:.4g} at first, {values[-1]:.4g} at last")
 
 
 def check_learning(losses: tuple[float, ...]) -> None:
     """Raise `InvalidTrial` unless all losses are finite and the last third lies below the first loss on average."""
-    if not all(math.isfinite(loss) for loss in losses):
-        raise InvalidTrial(f"the loss is not finite: {losses[0]:.4g} at first, {losses[-1]:.4g} at last")
+    check_finite("loss", losses)
     tail = losses[-max(1, len(losses) // 3) :]
     if sum(tail) / len(tail) >= losses[0]:
         raise InvalidTrial(f"the loss does not fall: {losses[0]:.4f} at first, {sum(tail) / len(tail):.4f} at last")

@@ -22,6 +22,8 @@ from trainables.platforms.base import platform_of
 from trainables.program import Place, Progress, TrialRequest
 
 TELEMETRY_S = 1.0
+MEASURED = {"window", "waiting"}
+"""Phases whose power is asked for."""
 
 
 class GangTorchConfig(TorchConfig):
@@ -33,7 +35,7 @@ class GangTorchConfig(TorchConfig):
 
 
 class Follower:
-    """Passes one rank's progress on to the node's telemetry; the one that `marks`, the windows' edges, too.
+    """Passes one rank's progress on to the node's telemetry; the one that `marks`, the edges of `MEASURED`, too.
 
     `on_window` is given the progress with which a window begins.
     """
@@ -46,7 +48,7 @@ class Follower:
         self.phase, self.sent_at = "", 0.0
 
     def follow(self, progress: Progress) -> None:
-        if self.marks and progress.phase != self.phase and "window" in (progress.phase, self.phase):
+        if self.marks and progress.phase != self.phase and MEASURED & {progress.phase, self.phase}:
             self.telemetry.mark.remote()
         if progress.phase == "window" != self.phase:
             self.on_window(progress)
@@ -94,8 +96,7 @@ def worker_loop(config: dict[str, Any]) -> None:
         number, began = order.number, time.monotonic()
         over = mailbox.aborted.remote(number)
         store_host, store_port = order.store
-        rank = order.request.layout.worker_rank(worker)
-        place = Place(rank, member.local_rank, store_host, store_port, platform)
+        place = Place(order.request.ranks[worker], member.local_rank, store_host, store_port, platform)
         follower = Follower(
             order.request,
             watching,

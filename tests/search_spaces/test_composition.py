@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from search_spaces.composition import Fleet, RankTimes, compose
+from search_spaces.composition import Fleet, RankTimes, compose, pauses
 from search_spaces.kinds import RankKind, Share, kinds
-from search_spaces.layout import Layout
+from search_spaces.layout import ONE_STAGE_SCHEDULES, SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.network import Collective, Curve, Network
 from search_spaces.schedules import Pass, orders
@@ -146,3 +146,26 @@ def test_a_slow_gpu_never_shortens_a_pipeline(gpus: Mapping[int, float]) -> None
     after = compose(PIPELINE, WORK, pipeline_times(), NETWORK, Fleet(gpus=gpus))
     assert before.step_time_s < after.step_time_s <= before.step_time_s * max(gpus.values())
     assert after.energy_j > before.energy_j
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pauses_are_where_a_pipeline_of_ranks_alike_waits(schedule: str) -> None:
+    stages = 1 if schedule in ONE_STAGE_SCHEDULES else 2
+    layout = replace(PIPELINE, pipeline_schedule=schedule, virtual_pipeline_stages=stages)
+    step = compose(layout, WORK, pipeline_times(layout), NETWORK)
+    for rank, spans in enumerate(step.played.spans):
+        passes = {span.action: span.end - span.begin for span in spans}
+        before, last = pauses(layout, WORK, rank, passes, NETWORK)
+        ends = [step.played.begins[rank], *(span.end for span in spans)]
+        assert before == pytest.approx(
+            {span.action: span.begin - end for span, end in zip(spans, ends, strict=False)}, abs=1e-9
+        )
+        assert last == pytest.approx(step.played.seconds - ends[-1])
+        assert sum(before.values()) + last == pytest.approx(step.played.waiting[rank])
+
+
+def test_power_was_measured_with_pauses() -> None:
+    layout = Layout("megatron", 4, 4)
+    (kind,) = kinds(layout, WORK)
+    step = compose(layout, WORK, {kind: one_rank(1.0, waited_s=0.25)}, NETWORK)
+    assert step.energy_j == pytest.approx(4 * (1.25 * 500 - 0.25 * 100))

@@ -30,20 +30,21 @@ def store() -> TCPStore:
 
 @pytest.fixture(scope="session")
 def run_ranks(nursery: Nursery, store: TCPStore) -> RunRanks:
-    """Run a trial on as many ranks as it asks for; the outcomes by rank. The trial's id must be new to the session."""
+    """Run a trial on as many workers as it asks for; the outcomes by worker. Its id must be new to the session."""
 
     def run(request: TrialRequest) -> list[Outcome]:
         failed, began = threading.Event(), time.monotonic()
 
-        def rank_outcome(rank: int) -> Outcome:
-            place = Place(rank, rank, "127.0.0.1", store.port, CPU)
+        def rank_outcome(worker: int) -> Outcome:
+            place = Place(request.ranks[worker], worker, "127.0.0.1", store.port, CPU)
             trial = nursery.trial(request, place, lambda: time.monotonic() - began, failed.is_set)
             with trial as outcome:
                 if outcome.status != "ok":
                     failed.set()
                 return outcome
 
-        with ThreadPoolExecutor(request.layout.num_gpus) as pool:
-            return list(pool.map(rank_outcome, range(request.layout.num_gpus)))
+        workers = len(request.ranks)
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(rank_outcome, range(workers)))
 
     return run

@@ -9,11 +9,13 @@ import pytest
 
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
+from search_spaces.network import Network
 from trainables.breakdown import Profile
 from trainables.child import ABORTED, Outcome
 from trainables.mailbox import Mailbox, Member, Order
 from trainables.measure import Procedure, Stretch
 from trainables.program import Progress, RankReport, TrialRequest
+from trainables.slice import Slice
 from trainables.status import Status
 from trainables.training import Training
 
@@ -110,6 +112,17 @@ async def test_ranks_beyond_the_trial_s_are_left_out() -> None:
     order = await soon(idle)
     assert order is not None
     assert order.number == 2
+
+
+@in_a_loop
+async def test_one_worker_may_run_any_rank_of_a_layout() -> None:
+    mailbox = await gang(1)
+    program = Slice(TRAINING, 5, Network("a test", 8, 1e12, 1e11, 1e-6, 1e-5))
+    trial = asyncio.create_task(mailbox.evaluate(replace(REQUEST, layout=replace(LAYOUT, num_gpus=8), program=program)))
+    order = await take(mailbox, 0, 0)
+    assert order.request.ranks == (5,)
+    await mailbox.hand_in(0, order.number, Outcome(Status.OOM, "memory", "window"))
+    assert (await soon(trial))[0] == [Outcome(Status.OOM, "rank 5 on worker 0: memory", "window")]
 
 
 @in_a_loop

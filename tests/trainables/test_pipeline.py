@@ -77,7 +77,8 @@ def count_buffers(rank: int, schedule: str, microbatches: int) -> dict[str, list
     buffers = Buffers()
     with pytest.MonkeyPatch.context() as monkeypatch:
         buffers.watch(monkeypatch)
-        pipeline = Pipeline(layout, stages, group, nn.functional.mse_loss, torch.device("cpu"))
+        hidden = torch.empty(1, WIDTH, device="meta", requires_grad=True)
+        pipeline = Pipeline(layout, stages, group, nn.functional.mse_loss, hidden, torch.device("cpu"))
         for _ in range(2):
             pipeline.step(torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH))
     return {kind: [buffers.most[kind], buffers.alive(kind)] for kind in KINDS}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from trainables.passes import Observer
 
 Microbatch = tuple[Tensor, Tensor]
 
@@ -31,7 +32,10 @@ def learning_rate(model: ModelShape) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's share of a trial; `rank` is in the trial's own world of `layout.num_gpus` processes."""
+    """One rank's share of a trial; `rank` is in the trial's own world of `layout.num_gpus` processes.
+
+    `observe` is told of every pass of a pipeline; None where nobody asks.
+    """
 
     layout: Layout
     model: ModelShape
@@ -39,6 +43,7 @@ class Job:
     seed: int
     rank: int
     device: torch.device
+    observe: Observer | None = None
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from search_spaces.hardware import Accelerator
 
 if TYPE_CHECKING:
     import torch
+
+
+class Mark(Protocol):
+    """A place among what a process gave its device to do."""
+
+    def elapsed_time(self, end_event: Self, /) -> float:
+        """Milliseconds that the device took from here to `end_event`. It must have done all before both."""
 
 
 class Platform(ABC):
@@ -38,6 +45,10 @@ class Platform(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the process's device has done all that it was given."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """A mark behind all that the process's device was given so far."""
 
     @abstractmethod
     def peak_memory_gib(self, device: torch.device) -> float | None:

@@ -5,11 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from trainables.platforms.base import Platform
+
+
+@dataclass(frozen=True)
+class Instant:
+    """A time: the host does at once what it is given."""
+
+    ns: int
+
+    def elapsed_time(self, end: Instant, /) -> float:
+        """Milliseconds from here to `end`."""
+        return (end.ns - self.ns) / 1e6
 
 
 class Cpu(Platform):
@@ -28,6 +40,9 @@ class Cpu(Platform):
 
     def synchronize(self) -> None:
         pass
+
+    def mark(self) -> Instant:
+        return Instant(time.monotonic_ns())
 
     def peak_memory_gib(self, device: torch.device) -> float | None:
         return None

@@ -34,6 +34,11 @@ class Cuda(Platform):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def peak_memory_gib(self, device: torch.device) -> float | None:
         return torch.cuda.max_memory_reserved(device) / 2**30
 

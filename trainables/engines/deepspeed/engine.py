@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -22,6 +24,8 @@ import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.sequence.layer import DistributedAttention
@@ -30,6 +34,7 @@ from torch import Tensor, nn
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.schedules import Action, Pass
 from trainables.engines.base import (
     BETAS,
     GRADIENT_CLIP,
@@ -43,6 +48,7 @@ from trainables.engines.base import (
 from trainables.engines.deepspeed.configuration import configuration
 from trainables.model import Block, Embedding, Parts, Stage, causal_attention, compiled_loss, language_model_loss
 from trainables.moe import attach_loss, balance_loss, choose_experts
+from trainables.passes import Moment, Observer
 from trainables.recompute import recomputed
 
 # Without this DeepSpeed compiles a C++ shared-memory all-reduce on CPU machines; gloo serves.
@@ -164,7 +170,7 @@ class DeepSpeedEngine:
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout
-        self.device = job.device
+        self.device, self.observe = job.device, job.observe
         deepspeed.init_distributed(dist_init_required=False)
         place = layout.coordinates(job.rank)
         self.data_parallel_rank, self.context_rank, self.tensor_rank = place["dp"], place["cp"], place["tp"]
@@ -186,6 +192,8 @@ class DeepSpeedEngine:
         )
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self.settings)
         self._start_from_fp32()
+        if self.pipelined:
+            self._prepare_pipeline(job)
         self.norm: Tensor | None = None
         self.engine.clip_fp32_gradients = self._clip
 
@@ -302,6 +310,18 @@ class DeepSpeedEngine:
             partition_method="type:Block",
         )
 
+    def _prepare_pipeline(self, job: Job) -> None:
+        """Tell the stages what they send each other, which each would tell the next, and who asks of their passes."""
+        layout = self.layout
+        tokens = job.sequence_length // layout.context_parallel_size
+        shape = [layout.micro_batch_size, tokens, job.model.hidden]
+        dtype = torch.bfloat16 if self.settings["bf16"]["enabled"] else torch.float32
+        self.engine.first_output_send = False
+        if not self.engine.is_first_stage():
+            self.engine.pipe_recv_buf = self.engine._allocate_or_extend_buffers(0, shape, dtype)
+        if self.observe is not None:
+            _observe_passes(self.engine, self.observe)
+
     @staticmethod
     def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
         together = {"params": list(model.parameters()), "name": "all"}
@@ -345,6 +365,8 @@ class DeepSpeedEngine:
             square += self._square(experts, groups._get_expert_parallel_group(experts[0].group_name))
         if self.pipelined:
             dist.all_reduce(square, group=self.engine.grid.get_pipe_parallel_group())
+            if self.observe is not None:
+                self.observe(Moment.AGREED)
         self.norm = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, GRADIENT_CLIP, self.norm)
 
@@ -354,6 +376,34 @@ class DeepSpeedEngine:
         if group is not None:
             dist.all_reduce(square, group=group)
         return square
+
+
+def _observe_passes(engine: PipelineEngine, observe: Observer) -> None:
+    """Have `observe` told of each pass of a pipeline as it begins, and that they have ended before gradients are
+    reduced."""
+    counts: Counter[Pass] = Counter()
+
+    def begin(step: Pass) -> None:
+        observe(Action(engine.stage_id, step, counts[step]))
+        counts[step] += 1
+
+    def end() -> None:
+        counts.clear()
+        observe(Moment.PASSED)
+
+    def after(tell: Callable[[], None], execute: Callable[..., None]) -> Callable[..., None]:
+        def told(engine: PipelineEngine, **arguments: Any) -> None:
+            tell()
+            execute(engine, **arguments)
+
+        return told
+
+    executed = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = executed | {
+        ForwardPass: after(partial(begin, Pass.FORWARD), executed[ForwardPass]),
+        BackwardPass: after(partial(begin, Pass.BACKWARD), executed[BackwardPass]),
+        ReduceTiedGrads: after(end, executed[ReduceTiedGrads]),
+    }
 
 
 def _set_partition(parameter: Any, value: Tensor) -> None:

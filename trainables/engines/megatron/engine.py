@@ -45,6 +45,7 @@ from trainables.engines.megatron.parallelize import Parallelizer
 from trainables.engines.megatron.pipeline import Pipeline, TiedTable
 from trainables.model import Embedding, Head, Parts, Stage, compiled_loss, language_model_loss
 from trainables.moe import ExpertLayout, Experts, MoE
+from trainables.passes import Moment
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class MegatronEngine:
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout
+        self.shape, self.observe = job.model, job.observe
         self.mesh = mesh = Mesh(layout, job.device)
         place = layout.coordinates(job.rank)
         self.data_parallel_rank = place["dp"]
@@ -115,8 +117,23 @@ class MegatronEngine:
         """The order of one step's microbatches through the stages; None without a pipeline."""
         if self.layout.pipeline_parallel_size == 1:
             return None
-        mesh = self.mesh
-        return Pipeline(self.layout, dict(self.stages), mesh.pipeline_group, self.loss_function, mesh.device)
+        return Pipeline(
+            self.layout,
+            self.stages,
+            self.mesh.pipeline_group,
+            self.loss_function,
+            self._hidden_states(),
+            self.mesh.device,
+            self.observe,
+        )
+
+    def _hidden_states(self) -> Tensor:
+        """What one stage passes to the next of a microbatch, without memory."""
+        layout = self.layout
+        tokens = len(self.positions) // (layout.tensor_parallel_size if layout.splits_sequence else 1)
+        shape = (layout.micro_batch_size, tokens, self.shape.hidden)
+        dtype = torch.float32 if layout.precision == "fp32" else torch.bfloat16
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def _build(self, index: int, parts: Parts, parallelizer: Parallelizer) -> Stage:
         """Make and shard one part after the other, so that never more than one lies whole on the device."""
@@ -218,6 +235,8 @@ class MegatronEngine:
             square += part
         if self.layout.pipeline_parallel_size > 1:
             dist.all_reduce(square, group=self.mesh.pipeline_group)
+            if self.observe is not None:
+                self.observe(Moment.AGREED)
         total = square.sqrt()
         for group in self.groups:
             torch.nn.utils.clip_grads_with_norm_(group.parameters, GRADIENT_CLIP, total)

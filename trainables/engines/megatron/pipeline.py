@@ -7,7 +7,7 @@ Qi et al. 2023.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
+from search_spaces.schedules import Action, Pass
+from trainables.passes import Moment, Observer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,6 +49,30 @@ class LeanStage(PipelineStage):
     On GPUs, streams need no more care than they do in torch: posting a receive makes its stream wait for the current
     one, on which the buffer's memory was used before, and the current stream waits for the receive before the pass.
     """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        stages: int,
+        hidden: Tensor,
+        group: ProcessGroup,
+        device: torch.device,
+        observe: Observer | None,
+    ) -> None:
+        """Stage `index` of `stages`, between which go tensors like `hidden`, of one microbatch.
+
+        `observe` is told of passes as they begin, and that they have ended before gradients are reduced.
+        """
+        # Not told, stages would try their modules and tell each other, before the first step.
+        super().__init__(module, index, stages, device, input_args=hidden, output_args=hidden, group=group)
+        self.observe = observe
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """torch before 2.12 would find that tokens are not like hidden states."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """Nor are logits."""
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         metadata = super()._prepare_forward_infra(1, *args, **kwargs)
@@ -74,15 +100,32 @@ class LeanStage(PipelineStage):
         return ops
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._begin(Pass.FORWARD, fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _put_buffers(self.args_recv_info[fwd_chunk_id], _META)
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self._begin(Pass.BACKWARD if full_backward else Pass.INPUT, bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _put_buffers(self.grad_recv_info[bwd_chunk_id], _META)
         if loss is not None:
             loss.detach_()  # the schedule keeps losses to the end of the step; their graphs hold what was received
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._begin(Pass.WEIGHT, bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.observe is not None:
+            self.observe(Moment.PASSED)
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def _begin(self, step: Pass, microbatch: int) -> None:
+        if self.observe is not None:
+            self.observe(Action(self.stage_index, step, microbatch))
 
 
 def _put_buffers(infos: Iterable[Any], device: torch.device) -> None:
@@ -103,12 +146,22 @@ class Pipeline:
     """One optimizer step's microbatches through the stages of all ranks of `group`."""
 
     def __init__(
-        self, layout: Layout, stages: dict[int, nn.Module], group: ProcessGroup, loss: Loss, device: torch.device
+        self,
+        layout: Layout,
+        stages: Mapping[int, nn.Module],
+        group: ProcessGroup,
+        loss: Loss,
+        hidden: Tensor,
+        device: torch.device,
+        observe: Observer | None = None,
     ) -> None:
-        """`stages`: the rank's own, by their place in the model."""
+        """`stages`: the rank's own, by their place in the model, between which go tensors like `hidden`, of one
+        microbatch and without memory. `observe` is told of their passes."""
         last = layout.pipeline_stages - 1
         self.first, self.last = 0 in stages, last in stages
-        parts: list[Any] = [LeanStage(stage, i, last + 1, device, group=group) for i, stage in stages.items()]
+        parts: list[Any] = [
+            LeanStage(stage, i, last + 1, hidden, group, device, observe) for i, stage in stages.items()
+        ]
         rounds = layout.gradient_accumulation_steps
         self.schedule = (
             _ONE_STAGE[layout.pipeline_schedule](parts[0], rounds, loss_fn=loss)

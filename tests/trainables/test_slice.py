@@ -1,0 +1,160 @@
+"""One rank of a layout, run alone: what it reports, and that it needs the memory that it needs among the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from search_spaces.kinds import first_rank
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.network import Collective, Network
+from search_spaces.schedules import Action, Pass, orders
+from tests.trainables.conftest import RunRanks
+from tests.trainables.live_bytes import Counted
+from tests.trainables.test_parity import (
+    GPIPE,
+    INTERLEAVED,
+    LLAMA,
+    ROWS,
+    V_SHAPED,
+    ZERO_BUBBLE,
+    cases,
+    deep,
+    deepspeed,
+    megatron,
+    reports,
+    request,
+)
+from trainables.passes import Moment, PassClock, PassTimes
+from trainables.platforms.cpu import Instant
+from trainables.program import TrialRequest
+from trainables.slice import Slice
+from trainables.slice_rank import WAIT_S
+from trainables.training import Training
+
+Marked = tuple[int, Action | Moment | None]
+
+NETWORK = Network("a test", 8, 1e12, 1e11, 1e-6, 1e-5)
+
+
+def alone(trial: TrialRequest, rank: int) -> TrialRequest:
+    """The same trial, of which one rank runs alone."""
+    assert isinstance(trial.program, Training)
+    return replace(trial, trial_id=f"rank {rank} of {trial.trial_id}", program=Slice(trial.program, rank, NETWORK))
+
+
+def counted(trial: TrialRequest) -> TrialRequest:
+    """The same trial, in which the bytes of tensors are counted."""
+    return replace(trial, trial_id=f"counted {trial.trial_id}", program=Counted(trial.program))
+
+
+def times(steps: list[list[Marked]], latest: int, pauses: dict[Action | Moment, float] | None = None) -> PassTimes:
+    """Of steps by the nanoseconds of their marks, of which the first and the last of each are its begin and its end.
+
+    What has a pause has two marks one after the other, of which the first is its end of what was before.
+    """
+    stamps = iter([Instant(ns) for step in steps for ns, _ in step])
+    paused: list[float] = []
+    clock = PassClock(lambda: next(stamps), paused.append)
+    clock.pauses = pauses or {}
+    for step in steps:
+        clock.begin()
+        for _, what in step[1:-1]:
+            if what is not None:
+                clock.observe(what)
+        clock.end()
+    assert paused == list(clock.pauses.values()) * len(steps)
+    return clock.mean(latest)
+
+
+def test_a_pass_lasts_until_the_next_begins() -> None:
+    first, second, third = Action(0, Pass.FORWARD, 0), Action(0, Pass.BACKWARD, 0), Action(1, Pass.FORWARD, 0)
+    marks: list[Marked] = [(0, None), (5, first), (15, second), (18, Moment.PASSED), (20, third), (50, Moment.PASSED)]
+    step = times([[*marks, (60, Moment.PASSED), (64, Moment.AGREED), (71, None)]], 1)
+    assert (step.head_s, step.tail_s, step.update_s) == pytest.approx((5e-9, 21e-9, 7e-9))
+    assert step.passes_s == pytest.approx({first: 10e-9, second: 5e-9, third: 30e-9})
+
+
+def test_pauses_are_no_part_of_the_passes() -> None:
+    first, second = Action(0, Pass.FORWARD, 0), Action(0, Pass.BACKWARD, 0)
+    pauses: dict[Action | Moment, float] = {first: 4e-9, second: 7e-9, Moment.AGREED: 9e-9}
+    marks: list[Marked] = [(0, None), (5, first), (9, None), (15, second), (22, None), (30, Moment.PASSED)]
+    step = times([[*marks, (32, Moment.AGREED), (41, None), (50, None)]], 1, pauses)
+    assert (step.head_s, step.tail_s, step.update_s) == pytest.approx((5e-9, 11e-9, 9e-9))
+    assert step.passes_s == pytest.approx({first: 6e-9, second: 8e-9})
+    assert step.waited_s == pytest.approx(20e-9)
+
+
+def test_means_are_of_the_latest_steps_which_without_passes_are_all_tail() -> None:
+    step = times([[(0, None), (1000, None)], [(1000, None), (1002, None)], [(2000, None), (2004, None)]], 2)
+    assert (step.head_s, step.passes_s, step.tail_s, step.update_s) == (0, {}, pytest.approx(3e-9), 0)
+    assert step.waited_s == 0
+
+
+PIPELINES = [
+    (deep(LLAMA), megatron(2, **V_SHAPED, mbs=1), 0),
+    (deep(LLAMA), deepspeed(4, pp=4, mbs=1), 2),
+    *[
+        pytest.param(deep(LLAMA), layout, rank, marks=pytest.mark.slow)
+        for layout, rank in [
+            (megatron(2, pp=2, mbs=1), 1),
+            (megatron(4, **GPIPE, zero=1, mbs=1), 0),
+            (megatron(2, **INTERLEAVED, mbs=1), 1),
+            (megatron(2, **ZERO_BUBBLE, mbs=1), 0),
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "rank"), PIPELINES)
+def test_passes_are_those_of_the_schedule(model: ModelShape, layout: Layout, rank: int, run_ranks: RunRanks) -> None:
+    (report,) = reports(run_ranks(alone(request(layout, model), rank)))
+    assert report.slice is not None
+    (step,), (timing,) = report.slice.times.values(), report.timings.values()
+    assert tuple(step.passes_s) == orders(layout)[layout.coordinates(rank)["pp"]]
+    parts = [step.head_s, *step.passes_s.values(), step.tail_s]
+    assert min(parts) > 0
+    assert step.tail_s > step.update_s > 0
+    assert sum(parts) <= sum(timing.window_steps_s) / len(timing.window_steps_s)
+
+
+def test_a_rank_reports_what_others_were_called_for_and_how_long_it_waited(run_ranks: RunRanks) -> None:
+    layout = Layout("megatron", 1024, 1024, micro_batch_size=2, tensor_parallel_size=2, precision="fp32")
+    trial = replace(request(layout, LLAMA), trial_id="one of 1024")
+    (report,) = reports(run_ranks(alone(trial, 701)))
+    assert (report.rank, report.coordinates) == (701, {"pp": 0, "dp": 350, "cp": 0, "tp": 1})
+    assert report.slice is not None
+    (timing,), (traffic,) = report.timings.values(), report.slice.traffic.values()
+    assert report.slice.wait_start_ns >= timing.end_ns
+    assert report.slice.wait_end_ns - report.slice.wait_start_ns >= WAIT_S * 1e9
+    gradients = [entry.size for entry in traffic if (entry.kind, entry.ranks) == (Collective.ALL_REDUCE, 512)]
+    split = LLAMA.layers * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176) + 2 * 64 * 512
+    norms = (2 * LLAMA.layers + 1) * 64
+    assert gradients == [4 * (split / 2 + norms)]
+
+
+def is_even(model: ModelShape, layout: Layout) -> bool:
+    """Whether memory does not depend on the tokens of other ranks: those that they send to this one's experts, and for
+    how many of the fullest expert's DeepSpeed has room."""
+    return layout.expert_parallel_size == 1 and not (layout.engine == "deepspeed" and model.num_experts)
+
+
+EVEN = [row for row in ROWS if is_even(*row.values)]
+BY_DEFAULT = [
+    *cases(LLAMA, megatron(2, zero=3), deepspeed(2, zero=2)),
+    *cases(deep(LLAMA), megatron(2, pp=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [row if row in BY_DEFAULT else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow) for row in EVEN],
+)
+def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: Layout, run_ranks: RunRanks) -> None:
+    trial = request(layout, model)
+    among = reports(run_ranks(counted(trial)))
+    for rank in (first_rank(layout, stage) for stage in range(layout.pipeline_parallel_size)):
+        (own,) = reports(run_ranks(counted(alone(trial, rank))))
+        assert own.peak_memory_gib == among[rank].peak_memory_gib

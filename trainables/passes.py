@@ -1,0 +1,124 @@
+"""Times of a step's passes on one rank, by marks among what its device is given to do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from search_spaces.schedules import Action
+from trainables.platforms.base import Mark
+
+
+class Moment(StrEnum):
+    """What an engine tells of a step of a pipeline beside its passes."""
+
+    PASSED = "passed"
+    """Passes have ended, perhaps the last ones."""
+    AGREED = "agreed"
+    """All ranks of the pipeline have come to the norm of the gradient."""
+
+
+Observer = Callable[[Action | Moment], None]
+"""Told by an engine of every pass as it begins, and of moments."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one step on one rank.
+
+    `head_s` is from the step's begin to its first pass, `passes_s` each pass, from its begin to that of the next one,
+    and `tail_s` from the end of the last pass to the step's; `update_s` of it comes after ranks agreed on the norm of
+    the gradient, 0 where the engine does not tell. Without a pipeline the whole step is in the tail. `waited_s` are the
+    pauses besides.
+    """
+
+    head_s: float
+    passes_s: dict[Action, float]
+    tail_s: float
+    update_s: float
+    waited_s: float
+
+
+class _Event(NamedTuple):
+    """What an engine told, the end of what was before it, and its own begin, which is later if there was a pause."""
+
+    what: Action | Moment
+    ended: Mark
+    begun: Mark
+
+
+@dataclass
+class _Step:
+    start: Mark
+    events: list[_Event]
+    end: Mark
+
+
+class PassClock:
+    """Times each step between `begin` and `end`, and, as an engine's observer, its passes, without waiting for any.
+
+    The device pauses for so many seconds before whatever has some in `pauses`.
+    """
+
+    def __init__(self, mark: Callable[[], Mark], pause: Callable[[float], None]) -> None:
+        """`mark` puts a mark among what the device is given to do, `pause` so many seconds of waiting."""
+        self.mark, self.pause = mark, pause
+        self.pauses: Mapping[Action | Moment, float] = {}
+        self.steps: list[_Step] = []
+
+    def begin(self) -> None:
+        start = self.mark()
+        self.steps.append(_Step(start, [], start))
+
+    def observe(self, what: Action | Moment) -> None:
+        ended = begun = self.mark()
+        if (seconds := self.pauses.get(what, 0.0)) > 0:
+            self.pause(seconds)
+            begun = self.mark()
+        self.steps[-1].events.append(_Event(what, ended, begun))
+
+    def end(self) -> None:
+        self.steps[-1].end = self.mark()
+
+    def mean(self, steps: int) -> PassTimes:
+        """The mean of the latest `steps` steps, all of the same passes. The device must have done them."""
+        times = [_times(step) for step in self.steps[-steps:]]
+        return PassTimes(
+            head_s=statistics.fmean(step.head_s for step in times),
+            passes_s={
+                action: statistics.fmean(step.passes_s[action] for step in times) for action in times[0].passes_s
+            },
+            tail_s=statistics.fmean(step.tail_s for step in times),
+            update_s=statistics.fmean(step.update_s for step in times),
+            waited_s=statistics.fmean(step.waited_s for step in times),
+        )
+
+
+def _times(step: _Step) -> PassTimes:
+    passes = [event for event in step.events if isinstance(event.what, Action)]
+    waited_s = sum(_seconds(event.ended, event.begun) for event in step.events if event.begun is not event.ended)
+    if not passes:
+        return PassTimes(0.0, {}, _seconds(step.start, step.end) - waited_s, 0.0, waited_s)
+    over = step.events[step.events.index(passes[-1]) + 1]
+    agreed = next((event for event in step.events if event.what == Moment.AGREED), None)
+    update_s = 0.0 if agreed is None else _seconds(agreed.begun, step.end)
+    reduced_s = 0.0 if agreed is None else _seconds(over.begun, agreed.ended)
+    return PassTimes(
+        head_s=_seconds(step.start, passes[0].ended),
+        passes_s={
+            before.what: _seconds(before.begun, after.ended)
+            for before, after in pairwise([*passes, over])
+            if isinstance(before.what, Action)
+        },
+        tail_s=_seconds(over.begun, step.end) if agreed is None else reduced_s + update_s,
+        update_s=update_s,
+        waited_s=waited_s,
+    )
+
+
+def _seconds(start: Mark, end: Mark) -> float:
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,43 @@
+"""The program that trains one rank of a layout on one GPU, without the others. Needs no torch until it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from search_spaces.kinds import Share
+from search_spaces.layout import Layout
+from search_spaces.network import Network
+from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
+from trainables.training import Training
+
+
+@dataclass(frozen=True)
+class Slice(RankProgram):
+    """Runs `training` as rank `rank` of a request's layout, in one process, with a stand-in for all other ranks.
+
+    Collectives take the time that `network` says, messages between stages none. `share` is of a mixture's tokens.
+    """
+
+    training: Training
+    rank: int
+    network: Network
+    share: Share = Share.EVEN
+
+    @staticmethod
+    def preload() -> list[str]:
+        """What a whole training needs, and the stand-in."""
+        return [*Training.preload(), "trainables.slice_rank"]
+
+    def ranks(self, layout: Layout) -> Sequence[int]:
+        return (self.rank,)
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        """Train and time the one rank with each of the request's batches, and then have it wait for a while.
+
+        Raises `InvalidTrial` if its loss or its gradient is not finite, and whatever else a training may, but for its
+        loss: the gradient that comes from other ranks is not that of the model.
+        """
+        from trainables.slice_rank import run_slice
+
+        return run_slice(self, request, place, on_progress)

@@ -1,0 +1,136 @@
+"""One rank of a layout, run in one process under a stand-in for the others."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from search_spaces.composition import pauses
+from search_spaces.network import Collective
+from search_spaces.workload import Workload
+from trainables.engines.base import StepOutput
+from trainables.measure import Timing
+from trainables.passes import Moment, PassClock, PassTimes
+from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
+from trainables.rank import Rank, check_finite
+from trainables.slice import Slice
+from trainables.standin.join import join
+from trainables.standin.ledger import Call
+from trainables.world import World
+
+WAIT_S = 0.5
+"""Long enough for some samples of the power of waiting."""
+
+STEPS_APART = 2
+"""Steps without pauses, by the last of which these are set. The first carries what happens once."""
+
+
+def run_slice(
+    program: Slice, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
+) -> RankReport:
+    """`Slice.run`, which says more."""
+    return SliceRank(program, request, place, on_progress).report()
+
+
+class StandInWorld(World):
+    """One process in the place of all ranks, one of which it is. `ledger`: all that the others were called for."""
+
+    def __init__(self, program: Slice, request: TrialRequest, place: Place) -> None:
+        super().__init__(request, place)
+        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share)
+
+    def slowest(self, seconds: float) -> float:
+        return seconds
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
+
+    def meet(self, occasion: str) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        """Give the device what a rank's does that waits in a collective."""
+        if self.device.type == "cpu":
+            time.sleep(seconds)
+            return
+        from trainables.standin.device import spin
+
+        spin(seconds, self.device)
+
+
+class SliceRank(Rank):
+    """A rank that keeps the times of its passes and what it sent, and waits in the end."""
+
+    world: StandInWorld
+
+    def __init__(
+        self, program: Slice, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
+    ) -> None:
+        self.program = program
+        self.clock = PassClock(place.platform.mark, lambda seconds: self.world.wait(seconds))
+        self.steps_of_batch = 0
+        self.times: dict[int, PassTimes] = {}
+        self.traffic: dict[int, tuple[Traffic, ...]] = {}
+        world = partial(StandInWorld, program)
+        super().__init__(program.training, request, place, on_progress, world, self.clock.observe)
+
+    def measure(self) -> RankReport:
+        report = super().measure()
+        check_finite("norm of the gradient", report.grad_norms)
+        self.enter("waiting")
+        start_ns = time.monotonic_ns()
+        self.world.wait(WAIT_S)
+        self.platform.synchronize()
+        end_ns = time.monotonic_ns()
+        self.enter("report")
+        return replace(report, slice=SliceReport(self.times, self.traffic, start_ns, end_ns))
+
+    def time_steps(self) -> Timing:
+        timing = super().time_steps()
+        batch = self.layout.global_batch_size
+        self.times[batch] = self.clock.mean(len(timing.window_steps_s))
+        self.traffic[batch] = summed(self.world.ledger)
+        return timing
+
+    def check(self, losses: tuple[float, ...]) -> None:
+        check_finite("loss", losses)
+
+    def change_batch(self, global_batch_size: int) -> None:
+        super().change_batch(global_batch_size)
+        self.steps_of_batch, self.clock.pauses = 0, {}
+
+    def step(self) -> StepOutput:
+        if self.steps_of_batch == STEPS_APART and self.layout.pipeline_parallel_size > 1:
+            self.pause()
+        self.steps_of_batch += 1
+        self.world.ledger.clear()
+        self.clock.begin()
+        output = super().step()
+        self.clock.end()
+        return output
+
+    def pause(self) -> None:
+        """Have the device wait from now on where other pipeline ranks would have it wait: by what the last step took.
+
+        GPUs that pause cool down and draw less, so that those at their power limit are faster between.
+        """
+        passes = self.clock.mean(1).passes_s
+        work = Workload(self.training.model, self.training.sequence_length, self.layout.global_batch_size)
+        stage = self.layout.coordinates(self.world.rank)["pp"]
+        before, last = pauses(self.layout, work, stage, passes, self.program.network)
+        self.clock.pauses = dict(before) | {Moment.AGREED: last}
+
+
+def summed(calls: Iterable[Call]) -> tuple[Traffic, ...]:
+    """The calls of each kind in groups of each size."""
+    count: Counter[tuple[Collective, int]] = Counter()
+    size: Counter[tuple[Collective, int]] = Counter()
+    for call in calls:
+        count[call.kind, len(call.ranks)] += 1
+        size[call.kind, len(call.ranks)] += call.size
+    return tuple(Traffic(kind, ranks, count[kind, ranks], size[kind, ranks]) for kind, ranks in sorted(count))

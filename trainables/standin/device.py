@@ -1,0 +1,171 @@
+"""Collectives on a GPU of NVIDIA's: where NCCL's would run, for as long, with as many of the GPU's processors.
+
+AMD's GPUs copy as fast as they can, and then wait.
+"""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+from trainables.standin.moves import Move, fill
+
+BLOCKS = 24
+"""Thread blocks of a collective: the channels that NCCL opens for collectives among H100 of one node, as its log has it
+("24 coll channels")."""
+
+WARPS = 16
+"""Warps of a block, as in NCCL."""
+
+BYTES = 16
+"""What a thread moves with one instruction."""
+
+UNROLLED = 4
+"""Such instructions that a thread has under way at a time: with fewer, so few blocks do not come to the bytes a second
+of NVLink."""
+
+WALL_CLOCK_HZ = 100_000_000
+"""Of AMD's GPUs, in whose ticks `torch.cuda._sleep` counts there."""
+
+
+class DeviceLane:
+    """A stream of the group's own, which begins when the caller's has come so far.
+
+    As with NCCL, what is not asynchronous runs on the caller's stream, and all of a group one after the other, whatever
+    their streams. Tensors are kept until their collective is waited for, or is over, in place of `record_stream`: so
+    torch has it with NCCL, and the allocator takes as much memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._under_way: deque[DeviceWork] = deque()
+
+    def carry(self, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
+        while self._under_way and self._under_way[0].event.query():
+            self._under_way.popleft()
+        current = torch.cuda.current_stream(self._device)
+        if not asynchronous:
+            return self._carry_on(current, moves, seconds, kept=())
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            return self._carry_on(self._stream, moves, seconds, kept=moves)
+
+    def _carry_on(
+        self, stream: torch.cuda.Stream, moves: Sequence[Move], seconds: float, kept: Sequence[Move]
+    ) -> dist.Work:
+        """Carry on this stream, the current one."""
+        if self._under_way:
+            stream.wait_event(self._under_way[-1].event)
+        transfer(moves, seconds)
+        work = DeviceWork(stream.record_event(), kept)
+        self._under_way.append(work)
+        return work
+
+
+class DeviceWork(dist.Work):
+    """Is over when the GPU is past `event`; `moves` are what must live until then."""
+
+    def __init__(self, event: torch.cuda.Event, moves: Sequence[Move]) -> None:
+        super().__init__()
+        self.event = event
+        self._moves = moves
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Have the current stream wait. What it does with the tensors' memory then comes after the collective."""
+        torch.cuda.current_stream().wait_event(self.event)
+        self._moves = ()
+        return True
+
+
+def transfer(moves: Sequence[Move], seconds: float) -> None:
+    """Do the moves on the current stream in that many seconds; in no time at all, as fast as it goes."""
+    if seconds <= 0 or torch.version.hip is not None:
+        for move in moves:
+            fill(move)
+        if seconds > 0:
+            torch.cuda._sleep(int(seconds * WALL_CLOCK_HZ))
+        return
+    total = sum(move.size for move in moves)
+    if total == 0:
+        spin(seconds, torch.device("cuda"))
+        return
+    for move in moves:
+        _pace(move, seconds * move.size / total)
+
+
+def spin(seconds: float, device: torch.device) -> None:
+    """Keep the current stream busy as a collective is that waits for others: with all its blocks, moving nothing."""
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    _pace(Move(nothing, nothing), seconds)
+
+
+def _pace(move: Move, seconds: float) -> None:
+    """One move at an even pace by `BLOCKS` thread blocks, which are busy to its end."""
+    assert move.source is not None
+    target, source = move.target.data.view(-1), move.source.data.reshape(-1)
+    if target.element_size() == 1:
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    count = target.numel() if source.numel() else 0
+    _paced[(BLOCKS,)](
+        target,
+        source,
+        count,
+        max(1, min(count, source.numel())),
+        float(move.factor),
+        int(seconds * 1e9),
+        SCALED=move.factor != 1,
+        TILE=32 * WARPS * UNROLLED * BYTES // target.element_size(),
+        num_warps=WARPS,
+    )
+    if count < target.numel():
+        fill(move)
+
+
+@triton.jit(do_not_specialize=["factor", "nanoseconds"])
+def _paced(  # type: ignore[no-untyped-def]
+    target,
+    source,
+    count,
+    period,
+    factor,
+    nanoseconds,
+    SCALED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """target[i] = source[i % period] * factor for i < count, tile after tile, each not before its share of the time."""
+    began = globaltimer()
+    duration = nanoseconds.to(tl.int64)
+    tiles_of_period = tl.cdiv(period, TILE)
+    tiles = tl.cdiv(count, period) * tiles_of_period
+    lanes = tl.arange(0, TILE)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        within = (tile % tiles_of_period).to(tl.int64) * TILE
+        place = (tile // tiles_of_period).to(tl.int64) * period + within
+        left = tl.minimum(period - within, count - place)
+        if left >= TILE:  # without a mask, which would have values moved one by one
+            values = tl.load(source + within + lanes)
+            if SCALED:
+                values = (values.to(tl.float32) * factor).to(target.dtype.element_ty)
+            tl.store(target + place + lanes, values)
+        else:
+            values = tl.load(source + within + lanes, mask=lanes < left)
+            if SCALED:
+                values = (values.to(tl.float32) * factor).to(target.dtype.element_ty)
+            tl.store(target + place + lanes, values, mask=lanes < left)
+        due = began + duration * (tile + 1) // tiles
+        now = globaltimer()
+        while now < due:
+            now = globaltimer()
+    now = globaltimer()
+    while now < began + duration:
+        now = globaltimer()

@@ -1,0 +1,33 @@
+"""The way into a world whose other ranks are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from search_spaces.kinds import Share
+from trainables.standin.group import Peers, Seconds, StandIn
+from trainables.standin.lane import lane_of
+from trainables.standin.ledger import Ledger
+
+BACKEND = "standin"
+
+
+def join(rank: int, size: int, seconds: Seconds, device: torch.device, share: Share = Share.EVEN) -> Ledger:
+    """Make this process rank `rank` of `size` in torch.distributed, all alone, computing on `device`.
+
+    Returns what will hold all calls to all groups. Collectives take `seconds`; `share` is for mixtures of experts.
+    """
+    ledger = Ledger()
+    peers = Peers(device, seconds, share, ledger)
+
+    def group(options: Any, _: object) -> StandIn:
+        """torch names no ranks for the whole world."""
+        ranks = options.global_ranks_in_group or range(options.group_size)
+        return StandIn(ranks, options.group_rank, options.group_id, peers, lane_of(device))
+
+    dist.Backend.register_backend(BACKEND, group, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+    return ledger

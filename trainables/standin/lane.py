@@ -1,0 +1,61 @@
+"""How the collectives of one group take their time, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainables.standin.moves import Move, fill
+
+
+class Lane(Protocol):
+    """What carries the data of one group."""
+
+    def carry(self, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
+        """Have the moves take `seconds` once all before them are over.
+
+        Who called a collective that is not `asynchronous` may take what it returns for over.
+        """
+        ...
+
+
+def lane_of(device: torch.device) -> Lane:
+    """A new lane between devices of this kind."""
+    if device.type == "cpu":
+        return HostLane()
+    from trainables.standin.device import DeviceLane
+
+    return DeviceLane(device)
+
+
+class HostLane:
+    """Data that are there at once, and time that is over later."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def carry(self, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
+        for move in moves:
+            fill(move)
+        self._free_at = max(self._free_at, time.monotonic()) + seconds
+        return HostWork(self._free_at, moves)
+
+
+class HostWork(dist.Work):
+    """Is over when the clock says so; `moves` are kept until somebody waits for it."""
+
+    def __init__(self, over_at: float, moves: Sequence[Move]) -> None:
+        super().__init__()
+        self._over_at, self._moves = over_at, moves
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        left = self._over_at - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        self._moves = ()
+        return True
