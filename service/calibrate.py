@@ -99,7 +99,8 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_data(problem)
     check_machine(problem.cluster)
-    problem = replace(problem.located(), name=f"{problem.name[:51]}-calibration")
+    name, whole = f"{problem.name[:51]}-calibration", replace(problem.measurement, explore="gang")
+    problem = replace(problem.located(), name=name, measurement=whole)
     layouts = design(problem.legal.layouts, problem.workload, start, min(TRIALS, problem.budget.trials))
     if not layouts:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
@@ -109,7 +110,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     with home.driving(search_id), ray_session(problem.cluster):
         check_cluster(problem.cluster)
         tracker = Tracker(store_uri(tracking_uri), home)
-        Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts)).run()
+        Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts), None).run()
         collectives = measure_collectives(problem.cluster, home) if problem.cluster.size > 1 else None
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:

@@ -107,6 +107,8 @@ def _faults(problem: Problem) -> Iterator[str]:
         if known(metric).direction not in (None, direction):
             better = "less" if direction is Direction.MAXIMIZE else "more"
             yield f"objectives.{metric}: {direction} would look for the worst: {better} of it is better"
+    if problem.measurement.explore != "gang":
+        yield from _unsliced(problem)
     lacking = _lacking(problem)
     if all(metric in lacking for metric in problem.goals.objectives):
         yield "; ".join(f"objectives.{metric}: {lacking[metric]}" for metric in problem.goals.objectives)
@@ -157,12 +159,24 @@ def _times(problem: Problem) -> Iterator[str]:
     if budget.wall_time_s is not None and window_s > budget.wall_time_s:
         yield f"budget.wall_time_s: {budget.wall_time_s:g} s are less than a window, measurement.window_s {window_s:g}"
     if budget.gpu_hours is not None:
-        gpus = min(layout.num_gpus for layout in problem.legal.layouts)
+        gpus = min(layout.num_gpus for layout in problem.legal.layouts) if measurement.explore == "gang" else 1
         if gpus * window_s / 3600 > budget.gpu_hours:
             yield (
                 f"budget.gpu_hours: {budget.gpu_hours:g} is less than a window of {gpus} GPUs, measurement.window_s "
                 f"{window_s:g}"
             )
+
+
+def _unsliced(problem: Problem) -> Iterator[str]:
+    """Why layouts cannot be explored by slices."""
+    name, both = problem.cluster.accelerator, {"link_bytes_per_s", "network_bytes_per_s"}
+    if data_sheet(name) is None and not both <= set(problem.cluster.stated):
+        yield (
+            f"measurement.explore: slices need to know how fast the network is, and nothing is known of accelerator "
+            f"{name!r}: state cluster.network.gpu_gb_per_s and node_gb_per_s"
+        )
+    if True in problem.axes["async_tensor_parallel"]:
+        yield "space.async_tensor_parallel: a slice is alone, and has no other GPU's memory to reach: leave true out"
 
 
 def _contradictions(problem: Problem) -> Iterator[str]:

@@ -69,7 +69,7 @@ class Wattune:
         problem = _loaded(spec)
         from service.checks import check_machine
 
-        check_machine(problem.cluster)
+        check_machine(problem.least)
         from service.search import run
 
         return run(problem, self.tracking_uri, search_id)

@@ -7,7 +7,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.tune.experiment import Trial
 from sqlalchemy.exc import SQLAlchemyError
 
+from search_spaces.network import Network
 from service.answers.overview import contests
 from service.checks import notices
 from service.display import Display
@@ -36,27 +38,59 @@ from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step
 from service.trials import thermal
 from service.trials.evaluate import evaluate
-from service.trials.gang import Gang, awaited, close_gangs
+from service.trials.gang import Gang, awaited, close_gangs, room
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
+from trainables.slice import Slice
 from trainables.training import Training
 
 TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
 """What Ray reserves for a Tune trial, which only waits for its gang."""
 
 
-def gang_count(problem: Problem) -> int:
-    """How many gangs fit the cluster, of those that the search has trials for."""
-    most = problem.cluster.size // problem.gang_size
-    return max(1, min(most, problem.budget.trials, len(problem.legal.layouts)))
+@dataclass(frozen=True)
+class Phase:
+    """A part of a search with gangs of its own: so many of so many workers each, for trials of these purposes, some of
+    which may run by slices."""
+
+    purposes: tuple[Purpose, ...]
+    gangs: int
+    size: int
+    sliced: bool
+
+
+def phases(problem: Problem, at_hand: int) -> list[Phase]:
+    """The parts of a search, of which one comes after the other, where there is room for `at_hand` workers.
+
+    A search by slices explores with as many gangs of one worker as there is room for; whole gangs measure its
+    finalists. Any other has one part only. There are no more gangs than the search has trials for.
+    """
+    most = min(problem.budget.trials, len(problem.legal.layouts))
+    fitting = min(problem.cluster.size, at_hand) // problem.gang_size
+    sliced = problem.measurement.sliced
+    whole = Phase(tuple(Purpose), max(1, min(fitting, most)), problem.gang_size, sliced)
+    if not sliced:
+        return [whole]
+    exploring = tuple(purpose for purpose in Purpose if purpose.explores)
+    slices = Phase(exploring, max(1, min(problem.cluster.size, at_hand, most)), 1, sliced)
+    return [slices, whole] if problem.finalists.count else [slices]
 
 
 class Driver:
     """One search, from its first actor to its last record."""
 
-    def __init__(self, problem: Problem, search_id: str, home: Home, tracker: Tracker, agenda: Agenda) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        search_id: str,
+        home: Home,
+        tracker: Tracker,
+        agenda: Agenda,
+        network: Network | None,
+    ) -> None:
+        """`network`: as far as it is known, for slices."""
         self.problem, self.search_id, self.home = problem, search_id, home
-        self.tracker, self.agenda = tracker, agenda
+        self.tracker, self.agenda, self.network = tracker, agenda, network
         self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
 
@@ -75,20 +109,27 @@ class Driver:
         )
         for notice in [*notices(self.problem), *busy(environment)]:
             self.display.say(f"notice: {notice}")
-        if waits_for := awaited(self.problem.cluster, self.problem.gang_size):
+        parts = phases(self.problem, room(self.problem.cluster))
+        if parts[0].sliced:
+            self.display.say(f"explores by slices, {parts[0].gangs} at a time")
+        if waits_for := awaited(self.problem.cluster, parts[0].size):
             self.display.say(f"waiting for {waits_for}")
         with self.tracker.beating():
-            self._measure(telemetry, environment)
+            self._measure(parts, telemetry, environment)
 
-    def _measure(self, telemetry: Fleet, environment: Mapping[str, str]) -> None:
+    def _measure(self, parts: Sequence[Phase], telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
-        self._clear_spool()  # Ray would go on with the files of a driver that was killed
         try:
-            for number in range(gang_count(self.problem)):
-                name, size, storage = f"{self.search_id}-gang{number}", self.problem.gang_size, self.spool / "train"
-                gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, Training.preload()))
-            self._tune(start_pool([gang.mailbox for gang in gangs]), len(gangs), telemetry, environment)
+            for part in parts:
+                close_gangs(gangs)
+                gangs.clear()
+                self._clear_spool()  # Ray would go on with the files of the part before, or of a driver that was killed
+                for number in range(part.gangs):
+                    name = f"{self.search_id}-{part.size}x{number}"
+                    storage, preload = self.spool / "train", Slice.preload() if part.sliced else Training.preload()
+                    gangs.append(Gang(name, part.size, self.problem.cluster, storage, telemetry, preload))
+                self._tune(part, start_pool([gang.mailbox for gang in gangs]), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
         except RayActorError:
             raise SearchError("the process that lends gangs to trials died: resume the search") from None
@@ -107,8 +148,8 @@ class Driver:
             for notice in self.tracker.notices:
                 self.display.say(f"notice: {notice}")
 
-    def _tune(self, pool: ActorHandle[Pool], concurrent: int, telemetry: Fleet, environment: Mapping[str, str]) -> None:
-        """Have Ray Tune run the agenda's trials, so many at a time."""
+    def _tune(self, part: Phase, pool: ActorHandle[Pool], telemetry: Fleet, environment: Mapping[str, str]) -> None:
+        """Have Ray Tune run the agenda's trials of one part of the search, as many at a time as it has gangs."""
         recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry)
 
         def gangs_up() -> int:
@@ -117,14 +158,19 @@ class Driver:
             return up
 
         trainable = ray.tune.with_parameters(
-            evaluate, problem=self.problem, pool=pool, telemetry=telemetry, environment=environment
+            evaluate,
+            problem=self.problem,
+            pool=pool,
+            telemetry=telemetry,
+            environment=environment,
+            network=self.network,
         )
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=AgendaSearcher(self.agenda, gangs_up),
+                search_alg=AgendaSearcher(self.agenda, gangs_up, part.purposes),
                 num_samples=-1,
-                max_concurrent_trials=concurrent,
+                max_concurrent_trials=part.gangs,
                 reuse_actors=True,
                 trial_name_creator=lambda trial: trial.trial_id,
                 trial_dirname_creator=lambda trial: trial.trial_id,

@@ -33,6 +33,8 @@ class Method(StrEnum):
     """The integral over samples."""
     SAMPLED = "sampled"
     """From single samples."""
+    SLICE = "slice"
+    """Put together from ranks that were measured alone, beside stand-ins for all others."""
     SHORT = "short"
     """Measured in steps of fewer microbatches, followed to the whole batch."""
     EXTRAPOLATED = "extrapolated"
@@ -45,23 +47,29 @@ class Doubt(IntEnum):
     """How far values are to be doubted, the least first. They are only compared with values as little in doubt."""
 
     MEASURED = 0
-    EXTRAPOLATED = 1
-    ESTIMATED = 2
+    SLICED = 1
+    EXTRAPOLATED = 2
+    ESTIMATED = 3
 
     @classmethod
     def of(cls, method: str | None) -> Doubt:
         """That of values which came about by a `Method`, or plainly."""
-        if method == Method.ESTIMATED:
-            return cls.ESTIMATED
-        return cls.EXTRAPOLATED if method == Method.EXTRAPOLATED else cls.MEASURED
+        return next((doubt for doubt, doubted in _DOUBTED.items() if method == doubted), cls.MEASURED)
 
     @property
     def method(self) -> Method | None:
         """How values in this doubt came about; None of measured ones."""
-        return {Doubt.EXTRAPOLATED: Method.EXTRAPOLATED, Doubt.ESTIMATED: Method.ESTIMATED}.get(self)
+        return _DOUBTED.get(self)
 
     def __str__(self) -> str:
         return self.name.lower()
+
+
+_DOUBTED = {
+    Doubt.SLICED: Method.SLICE,
+    Doubt.EXTRAPOLATED: Method.EXTRAPOLATED,
+    Doubt.ESTIMATED: Method.ESTIMATED,
+}
 
 
 class Part(Enum):
@@ -242,6 +250,15 @@ TABLE = (
         needs=Needs.GPU,
     ),
     Metric(
+        "bubble_ratio",
+        "share of GPU time spent waiting for other pipeline ranks, of trials by slices, 0 to 1",
+        LESS,
+        heading="bubble",
+        style=".1%",
+        range=SHARE,
+        aim=False,
+    ),
+    Metric(
         "trial_overhead_s",
         "s that the trial held its gang outside compiling, warm-up, window and breakdown",
         LESS,
@@ -266,7 +283,7 @@ ALWAYS = tuple(metric.name for metric in TABLE if metric.always)
 SHOWN = 8
 """Names that a message lists where none is like the one that it is about."""
 
-MARKS: dict[str, str] = {Method.ESTIMATED: "*", Method.EXTRAPOLATED: "~"}
+MARKS: dict[str, str] = {Method.ESTIMATED: "*", Method.EXTRAPOLATED: "~", Method.SLICE: "^"}
 """Method -> what its values carry, where they are not measured."""
 
 

@@ -25,6 +25,10 @@ INLINE = "inline"
 Sampler = Literal["auto", "gp", "tpe", "nsga2", "random", "exhaustive"]
 """Who chooses the next layout: `auto`, one of Optuna's, chance, or all in their order; see `service.sampling`."""
 
+Explore = Literal["gang", "slices", "auto"]
+"""How layouts are explored: by all their ranks, by slices (`service.trials.slices`), or by slices only where the
+machines at hand are fewer than the cluster of the problem."""
+
 Borderline = Literal["risk", "probe", "refuse"]
 """What becomes of layouts that may run out of memory: they are tried, probed before, or not tried."""
 
@@ -107,7 +111,8 @@ class Measurement:
     Warm-up ends when the last `steady_steps` optimizer steps agree within `warmup_tolerance` (relative), at the latest
     after `warmup_max_s`, compile time not counted. The window lasts `window_s` and `window_min_steps` at least. With
     `breakdown`, one more step is profiled after it. With `short_trials`, trials of many microbatches a step time two
-    smaller numbers of them in its place, but for finalists. After `deadline_s` a trial counts as hung.
+    smaller numbers of them in its place, but for finalists. After `deadline_s` a trial counts as hung. `explore` says
+    how all layouts but finalists are run.
     """
 
     steady_steps: int = 3
@@ -118,6 +123,12 @@ class Measurement:
     breakdown: bool = True
     short_trials: bool = True
     deadline_s: float = 600.0
+    explore: Explore = "gang"
+
+    @property
+    def sliced(self) -> bool:
+        """Whether trials that explore are run by slices."""
+        return self.explore == "slices"
 
 
 @dataclass(frozen=True)
@@ -190,6 +201,23 @@ class Problem:
             oversubscription=network.oversubscription,
             refuse_borderline=self.borderline == "refuse",
         )
+
+    @property
+    def least(self) -> Cluster:
+        """The machines that the search cannot do without: its cluster, or a GPU of it where one can explore alone."""
+        if self.measurement.explore == "gang":
+            return self.cluster
+        return replace(self.cluster, nodes=1, gpus_per_node=1)
+
+    def on(self, workers: int) -> Problem:
+        """The problem as machines with room for so many workers can have it: explored by slices, or by gangs, as they
+        allow, and without finalists where no gang fits."""
+        fits = workers >= self.gang_size
+        explore = self.measurement.explore
+        if explore == "auto":
+            explore = "gang" if fits else "slices"
+        finalists = self.finalists if fits else replace(self.finalists, count=0)
+        return replace(self, measurement=replace(self.measurement, explore=explore), finalists=finalists)
 
     @property
     def legal(self) -> Space:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from search_spaces.composition import RankTimes
+from search_spaces.kinds import RankKind, Share
 from search_spaces.layout import Layout
+from search_spaces.schedules import Action, Pass
 from service.metrics import Method
 from trainables.breakdown import Breakdown
 from trainables.status import Status
@@ -24,6 +27,11 @@ class Purpose(StrEnum):
     """To watch the machine."""
     CALIBRATION = "calibration"
     """To fit the cost model to the machine."""
+
+    @property
+    def explores(self) -> bool:
+        """Whether it is measured in the way in which the search explores: by slices, if that is how."""
+        return self in (Purpose.SEARCH, Purpose.SENTINEL)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,30 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
+class SliceRecord:
+    """One kind of the ranks of a trial by slices, and what it was measured to do, in a step with the batch of the
+    result that holds this."""
+
+    kind: RankKind
+    times: RankTimes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        passes = [[*action, seconds] for action, seconds in self.times.passes.items()]
+        times = {field.name: getattr(self.times, field.name) for field in fields(self.times)}
+        return {"kind": asdict(self.kind), "times": times | {"passes": passes, "exposed_s": dict(self.times.exposed_s)}}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SliceRecord:
+        kind, times = values["kind"], values["times"]
+        passes = {Action(stage, Pass(step), number): seconds for stage, step, number, seconds in times["passes"]}
+        return cls(
+            RankKind(**{**kind, "stands_for": tuple(kind["stands_for"]), "share": Share(kind["share"])}),
+            RankTimes(**{**times, "passes": passes}),
+        )
+
+
+@dataclass(frozen=True)
 class Proxy:
     """The result of running a trial's layout with a model of `layers` layers, or with another global batch, or both, in
     place of the search's own. The batch is that of the result's `layout`."""
@@ -77,7 +109,8 @@ class TrialResult:
     smaller first, of whose larger one is all that does not: `EXTRAPOLATED` over layers, or `SHORT`, over microbatches.
     `cause` is one line on what failed, `traceback` what Python said of it.
     `infrastructure`: whether it was the machines that failed, not the layout.
-    `ranks` are those of the trial in their order; records made before there were any have none.
+    `ranks` are those of the trial in their order; records made before there were any have none. Of a trial by slices
+    they are those that ran, one of each kind, of which `slices` has more.
     `step_times_s` and `losses` cover the optimizer steps of the window and of the whole trial respectively.
     """
 
@@ -94,15 +127,17 @@ class TrialResult:
     traceback: str | None = None
     ranks: tuple[RankRecord, ...] = ()
     proxies: tuple[Proxy, ...] = ()
+    slices: tuple[SliceRecord, ...] = ()
     purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         proxies = [{"layers": proxy.layers, "result": proxy.result.to_dict()} for proxy in self.proxies]
-        values = asdict(replace(self, proxies=()))
+        values = asdict(replace(self, proxies=(), slices=()))
         del values["layout"]
-        return values | {"config": self.layout.to_dict(), "proxies": proxies}
+        slices = [one.to_dict() for one in self.slices]
+        return values | {"config": self.layout.to_dict(), "proxies": proxies, "slices": slices}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrialResult:
@@ -119,6 +154,7 @@ class TrialResult:
                 "losses": tuple(values["losses"]),
                 "windows": windows,
                 "proxies": tuple(Proxy(p["layers"], cls.from_dict(p["result"])) for p in values.get("proxies", ())),
+                "slices": tuple(SliceRecord.from_dict(one) for one in values.get("slices", ())),
                 "ranks": tuple(RankRecord.from_dict(rank) for rank in values.get("ranks", ())),
             }
         )

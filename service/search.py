@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from search_spaces.coefficients import Coefficients
 from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
-from service.driver import Driver, gang_count
+from service.driver import Driver, phases
 from service.errors import InputError
 from service.fitting import load as load_calibration
+from service.fitting import network
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Problem
@@ -20,6 +22,7 @@ from service.sampling.agenda import SearchAgenda, Spent, settled
 from service.sampling.study import SearchStudy, study_exists
 from service.sampling.warmup import open_study
 from service.spec import new_search_id, parse_spec
+from service.trials.gang import room
 from trainables.status import Status
 
 
@@ -36,11 +39,13 @@ def run(problem: Problem, tracking_uri: str | None = None, search_id: str | None
     store.check_database(home.optuna_database)
     search_id = search_id or new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
-        check_cluster(problem.cluster)
+        check_cluster(problem.least)
+        problem = problem.on(at_hand := room(problem.cluster))
         tracker = Tracker(store_uri(tracking_uri), home)
-        study = _study(problem, search_id, home, Results(store_uri(tracking_uri)))
-        agenda = SearchAgenda(study, problem, gang_count(problem))
-        Driver(problem, search_id, home, tracker, agenda).run()
+        calibration = load_calibration(home, problem.cluster)
+        study = _study(problem, search_id, home, Results(store_uri(tracking_uri)), calibration)
+        agenda = SearchAgenda(study, problem, phases(problem, at_hand)[0].gangs)
+        Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster)).run()
     return search_id
 
 
@@ -70,16 +75,17 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
             )
         problem = parse_spec(recorded.spec_of(record))
         check_data(problem)
-        check_machine(problem.cluster)
+        check_machine(problem.least)
         with ray_session(problem.cluster):
-            check_cluster(problem.cluster)
+            check_cluster(problem.least)
             summary = tracker.resume_search(record)
             results = results_of(recorded.search(record.id))
-            study = _study(problem, record.id, home, recorded)
+            calibration = load_calibration(home, problem.cluster)
+            study = _study(problem, record.id, home, recorded, calibration)
             study.recall([result for result in settled(results) if result.purpose == Purpose.SEARCH])
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
-            agenda = SearchAgenda(study, problem, gang_count(problem), results, spent)
-            Driver(problem, record.id, home, tracker, agenda).run(begun=True)
+            agenda = SearchAgenda(study, problem, phases(problem, room(problem.cluster))[0].gangs, results, spent)
+            Driver(problem, record.id, home, tracker, agenda, network(home, problem.cluster)).run(begun=True)
     return record.id
 
 
@@ -101,9 +107,10 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
     ]
 
 
-def _study(problem: Problem, search_id: str, home: Home, recorded: Results) -> SearchStudy:
+def _study(
+    problem: Problem, search_id: str, home: Home, recorded: Results, calibration: Coefficients | None
+) -> SearchStudy:
     """The search's study, with what is known of its machines and from the searches before it."""
-    calibration = load_calibration(home, problem.cluster)
     facts = problem.facts()
     alike = recorded.finished({name: facts[name] for name in ("parameters", "accelerator")})
     return open_study(problem, search_id, home.optuna_storage, calibration, alike)

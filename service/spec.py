@@ -36,7 +36,18 @@ from search_spaces.space import Space
 from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import METRICS, Direction, nearest
-from service.problem import INLINE, Borderline, Budget, Cluster, Finalists, Interconnect, Measurement, Problem, Sampler
+from service.problem import (
+    INLINE,
+    Borderline,
+    Budget,
+    Cluster,
+    Explore,
+    Finalists,
+    Interconnect,
+    Measurement,
+    Problem,
+    Sampler,
+)
 from trainables.data import located
 
 LARGEST = 10**12
@@ -224,6 +235,7 @@ class MeasurementSpec(Strict):
     breakdown: Switch = Measurement.breakdown
     short_trials: Switch = Measurement.short_trials
     deadline_s: Amount = Measurement.deadline_s
+    explore: Explore = Measurement.explore
 
 
 class BudgetSpec(Strict):

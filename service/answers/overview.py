@@ -16,7 +16,11 @@ from service.record.results import SearchRecord
 from service.result import Purpose
 from trainables.status import Status
 
-_FROM = {Doubt.EXTRAPOLATED: " from models of fewer layers", Doubt.ESTIMATED: ""}
+_FROM = {
+    Doubt.SLICED: " from ranks that ran alone",
+    Doubt.EXTRAPOLATED: " from models of fewer layers",
+    Doubt.ESTIMATED: "",
+}
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,9 @@ class SearchInfo:
     """One line of a listing.
 
     `trials` counts explored trials by status, `repeats` all others by purpose. `best` has the best value of each
-    objective; those in `estimated` and `extrapolated` are not measured, and `undecided` says, a notice each, between
-    which layouts it is not plain whose is the best. `cause` is one line on what only the cluster knows of a search that
-    was submitted to it: why it failed, or has no record yet.
+    objective; those in `estimated`, `extrapolated` and `sliced` are not measured, and `undecided` says, a notice each,
+    between which layouts it is not plain whose is the best. `cause` is one line on what only the cluster knows of a
+    search that was submitted to it: why it failed, or has no record yet.
     """
 
     id: str
@@ -38,6 +42,7 @@ class SearchInfo:
     best: dict[str, float]
     estimated: tuple[str, ...]
     extrapolated: tuple[str, ...]
+    sliced: tuple[str, ...]
     undecided: tuple[str, ...]
     model: str
     accelerator: str
@@ -52,7 +57,9 @@ class SearchInfo:
         """How an objective's values came about, if they are not measured."""
         if metric in self.estimated:
             return Method.ESTIMATED
-        return Method.EXTRAPOLATED if metric in self.extrapolated else None
+        if metric in self.extrapolated:
+            return Method.EXTRAPOLATED
+        return Method.SLICE if metric in self.sliced else None
 
 
 def describe(search: SearchRecord) -> SearchInfo:
@@ -70,6 +77,7 @@ def describe(search: SearchRecord) -> SearchInfo:
         best=best,
         estimated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.ESTIMATED),
         extrapolated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.EXTRAPOLATED),
+        sliced=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.SLICED),
         undecided=tuple(contests(comparison)),
         **{fact: str(search.params.get(fact, "")) for fact in ("model", "accelerator", "data")},
     )
@@ -77,7 +85,7 @@ def describe(search: SearchRecord) -> SearchInfo:
 
 def unrecorded(search_id: str, status: str, started: datetime, cause: str) -> SearchInfo:
     """A search of which there is no record, as one line of a listing."""
-    return SearchInfo(search_id, search_id, status, started, {}, {}, {}, (), (), (), "", "", "", cause)
+    return SearchInfo(search_id, search_id, status, started, {}, {}, {}, (), (), (), (), "", "", "", cause)
 
 
 def contests(comparison: Comparison[Candidate]) -> list[str]:

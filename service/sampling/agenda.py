@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,11 +75,15 @@ class Agenda:
         """The most trials, of any purpose, that are planned and not yet over."""
         raise NotImplementedError
 
-    def next(self, trial_id: str) -> Step | None:
-        """The next trial; None if there is none, for good once none is under way either."""
+    def next(self, trial_id: str, purposes: Container[Purpose] = tuple(Purpose)) -> Step | None:
+        """The next trial; None if there is none of these purposes, for good once none is under way either."""
         if self.closed:
             return None
-        if (step := self.again.pop(0) if self.again else self.choose()) is not None:
+        step = self.again.pop(0) if self.again else self.choose()
+        if step is not None and step.purpose not in purposes:
+            self.again.insert(0, step)
+            return None
+        if step is not None:
             self.under_way[trial_id] = step, time.monotonic()
             if self.began is None:
                 self.began = time.monotonic() - self.spent_s
@@ -98,7 +102,7 @@ class Agenda:
     def take(self, result: TrialResult) -> bool:
         """Learn what became of a trial. Returns whether its result counts, or else the trial is run again."""
         step, started = self.under_way.pop(result.trial_id)
-        self.gpu_seconds += (time.monotonic() - started) * step.layout.num_gpus
+        self.gpu_seconds += (time.monotonic() - started) * self._gpus(step)
         key = (result.layout, result.purpose)
         self.faults[key] += result.infrastructure
         if result.infrastructure and self.faults[key] <= RETRIES:
@@ -116,6 +120,10 @@ class Agenda:
         return (wall_s is not None and self.elapsed_s >= wall_s - min(reserve_s, RESERVED * wall_s)) or (
             gpu_s is not None and self.gpu_seconds >= gpu_s - min(reserve_gpu_seconds, RESERVED * gpu_s)
         )
+
+    def _gpus(self, step: Step) -> int:
+        """How many GPUs a trial has for itself."""
+        return 1 if self.problem.measurement.sliced and step.purpose.explores else step.layout.num_gpus
 
     def drifts(self) -> dict[str, drift.Drift]:
         """Metric -> how far it moved on the sentinel, of an agenda that has one."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ray.tune.search import Searcher
 
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.sampling.agenda import Agenda
 from service.step import Step
 from trainables.status import Status
@@ -19,18 +19,20 @@ class AgendaSearcher(Searcher):
     """Hands out the trials of an `Agenda`. What became of them, the driver tells the agenda, once it is on disk.
 
     `gangs_up` says how many gangs are up, lent or not: no more trials than these are under way, so that none waits for
-    GPUs that others hold.
+    GPUs that others hold. They are trials of `purposes` alone.
     """
 
-    def __init__(self, agenda: Agenda, gangs_up: Callable[[], int]) -> None:
+    def __init__(
+        self, agenda: Agenda, gangs_up: Callable[[], int], purposes: Container[Purpose] = tuple(Purpose)
+    ) -> None:
         super().__init__()
-        self.agenda, self.gangs_up = agenda, gangs_up
+        self.agenda, self.gangs_up, self.purposes = agenda, gangs_up, purposes
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # Ray leaves FINISHED out
         """The next trial's `Step` as a dict, `Searcher.FINISHED`, or None while it has to wait."""
         if not self.agenda.closed and len(self.agenda.under_way) >= self.gangs_up():
             return None
-        if (step := self.agenda.next(trial_id)) is not None:
+        if (step := self.agenda.next(trial_id, self.purposes)) is not None:
             return step.to_dict()
         return None if self.agenda.under_way else Searcher.FINISHED
 

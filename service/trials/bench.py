@@ -11,6 +11,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError
 
+from search_spaces.network import Network
 from service.problem import Problem
 from service.remote import call
 from service.result import Proxy, TrialResult
@@ -28,7 +29,7 @@ from service.trials.figures import (
 from service.trials.windows import Nodes, Span, idle_windows, node_windows, summaries
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
-from trainables.program import TrialRequest
+from trainables.program import RankReport, TrialRequest
 from trainables.status import Status
 
 GRACE_S = 60.0
@@ -39,16 +40,33 @@ Answer = tuple[list[Outcome], list[Member], float]
 
 
 @dataclass(frozen=True)
+class Alone:
+    """What was seen of a rank that ran without the others of its layout.
+
+    `runs` has a result for each of the trial's global batch sizes, with the figures of the rank's GPU, and `whole` the
+    first of them with those of the trial. `waiting_w` is what the GPU draws while the rank waits for others, None where
+    that is not known.
+    """
+
+    report: RankReport
+    runs: Sequence[TrialResult]
+    whole: TrialResult
+    waiting_w: float | None
+
+
+@dataclass(frozen=True)
 class Bench:
     """What a trial runs on: the gang behind a mailbox and the nodes' telemetry, set up for one problem.
 
-    `environment` is what all its trials have in common, for their results.
+    `environment` is what all its trials have in common, for their results. `network` tells how long ranks that are not
+    there would take to communicate; None where nothing is known of it.
     """
 
     problem: Problem
     mailbox: ActorHandle[Mailbox]
     telemetry: Nodes
     environment: Mapping[str, str]
+    network: Network | None = None
 
     def at_depth(self, layers: int) -> Bench:
         """The bench for a model of `layers` layers."""
@@ -59,6 +77,25 @@ class Bench:
 
         With a `front`, the objectives of layouts that the trial should not be far behind, it is ended early if it is.
         """
+        answer = self._answer(request, front)
+        return answer if isinstance(answer, TrialResult) else self._measured(request, *answer)
+
+    def alone(self, request: TrialRequest) -> Alone | TrialResult:
+        """Have one worker of the gang run a rank that needs no others. The trial's result if it did not end well."""
+        answer = self._answer(request)
+        if isinstance(answer, TrialResult):
+            return answer
+        outcomes, members, gang_s = answer
+        report = outcomes[0].report
+        assert report is not None
+        assert report.slice is not None
+        waited = Span(report.device, report.slice.wait_start_ns, report.slice.wait_end_ns)
+        (waiting,) = summaries([node_windows([waited], members, self.telemetry)], self.telemetry)
+        runs = self._runs(request, outcomes, members)
+        return Alone(report, runs, self._whole(request, outcomes, members, gang_s, runs), waiting.mean_power_w)
+
+    def _answer(self, request: TrialRequest, front: Sequence[Mapping[str, float]] = ()) -> Answer | TrialResult:
+        """What a gang answers whose ranks all ended well, or else the trial's result."""
         until = time.monotonic() + request.deadline_s + GRACE_S
         answer = call(self.mailbox, Mailbox.evaluate, request)
         # A short trial knows its bounds when half of its last window is all that is left of it.
@@ -70,18 +107,18 @@ class Bench:
             ray.get(call(self.mailbox, Mailbox.give_up, cause))
             return TrialResult(request.trial_id, request.layout, Status.HANG, cause, infrastructure=True)
         first = outcomes[0]
-        if first.status != Status.OK:
-            pruned = first.status == Status.PRUNED
-            return TrialResult(
-                request.trial_id,
-                request.layout,
-                Status(first.status),
-                first.cause,
-                metrics={early_stop.BOUND + name: bound for name, bound in bounds.items()} if pruned else {},
-                traceback=first.traceback,
-                infrastructure=first.infrastructure,
-            )
-        return self._measured(request, outcomes, members, gang_s)
+        if first.status == Status.OK:
+            return outcomes, members, gang_s
+        pruned = first.status == Status.PRUNED
+        return TrialResult(
+            request.trial_id,
+            request.layout,
+            Status(first.status),
+            first.cause,
+            metrics={early_stop.BOUND + name: bound for name, bound in bounds.items()} if pruned else {},
+            traceback=first.traceback,
+            infrastructure=first.infrastructure,
+        )
 
     def _judge(
         self,
@@ -115,15 +152,30 @@ class Bench:
         self, request: TrialRequest, outcomes: list[Outcome], members: list[Member], gang_s: float
     ) -> TrialResult:
         """The result of a trial whose ranks all ended well: of one run, or by two of fewer microbatches."""
+        runs = self._runs(request, outcomes, members)
+        whole = self._whole(request, outcomes, members, gang_s, runs)
+        if len(runs) == 1:
+            return whole
+        many, few = (Proxy(self.problem.shape.layers, run) for run in runs)
+        return over_batch(self.problem, whole, few, many)
+
+    def _whole(
+        self,
+        request: TrialRequest,
+        outcomes: list[Outcome],
+        members: list[Member],
+        gang_s: float,
+        runs: Sequence[TrialResult],
+    ) -> TrialResult:
+        """The first of a trial's runs, with what is of the trial as a whole."""
         ranks = rank_records(outcomes, members)
         reports = [outcome.report for outcome in outcomes if outcome.report is not None]
-        runs = self._runs(request, outcomes, members)
         problems = [
             run.cause if len(runs) == 1 else f"at {run.layout.global_batch_size} sequences: {run.cause}"
             for run in runs
             if run.cause
         ]
-        whole = replace(
+        return replace(
             runs[0],
             layout=request.layout,
             cause="; ".join([*problems, *breakdown_problems(outcomes)]) or None,
@@ -133,10 +185,6 @@ class Bench:
             traceback=next((outcome.traceback for outcome in outcomes if outcome.traceback is not None), None),
             ranks=ranks,
         )
-        if len(runs) == 1:
-            return whole
-        many, few = (Proxy(self.problem.shape.layers, run) for run in runs)
-        return over_batch(self.problem, whole, few, many)
 
     def _runs(self, request: TrialRequest, outcomes: list[Outcome], members: list[Member]) -> list[TrialResult]:
         """The trial's windows, one for each global batch size, each as a result of its own."""

@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from search_spaces.layout import Layout
+from search_spaces.network import Network
 from service.problem import Problem
 from service.remote import call
 from service.result import Proxy, Purpose, TrialResult
@@ -22,6 +23,7 @@ from service.trials import probe, short
 from service.trials.bench import Bench
 from service.trials.extrapolation import SPENT, over_depth
 from service.trials.pool import Pool
+from service.trials.slices import run_slices
 from service.trials.windows import Nodes
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
@@ -39,6 +41,7 @@ def evaluate(
     pool: ActorHandle[Pool],
     telemetry: Nodes,
     environment: Mapping[str, str],
+    network: Network | None,
 ) -> None:
     """A Tune function trainable: report the `TrialResult` of a `Step` as a dict, once; nothing if the pool is lost."""
     from ray import tune  # which takes seconds, and only Tune's own process of a trial has already
@@ -56,7 +59,9 @@ def evaluate(
         if mailbox is None:
             result = lost(f"the gang that was up is gone, and none was up again within {LEASE_S:.0f} s")
         else:
-            result = run_trial(Bench(problem, mailbox, telemetry, environment), trial_id, layout, purpose, front)
+            result = run_trial(
+                Bench(problem, mailbox, telemetry, environment, network), trial_id, layout, purpose, front
+            )
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
         result = lost(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
@@ -77,7 +82,8 @@ def run_trial(
     `front`: the objectives of layouts that a trial which explores should not be far behind. Where the problem asks for
     it, a trial that explores and may not fit in memory is probed before: `probe_time_s` is what that took.
     """
-    depths = probe.depths(layout, bench.problem) if purpose == Purpose.SEARCH else None
+    probed = purpose == Purpose.SEARCH and not bench.problem.measurement.sliced
+    depths = probe.depths(layout, bench.problem) if probed else None
     if depths is None:
         return run_at_depths(bench, trial_id, layout, purpose, front)
     refused, seconds = run_probe(bench, trial_id, layout, depths)
@@ -93,11 +99,12 @@ def run_at_depths(
     """Run the layout at the model's depth, held against `front`, or at those of its proxies, deepest first."""
     if bench.problem.depth_proxy is None:
         request = make_request(trial_id, layout, bench.problem, purpose)
-        return replace(bench.run(request, front if purpose == Purpose.SEARCH else ()), purpose=purpose)
+        return replace(_launch(bench, request, purpose, front), purpose=purpose)
     proxies: list[Proxy] = []
     for layers in reversed(bench.problem.depth_proxy):
         smaller = bench.at_depth(layers)
-        result = smaller.run(make_request(f"{trial_id}-{layers}-layers", layout, smaller.problem, purpose))
+        request = make_request(f"{trial_id}-{layers}-layers", layout, smaller.problem, purpose)
+        result = _launch(smaller, request, purpose)
         proxies.insert(0, Proxy(layers, result))
         if result.status != "ok":
             cause = f"at {layers} layers: {result.cause}"
@@ -105,6 +112,15 @@ def run_at_depths(
                 result, trial_id=trial_id, cause=cause, metrics={}, methods={}, proxies=tuple(proxies), purpose=purpose
             )
     return replace(over_depth(trial_id, bench.problem, *proxies), purpose=purpose)
+
+
+def _launch(
+    bench: Bench, request: TrialRequest, purpose: Purpose, front: Sequence[Mapping[str, float]] = ()
+) -> TrialResult:
+    """Run a request by slices or on the whole gang, held against `front` if it explores."""
+    if bench.problem.measurement.sliced and purpose.explores:
+        return run_slices(bench, request)
+    return bench.run(request, front if purpose == Purpose.SEARCH else ())
 
 
 def run_probe(bench: Bench, trial_id: str, layout: Layout, depths: tuple[int, int]) -> tuple[TrialResult | None, float]:
@@ -138,7 +154,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
     times as long a deadline as its steps are longer.
     """
     timing = asdict(problem.measurement)
-    deadline_s, short_trials = timing.pop("deadline_s"), timing.pop("short_trials")
+    deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
     sizes = (short.batches(layout) if short_trials else None) or ()
     if purpose == Purpose.FINALIST:
         timing["window_s"] = problem.finalists.window_s

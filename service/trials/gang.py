@@ -102,6 +102,12 @@ def resources_per_worker(cluster: Cluster) -> dict[str, float]:
     return resources if device is None else resources | {device: 1}
 
 
+def room(cluster: Cluster) -> int:
+    """How many workers the Ray cluster has what they need for, whoever has it now."""
+    have: dict[str, float] = ray.cluster_resources()
+    return min(int(have.get(name, 0) / each + 1e-9) for name, each in resources_per_worker(cluster).items())
+
+
 def awaited(cluster: Cluster, size: int) -> str | None:
     """What a gang has to wait for while others hold it, such as `2 GPUs: 0 of 2 free`; None if for nothing."""
     have: dict[str, float] = ray.cluster_resources()

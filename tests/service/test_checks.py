@@ -50,6 +50,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"cluster": NODE, "space": {"num_gpus": [8, 4]}, "budget": {"gpu_hours": 0.01}},
         r"budget\.gpu_hours: 0\.01 is less than a window of 4 GPUs, measurement\.window_s 10$",
     ),
+    # Slices
+    (
+        {"cluster": {"gpus_per_node": 8, "accelerator": "gpu"}, "measurement": {"explore": "slices"}},
+        r"measurement\.explore: slices need to know how fast the network is, .* 'gpu': state cluster\.network\.",
+    ),
+    (
+        {
+            "cluster": NODE,
+            "measurement": {"explore": "auto"},
+            "space": {"tensor_parallel_size": [2], "compile": [True], "async_tensor_parallel": [False, True]},
+        },
+        r"space\.async_tensor_parallel: a slice is alone, and has no other GPU's memory to reach: leave true out$",
+    ),
     # Constraints
     ({"constraints": ["peak_memory_gib<=-10"]}, r"constraints: 'peak_memory_gib<=-10' can never hold: .* below 0$"),
     ({"constraints": ["mfu>=40"]}, r"constraints: 'mfu>=40' can never hold: mfu is never above 1$"),
@@ -76,6 +89,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 MEANT: list[dict[str, Any]] = [
     {},
     {"measurement": {"window_s": 30, "deadline_s": 31}},
+    {
+        "cluster": {**NODE, "accelerator": "gpu", "network": {"gpu_gb_per_s": 450, "node_gb_per_s": 400}},
+        "measurement": {"explore": "slices"},
+    },
+    {"cluster": NODE, "space": {"num_gpus": [8]}, "budget": {"gpu_hours": 0.01}, "measurement": {"explore": "slices"}},
     {"finalists": {"window_s": 700, "count": 0}},
     {"budget": {"wall_time_s": 10, "gpu_hours": 0.01, "trials": 1_000_000}},
     {"constraints": ["mean_power_w>=5", "mean_power_w<=5", "throttle_ratio<=0", "min_gpu_temp_margin_c>=-5"]},

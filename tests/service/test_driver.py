@@ -9,7 +9,7 @@ import pytest
 from ray.tune.experiment import Trial
 
 from service.display import Display
-from service.driver import _Recorder
+from service.driver import Phase, _Recorder, phases
 from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
@@ -49,3 +49,24 @@ def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: 
     tracker.finish_search("failed", {})
     record = Results(home.tracking_uri).search("s1")
     assert (record.status, [trial.status for trial in record.trials]) == ("failed", ["ok", "stopped"])
+
+
+ALL, EXPLORING = tuple(Purpose), (Purpose.SEARCH, Purpose.SENTINEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_hand", "parts"),
+    [
+        ({}, 8, [Phase(ALL, 2, 4, False)]),
+        ({"budget": {"trials": 1}}, 8, [Phase(ALL, 1, 4, False)]),
+        ({"measurement": {"explore": "slices"}}, 8, [Phase(EXPLORING, 8, 1, True), Phase(ALL, 2, 4, True)]),
+        ({"measurement": {"explore": "slices"}}, 5, [Phase(EXPLORING, 5, 1, True), Phase(ALL, 1, 4, True)]),
+        ({"measurement": {"explore": "slices"}, "finalists": {"count": 0}}, 1, [Phase(EXPLORING, 1, 1, True)]),
+    ],
+)
+def test_a_search_by_slices_has_a_part_for_each_size_of_gang(
+    changes: dict[str, Any], at_hand: int, parts: list[Phase]
+) -> None:
+    cluster = {"gpus_per_node": 8, "accelerator": "h200"}
+    axes = {"num_gpus": [2, 4], "zero_stage": [0, 1, 2, 3], "micro_batch_size": [1, 2]}
+    assert phases(problem(cluster=cluster, space=axes, **changes), at_hand) == parts

@@ -45,3 +45,23 @@ def test_a_problem_says_what_its_model_is_called() -> None:
     assert (preset.model, preset.facts()["model"]) == ("tiny-llama", "tiny-llama")
     assert (shallow.model, shallow.shape) == (INLINE, replace(shape, layers=2))
     assert parse_spec(dump_spec(shallow)) == shallow
+
+
+def test_machines_decide_how_a_problem_is_explored_and_whether_it_has_finalists() -> None:
+    cluster = {"nodes": 2, "gpus_per_node": 8, "accelerator": "h100"}
+    explored = {}
+    for explore in ("gang", "slices", "auto"):
+        asked = problem(cluster=cluster, measurement={"explore": explore}, space={"num_gpus": [4, 16]})
+        assert asked.least.size == (16 if explore == "gang" else 1)
+        for workers in (1, 16):
+            found = asked.on(workers)
+            explored[explore, workers] = found.measurement.explore, found.finalists.count
+            assert parse_spec(dump_spec(found)) == found
+    assert explored == {
+        ("gang", 1): ("gang", 0),
+        ("gang", 16): ("gang", 4),
+        ("slices", 1): ("slices", 0),
+        ("slices", 16): ("slices", 4),
+        ("auto", 1): ("slices", 0),
+        ("auto", 16): ("gang", 4),
+    }

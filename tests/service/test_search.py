@@ -18,6 +18,7 @@ import ray
 import yaml
 from click.testing import CliRunner
 
+from service.answers import overview
 from service.answers.overview import contests
 from service.answers.query import parse_query
 from service.answers.ranking import best, compared, pareto
@@ -82,6 +83,48 @@ def test_depth_proxies_are_run_and_extrapolated(ray_session: Any, home: Home, to
         half["step_time_s"] + 6 / 5 * (half["step_time_s"] - shallow["step_time_s"])
     )
     assert (Path(client.download_artifacts(trial.run_id, "samples.parquet", str(home.path)))).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_slices_explore_and_the_whole_gang_measures_the_finalists(
+    ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = {"num_gpus": [2], "zero_stage": [0, 1, 3], "pipeline_parallel_size": [1, 2], "precision": "fp32"}
+    search = run(
+        spec_of(
+            tokens,
+            cluster={"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu", "cpus_per_worker": 2},
+            space=space,
+            budget={"trials": 3},
+            measurement=SPEC["measurement"] | {"explore": "slices"},
+            finalists={"count": 1, "repeats": 2, "window_s": 0.5},
+            sentinel_every=2,
+        )
+    )
+    assert "explores by slices, 2 at a time" in capsys.readouterr().out
+    record = Results(home.tracking_uri).search(search)
+    assert record.status == "finished"
+    assert {trial.status for trial in record.trials} == {"ok"}
+    how = {(trial.purpose, trial.methods.get("tokens_per_s")) for trial in record.trials}
+    assert how == {(Purpose.SEARCH, "slice"), (Purpose.SENTINEL, "slice"), (Purpose.FINALIST, None)}
+    assert best(record).confirmed, "figures by slices are not held against measured ones"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cluster_that_is_not_there_is_explored_by_slices_alone(ray_session: Any, home: Home, tokens: str) -> None:
+    cluster = {"nodes": 16, "gpus_per_node": 8, "accelerator": "cpu", "cpus_per_worker": 2}
+    space = {"tensor_parallel_size": [2], "pipeline_parallel_size": [2], "precision": "fp32"}
+    measurement = SPEC["measurement"] | {"explore": "auto"}
+    changes = {"cluster": cluster, "space": space, "measurement": measurement, "global_batch_size": 64}
+    search = run(spec_of(tokens, budget={"trials": 1}, finalists={"count": 2}, **changes))
+    record = Results(home.tracking_uri).search(search)
+    (trial,) = record.trials
+    assert (trial.status, trial.cause) == ("ok", None)
+    assert (trial.layout.num_gpus, trial.methods["tokens_per_s"]) == (128, "slice")
+    notices = overview.notices(record)
+    assert any("tokens_per_s is sliced from ranks that ran alone, not measured" in line for line in notices)
 
 
 def test_search_trains_measures_records_and_answers(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.tune.search import Searcher
 
 from search_spaces.layout import Layout
+from service.problem import Finalists
 from service.result import Purpose, TrialResult
-from service.sampling.agenda import CalibrationAgenda
+from service.sampling.agenda import CalibrationAgenda, SearchAgenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
+from service.sampling.study import SearchStudy
 from service.spec import parse_spec
 from service.step import Step
 from trainables.status import Status
@@ -47,6 +50,23 @@ def test_a_trial_is_handed_out_once_there_is_a_gang_for_it() -> None:
     assert searcher.suggest("b") is None, "the gang has its trial"
     up = 2
     assert isinstance(searcher.suggest("b"), dict)
+
+
+def test_trials_of_other_purposes_wait_for_their_part_of_the_search() -> None:
+    spec = replace(SPEC, finalists=Finalists(count=1, repeats=2), sentinel_every=0)
+    agenda = SearchAgenda(SearchStudy("s", spec.legal.layouts, spec.goals, "random", 0), spec)
+    exploring = AgendaSearcher(agenda, lambda: 1, [Purpose.SEARCH, Purpose.SENTINEL])
+    purposes: list[Purpose] = []
+    for part in (exploring, AgendaSearcher(agenda, lambda: 1)):
+        while isinstance(values := part.suggest(name := f"trial-{len(purposes)}"), dict):
+            step = Step.from_dict(values)
+            metrics: dict[str, float | None] = dict.fromkeys(spec.goals.objectives, 1.0)
+            agenda.take(TrialResult(name, step.layout, Status.OK, metrics=metrics, purpose=step.purpose))
+            purposes.append(step.purpose)
+        assert values == Searcher.FINISHED
+        assert set(purposes) == {Purpose.SEARCH} | ({Purpose.FINALIST} if part is not exploring else set())
+    assert purposes.count(Purpose.SEARCH) == 2
+    assert purposes.count(Purpose.FINALIST) >= 2
 
 
 def test_a_search_that_is_stopped_does_not_wait_for_a_gang() -> None:

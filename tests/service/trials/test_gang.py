@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -19,9 +20,11 @@ import pytest
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 
+from search_spaces.coefficients import data_sheet
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from service.problem import Cluster
+from service.result import TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
@@ -170,6 +173,37 @@ def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: G
     assert rounds == [4, 12, 96] if layout.pipeline_parallel_size == 2 else [2, 6, 48]
     assert few.windows[0].start_ns > many.windows[0].end_ns
     assert result.metrics["breakdown_span_s"]
+
+
+@pytest.mark.timeout(240)
+def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(gang: Gang, telemetry: Any) -> None:
+    problem = replace(
+        SPEC,
+        cluster=replace(CLUSTER, nodes=8, gpus_per_node=8),
+        measurement=replace(SPEC.measurement, explore="slices", short_trials=False, breakdown=False),
+    )
+    network = data_sheet("cpu")
+    assert network is not None
+    bench = Bench(problem, gang.mailbox, telemetry, {"python": "3"}, network.network(8))
+    layout = Layout("megatron", 64, 96, pipeline_parallel_size=2, zero_stage=1, precision="fp32")
+    result = run_trial(bench, "sliced", layout)
+    assert (result.status, result.cause) == ("ok", None)
+    assert result.methods["tokens_per_s"] == "slice"
+    assert [(one.kind.rank, one.kind.stands_for) for one in result.slices] == [(0, (0,)), (32, (1,))]
+    assert [record.rank for record in result.ranks] == [0, 32]
+    step_s = result.metrics["step_time_s"] or 0.0
+    for one in result.slices:
+        assert len(one.times.passes) == 2 * layout.gradient_accumulation_steps
+        assert min(one.times.passes.values()) > 0
+        assert one.times.waited_s > 0, "for the other stage"
+        assert one.times.busy_s < step_s
+    assert result.metrics["tokens_per_s"] == pytest.approx(96 * SPEC.sequence_length / step_s)
+    assert 0 < (result.metrics["bubble_ratio"] or 0) < 1
+    assert len(result.windows) == 2
+    assert TrialResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+    failed = run_trial(bench, "refused", replace(layout, tensor_parallel_size=3))
+    assert (failed.status, failed.trial_id) == ("crash", "refused")
 
 
 @pytest.mark.timeout(240)

@@ -1,0 +1,179 @@
+"""Trials by slices: each kind of a layout's ranks runs alone, on one GPU, and the step is put together from them.
+
+What a rank does itself, its kernels, memory and power, is measured; what comes from others is stood in for
+(`trainables.standin`), in the time that the network is taken to need. See docs/slices.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from search_spaces.composition import Composed, RankTimes, compose
+from search_spaces.kinds import RankKind, Share, kinds
+from search_spaces.layout import Layout
+from search_spaces.network import Network
+from service.metrics import Method, Part, made_of
+from service.problem import Problem
+from service.result import Proxy, SliceRecord, TrialResult
+from service.trials.bench import Alone, Bench
+from service.trials.extrapolation import SPENT, over_batch
+from service.trials.figures import of_step
+from trainables.breakdown import COLLECTIVES
+from trainables.program import TrialRequest
+from trainables.slice import Slice
+from trainables.status import Status
+from trainables.training import Training
+
+MEANS = (
+    "throttle_ratio",
+    "power_cap_ratio",
+    "mean_sm_clock_mhz",
+    "mean_gpu_temp_c",
+    "tensor_activity",
+    "dram_activity",
+)
+HIGHEST = ("peak_gpu_temp_c", "peak_hbm_temp_c")
+LOWEST = ("min_sm_clock_mhz", "min_gpu_temp_margin_c")
+"""The states of GPUs that a trial by slices has: as they are while a rank works, averaged over the layout's GPUs, or of
+the one that is worst off. What differs between GPUs, or flows between them, it has not."""
+
+COMPOSED = made_of(Part.TIME, Part.ENERGY, Part.POWER, Part.MEMORY)
+
+
+def network_of(bench: Bench, layout: Layout) -> Network:
+    """The network that the layout's ranks are taken to communicate over."""
+    assert bench.network is not None, "the spec's check refuses slices where nothing is known of the network"
+    return replace(bench.network, rank_order=layout.rank_order)
+
+
+def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
+    """The result of a layout whose ranks run alone, kind after kind, on one GPU of the bench.
+
+    `request` is the trial as a gang of all its ranks would get it. Whatever goes wrong with a rank is the trial's
+    status and cause.
+    """
+    work, network = bench.problem.workload.run, network_of(bench, request.layout)
+    training = request.program
+    assert isinstance(training, Training)
+    seen: dict[RankKind, Alone] = {}
+    for number, kind in enumerate(kinds(request.layout, work)):
+        program = Slice(training, kind.rank, network, kind.share)
+        one = bench.alone(replace(request, trial_id=f"{request.trial_id}-rank{number}", program=program))
+        if isinstance(one, TrialResult):
+            return replace(one, trial_id=request.trial_id, ranks=())
+        seen[kind] = one
+    return _together(bench.problem, request, network, seen)
+
+
+def _together(problem: Problem, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
+    """The trial's result from what was seen of each kind of its ranks."""
+    first = next(iter(seen.values()))
+    runs = [_composed(problem, network, seen, index) for index in range(len(first.runs))]
+    spent: dict[str, float | None] = {
+        name: sum(one.whole.metrics.get(name) or 0.0 for one in seen.values()) for name in SPENT
+    }
+    problems = [f"as rank {kind.rank}: {one.whole.cause}" for kind, one in seen.items() if one.whole.cause]
+    whole = replace(
+        runs[0],
+        trial_id=request.trial_id,
+        layout=request.layout,
+        cause="; ".join(dict.fromkeys(problems)) or None,
+        metrics=runs[0].metrics | spent,
+        windows=tuple(window for one in seen.values() for run in one.runs for window in run.windows),
+        environment=first.whole.environment,
+        losses=first.whole.losses,
+        ranks=tuple(one.whole.ranks[0] for one in seen.values()),
+    )
+    if len(runs) == 1:
+        return whole
+    many, few = (Proxy(problem.shape.layers, run) for run in runs)
+    result = over_batch(problem, whole, few, many)
+    return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
+
+
+def _composed(problem: Problem, network: Network, seen: Mapping[RankKind, Alone], index: int) -> TrialResult:
+    """A step with one of the trial's batch sizes."""
+    first = next(iter(seen.values())).runs[index]
+    layout = first.layout
+    times = {kind: rank_times(one, index) for kind, one in seen.items()}
+    step = compose(layout, problem.workload.run, times, network)
+    metrics = _figures(problem, layout, step, seen, index)
+    return TrialResult(
+        trial_id=first.trial_id,
+        layout=layout,
+        status=Status.OK,
+        metrics=metrics,
+        methods=_methods(metrics, next(iter(seen.values())), (*COMPOSED, *MEANS, *HIGHEST, *LOWEST)),
+        step_times_s=first.step_times_s,
+        slices=tuple(SliceRecord(kind, times) for kind, times in times.items()),
+    )
+
+
+def rank_times(one: Alone, index: int) -> RankTimes:
+    """What a rank did in a step with the batch size that its trial timed as number `index`."""
+    run, report = one.runs[index], one.report
+    assert report.slice is not None
+    batch = run.layout.global_batch_size
+    times, window = report.slice.times[batch], report.timings[batch].window_steps_s
+    # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
+    tail = statistics.fmean(window) - times.waited_s - times.head_s - sum(times.passes_s.values())
+    breakdown = report.profile.breakdown if report.profile else None
+    exposed = {} if breakdown is None else {name: getattr(breakdown, f"exposed_{name}_s") for name in COLLECTIVES}
+    return RankTimes(
+        passes=times.passes_s,
+        tail_s=tail,
+        busy_power_w=run.metrics.get("mean_power_w") or 0.0,
+        waiting_power_w=one.waiting_w or run.metrics.get("mean_power_w") or 0.0,
+        memory_gib=report.peak_memory_gib or 0.0,
+        head_s=times.head_s,
+        update_s=times.update_s,
+        waited_s=times.waited_s,
+        exposed_s=exposed,
+    )
+
+
+def _figures(
+    problem: Problem, layout: Layout, step: Composed, seen: Mapping[RankKind, Alone], index: int
+) -> dict[str, float | None]:
+    """The figures of a step, by the names of the record; None is missing."""
+    runs = {kind: one.runs[index].metrics for kind, one in seen.items()}
+    powered = all(metrics.get("mean_power_w") for metrics in runs.values())
+    weighed = all(one.report.peak_memory_gib for one in seen.values())
+    tokens = layout.global_batch_size * problem.sequence_length
+    figures = of_step(
+        problem,
+        layout.num_gpus,
+        tokens,
+        mean_s=step.step_time_s,
+        median_s=step.step_time_s,
+        energy_j=step.energy_j if powered else None,
+    )
+    figures["mean_power_w"] = step.mean_power_w if powered else None
+    figures["peak_memory_gib"] = step.peak_memory_gib if weighed else None
+    usual = {kind: metrics for kind, metrics in runs.items() if kind.share is Share.EVEN}
+    for name in MEANS:
+        figures[name] = _mean([(metrics.get(name), len(kind.stands_for)) for kind, metrics in usual.items()])
+    for names, worst in ((HIGHEST, max), (LOWEST, min)):
+        for name in names:
+            values = [value for metrics in runs.values() if (value := metrics.get(name)) is not None]
+            figures[name] = worst(values) if values else None
+    return figures | {"bubble_ratio": step.bubble}
+
+
+def _mean(weighted: Sequence[tuple[float | None, int]]) -> float | None:
+    """None as soon as a value is."""
+    total = 0.0
+    for value, weight in weighted:
+        if value is None:
+            return None
+        total += value * weight
+    return total / sum(weight for _, weight in weighted)
+
+
+def _methods(metrics: Mapping[str, float | None], one: Alone, names: Sequence[str]) -> dict[str, Method]:
+    """How the figures came about: by slices, but what was estimated stays so, as it says more against a figure."""
+    estimated = {name for name, how in one.whole.methods.items() if how == Method.ESTIMATED}
+    present = [name for name in names if metrics.get(name) is not None]
+    return {name: Method.ESTIMATED if name in estimated else Method.SLICE for name in present}
