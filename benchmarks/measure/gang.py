@@ -11,13 +11,15 @@ import ray
 
 from search_spaces.layout import Layout
 from service.cluster import ray_session
+from service.fitting import network
+from service.home import Home
 from service.problem import Problem
 from service.result import TrialResult
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
-from trainables.training import Training
+from trainables.slice import Slice
 
 RunTrial = Callable[[str, Layout, Problem], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
@@ -28,10 +30,12 @@ def one_gang(spec: Problem, size: int) -> Iterator[RunTrial]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
     with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
         telemetry = start_telemetry()
-        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Training.preload())
+        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Slice.preload())
         ray.get(gang.mailbox.ready.remote())
         try:
-            yield lambda trial_id, layout, of: run_trial(Bench(of, gang.mailbox, telemetry, {}), trial_id, layout)
+            yield lambda trial_id, layout, of: run_trial(
+                Bench(of, gang.mailbox, telemetry, {}, network(Home.locate(), of.cluster)), trial_id, layout
+            )
         finally:
             close_gangs([gang])
             stop_telemetry(telemetry)
