@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from search_spaces.schedules import Action, Order, Pass, orders
 
@@ -58,7 +59,7 @@ GATHERED = 3
 def scripts(layout: Layout) -> tuple[Script, ...]:
     """Of each pipeline rank, by rank."""
     ends, order = _Ends(layout), orders(layout)
-    if layout.engine == "deepspeed":
+    if engine_of(layout).sends_one_by_one:
         steps = [_one_by_one(each, ends) for each in order]
     elif layout.pipeline_schedule == "gpipe":
         steps = [_phase_by_phase(each, ends) for each in order]

@@ -40,6 +40,7 @@ from service.trials import thermal
 from service.trials.evaluate import evaluate
 from service.trials.gang import Gang, awaited, close_gangs, room
 from service.trials.pool import Pool, start_pool
+from service.trials.slices import held_against
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
 from trainables.slice import Slice
 from trainables.training import Training
@@ -247,6 +248,8 @@ class _Recorder(ray.tune.Callback):
         samples = self._samples(result)
         if result.purpose == Purpose.FINALIST and samples is not None:
             result = thermal.judged(result, samples)
+        if result.purpose == Purpose.FINALIST:
+            result = held_against(result, self.agenda.results)
         self.tracker.finish_trial(result, samples)  # first of all: what is on disk is not run again
         if self.agenda.take(result):
             self.display.finished(result, self.agenda.to_come)

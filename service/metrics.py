@@ -283,6 +283,9 @@ ALWAYS = tuple(metric.name for metric in TABLE if metric.always)
 SHOWN = 8
 """Names that a message lists where none is like the one that it is about."""
 
+OFF = "slice_error_"
+"""What the name of a metric begins with that says, of a layout measured in full, how far off its slices were."""
+
 MARKS: dict[str, str] = {Method.ESTIMATED: "*", Method.EXTRAPOLATED: "~", Method.SLICE: "^"}
 """Method -> what its values carry, where they are not measured."""
 

@@ -69,6 +69,9 @@ class EngineFacts(ABC):
     """Whether context parallelism exchanges heads for tokens (Ulysses, Jacobs et al. 2023), and does not gather keys
     and values (Grattafiori et al. 2024, section 3.3)."""
 
+    sends_one_by_one: ClassVar[bool] = False
+    """Whether a rank of a pipeline waits for each message that it sends or receives before it goes on."""
+
     masks_experts: ClassVar[bool] = False
     """Whether tokens are dealt out to experts and collected by products with masks of each token, expert and place
     there (Lepikhin et al. 2020, section 2.2)."""

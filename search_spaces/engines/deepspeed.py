@@ -101,6 +101,7 @@ class DeepSpeed(EngineFacts):
     }
     splits_tables = False
     exchanges_heads = True
+    sends_one_by_one = True
     masks_experts = True
     sums_inputs_apart = True
     releases_gradients = False

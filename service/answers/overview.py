@@ -11,7 +11,7 @@ from typing import Any
 from service.answers.candidates import Candidate, finalists
 from service.answers.ranking import compared, leaders, told, undecided
 from service.goals import Comparison
-from service.metrics import Doubt, Method
+from service.metrics import OFF, Doubt, Method
 from service.record.results import SearchRecord
 from service.result import Purpose
 from trainables.status import Status
@@ -101,7 +101,7 @@ def notices(search: SearchRecord, metrics: Sequence[str] = ()) -> list[str]:
     """
     comparison = compared(search)
     ok = comparison.results
-    lines = [*search.notices, *_repeats(search)]
+    lines = [*search.notices, *_repeats(search), *_off(search)]
     for name in dict.fromkeys([*search.objectives, *metrics]):
         having = [one for one in ok if name in one.metrics]
         doubt = comparison.doubt(name)
@@ -146,4 +146,16 @@ def _repeats(search: SearchRecord) -> list[str]:
         if failed := Counter(trial.status for trial in trials if trial.status != Status.OK):
             how = ", ".join(f"{count} {status}" for status, count in failed.items())
             lines.append(f"{layout.label}: of {len(trials)} repeats, {how}")
+    return lines
+
+
+def _off(search: SearchRecord) -> list[str]:
+    """How far slices were off, as far as layouts that they explored were measured in full."""
+    lines = []
+    for metric in search.objectives:
+        found = [trial.metrics.get(OFF + metric) for trial in search.trials if trial.purpose == Purpose.FINALIST]
+        if errors := [error for error in found if error is not None]:
+            low, high = min(errors), max(errors)
+            span = f"{low:+.1%}" if low == high else f"{low:+.1%} to {high:+.1%}"
+            lines.append(f"{metric} by slices was off by {span} on what was measured in full")
     return lines

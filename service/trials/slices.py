@@ -7,20 +7,19 @@ What a rank does itself, its kernels, memory and power, is measured; what comes 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from search_spaces.composition import Composed, RankTimes, compose
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
 from search_spaces.network import Network
-from service.metrics import Method, Part, made_of
+from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
-from service.result import Proxy, SliceRecord, TrialResult
+from service.result import Proxy, Purpose, SliceRecord, TrialResult
 from service.trials.bench import Alone, Bench
 from service.trials.extrapolation import SPENT, over_batch
 from service.trials.figures import of_step
-from trainables.breakdown import COLLECTIVES
 from trainables.program import TrialRequest
 from trainables.slice import Slice
 from trainables.status import Status
@@ -58,9 +57,12 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
     training = request.program
     assert isinstance(training, Training)
     seen: dict[RankKind, Alone] = {}
+    # torch's profiler would take the stand-in's kernels for computation.
+    procedure = replace(request.procedure, breakdown=False)
     for number, kind in enumerate(kinds(request.layout, work)):
         program = Slice(training, kind.rank, network, kind.share)
-        one = bench.alone(replace(request, trial_id=f"{request.trial_id}-rank{number}", program=program))
+        name = f"{request.trial_id}-rank{number}"
+        one = bench.alone(replace(request, trial_id=name, program=program, procedure=procedure))
         if isinstance(one, TrialResult):
             return replace(one, trial_id=request.trial_id, ranks=())
         seen[kind] = one
@@ -89,7 +91,7 @@ def _together(problem: Problem, request: TrialRequest, network: Network, seen: M
     if len(runs) == 1:
         return whole
     many, few = (Proxy(problem.shape.layers, run) for run in runs)
-    result = over_batch(problem, whole, few, many)
+    result = over_batch(problem, replace(whole, slices=()), few, many)  # each of the two has its own
     return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
 
 
@@ -111,6 +113,23 @@ def _composed(problem: Problem, network: Network, seen: Mapping[RankKind, Alone]
     )
 
 
+def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> TrialResult:
+    """The result of a layout measured in full, with what its slices were off, if they explored it.
+
+    For each metric that both have, `OFF` with its name: the slices' figure over the measured one, less 1.
+    """
+    sliced = (one for one in explored if one.purpose == Purpose.SEARCH and Method.SLICE in one.methods.values())
+    by_slices = next((one for one in sliced if one.layout == measured.layout), None)
+    if by_slices is None:
+        return measured
+    off: dict[str, float | None] = {
+        OFF + name: figure / real - 1
+        for name in COMPOSED
+        if (figure := by_slices.metrics.get(name)) and (real := measured.metrics.get(name))
+    }
+    return replace(measured, metrics=measured.metrics | off)
+
+
 def rank_times(one: Alone, index: int) -> RankTimes:
     """What a rank did in a step with the batch size that its trial timed as number `index`."""
     run, report = one.runs[index], one.report
@@ -119,8 +138,6 @@ def rank_times(one: Alone, index: int) -> RankTimes:
     times, window = report.slice.times[batch], report.timings[batch].window_steps_s
     # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
     tail = statistics.fmean(window) - times.waited_s - times.head_s - sum(times.passes_s.values())
-    breakdown = report.profile.breakdown if report.profile else None
-    exposed = {} if breakdown is None else {name: getattr(breakdown, f"exposed_{name}_s") for name in COLLECTIVES}
     return RankTimes(
         passes=times.passes_s,
         tail_s=tail,
@@ -130,7 +147,6 @@ def rank_times(one: Alone, index: int) -> RankTimes:
         head_s=times.head_s,
         update_s=times.update_s,
         waited_s=times.waited_s,
-        exposed_s=exposed,
     )
 
 

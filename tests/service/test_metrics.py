@@ -58,8 +58,9 @@ def test_the_least_doubted_come_first() -> None:
     doubts = {method: Doubt.of(method) for method in Method}
     assert doubts.pop(Method.EXTRAPOLATED) is Doubt.EXTRAPOLATED
     assert doubts.pop(Method.ESTIMATED) is Doubt.ESTIMATED
+    assert doubts.pop(Method.SLICE) is Doubt.SLICED
     assert {*doubts.values(), Doubt.of(None)} == {Doubt.MEASURED}
-    assert Doubt.MEASURED < Doubt.EXTRAPOLATED < Doubt.ESTIMATED
+    assert Doubt.MEASURED < Doubt.SLICED < Doubt.EXTRAPOLATED < Doubt.ESTIMATED
 
 
 @pytest.mark.parametrize(

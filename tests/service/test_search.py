@@ -109,6 +109,11 @@ def test_slices_explore_and_the_whole_gang_measures_the_finalists(
     how = {(trial.purpose, trial.methods.get("tokens_per_s")) for trial in record.trials}
     assert how == {(Purpose.SEARCH, "slice"), (Purpose.SENTINEL, "slice"), (Purpose.FINALIST, None)}
     assert best(record).confirmed, "figures by slices are not held against measured ones"
+    finalist = next(trial for trial in record.trials if trial.purpose == Purpose.FINALIST)
+    sliced = next(one for one in record.trials if one.purpose == Purpose.SEARCH and one.layout == finalist.layout)
+    off = sliced.metrics["tokens_per_s"] / finalist.metrics["tokens_per_s"] - 1
+    assert finalist.metrics["slice_error_tokens_per_s"] == pytest.approx(off)
+    assert any(line.startswith("tokens_per_s by slices was off by ") for line in overview.notices(record))
 
 
 @pytest.mark.slow

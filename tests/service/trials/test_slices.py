@@ -1,0 +1,39 @@
+"""How far slices were off, of layouts that were measured in full as well; trials by slices are run in test_gang.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from search_spaces.layout import Layout
+from service.metrics import Method
+from service.result import Purpose, TrialResult
+from service.trials.slices import held_against
+from trainables.status import Status
+
+LAYOUT = Layout("megatron", 2, 8)
+SLICED = TrialResult(
+    "a",
+    LAYOUT,
+    Status.OK,
+    metrics={"tokens_per_s": 110.0, "joules_per_token": 0.9, "peak_memory_gib": 7.0, "final_loss": 3.0},
+    methods={"tokens_per_s": Method.SLICE, "joules_per_token": Method.SLICE},
+)
+FULL = TrialResult(
+    "b",
+    LAYOUT,
+    Status.OK,
+    metrics={"tokens_per_s": 100.0, "joules_per_token": 1.0, "peak_memory_gib": None, "final_loss": 2.0},
+    purpose=Purpose.FINALIST,
+)
+
+
+def test_what_was_measured_in_full_is_told_how_far_off_its_slices_were() -> None:
+    other = replace(SLICED, layout=replace(LAYOUT, micro_batch_size=2), metrics={"tokens_per_s": 1.0})
+    off = held_against(FULL, [other, replace(SLICED, purpose=Purpose.SENTINEL, metrics={}), SLICED]).metrics
+    assert off == pytest.approx(FULL.metrics | {"slice_error_tokens_per_s": 0.1, "slice_error_joules_per_token": -0.1})
+
+
+def test_what_no_slices_explored_stays_as_it_is() -> None:
+    assert held_against(FULL, [replace(SLICED, methods={}), replace(SLICED, layout=Layout("megatron", 4, 8))]) == FULL
