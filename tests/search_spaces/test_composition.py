@@ -144,7 +144,7 @@ def test_a_slow_link_lengthens_messages_and_what_nothing_hides() -> None:
 def test_a_slow_gpu_never_shortens_a_pipeline(gpus: Mapping[int, float]) -> None:
     before = compose(PIPELINE, WORK, pipeline_times(), NETWORK)
     after = compose(PIPELINE, WORK, pipeline_times(), NETWORK, Fleet(gpus=gpus))
-    assert before.step_time_s < after.step_time_s <= before.step_time_s * max(gpus.values())
+    assert before.step_time_s < after.step_time_s <= before.step_time_s * max(gpus.values()) * (1 + 1e-9)
     assert after.energy_j > before.energy_j
 
 
