@@ -130,7 +130,7 @@ def measure_collectives(cluster: Cluster, home: Home) -> Measured:
     request = TrialRequest("collectives", Layout("megatron", size, size), program, procedure, DEADLINE_S)
     telemetry = start_telemetry()
     with tempfile.TemporaryDirectory() as storage:
-        gang = Gang("collectives", size, cluster, Path(storage), telemetry, program.preload())
+        gang = Gang("collectives", size, cluster, Path(storage), telemetry, program.preload([request.layout]))
         try:
             outcomes, _, _ = ray.get(call(gang.mailbox, Mailbox.evaluate, request))
         finally:

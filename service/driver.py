@@ -121,14 +121,16 @@ class Driver:
     def _measure(self, parts: Sequence[Phase], telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
+        layouts = self.problem.legal.layouts
         try:
             for part in parts:
+                preload = Slice.preload(layouts) if part.sliced else Training.preload(layouts)
                 close_gangs(gangs)
                 gangs.clear()
                 self._clear_spool()  # Ray would go on with the files of the part before, or of a driver that was killed
                 for number in range(part.gangs):
                     name = f"{self.search_id}-{part.size}x{number}"
-                    storage, preload = self.spool / "train", Slice.preload() if part.sliced else Training.preload()
+                    storage = self.spool / "train"
                     gangs.append(Gang(name, part.size, self.problem.cluster, storage, telemetry, preload))
                 self._tune(part, start_pool([gang.mailbox for gang in gangs]), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"

@@ -7,13 +7,14 @@ import socket
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from search_spaces.layout import Layout
 from search_spaces.network import Collective, Curve, group_of
 from trainables.platforms.base import Platform
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
@@ -57,7 +58,7 @@ class Collectives(RankProgram):
     budget_s: float
 
     @staticmethod
-    def preload() -> list[str]:
+    def preload(layouts: Iterable[Layout]) -> list[str]:
         """This module, which imports torch."""
         return [__name__]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.layout import Layout
@@ -97,8 +97,8 @@ class RankProgram(ABC):
 
     @staticmethod
     @abstractmethod
-    def preload() -> Sequence[str]:
-        """Modules that every such program needs: imported once by a worker, before its first trial."""
+    def preload(layouts: Iterable[Layout]) -> Sequence[str]:
+        """Modules that such a program needs for these layouts: imported once by a worker, before its first trial."""
 
     def ranks(self, layout: Layout) -> Sequence[int]:
         """Which rank of `layout` each of a gang's first workers runs as. The workers beyond them have no part in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.kinds import Share
@@ -25,9 +25,9 @@ class Slice(RankProgram):
     share: Share = Share.EVEN
 
     @staticmethod
-    def preload() -> list[str]:
+    def preload(layouts: Iterable[Layout]) -> list[str]:
         """What a whole training needs, and the stand-in."""
-        return [*Training.preload(), "trainables.slice_rank"]
+        return [*Training.preload(layouts), "trainables.slice_rank"]
 
     def ranks(self, layout: Layout) -> Sequence[int]:
         return (self.rank,)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from search_spaces.engines import ENGINES
+from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from trainables.engines.build import engine_module
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
@@ -24,9 +24,12 @@ class Training(RankProgram):
     seed: int
 
     @staticmethod
-    def preload() -> list[str]:
-        """What runs a rank, all engines with what they import, and the compiler."""
-        return ["trainables.rank", *map(engine_module, ENGINES), "torch._inductor.compile_fx"]
+    def preload(layouts: Iterable[Layout]) -> list[str]:
+        """What runs a rank, the layouts' engines with what they import, and the compiler if any is compiled."""
+        chosen = list(layouts)
+        engines = dict.fromkeys(engine_module(layout.engine) for layout in chosen)
+        compiler = ["torch._inductor.compile_fx"] if any(layout.compile for layout in chosen) else []
+        return ["trainables.rank", *engines, *compiler]
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Train and time the layout with each of the request's batches. Collective over the ranks.

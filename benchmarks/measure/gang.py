@@ -30,7 +30,7 @@ def one_gang(spec: Problem, size: int) -> Iterator[RunTrial]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
     with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
         telemetry = start_telemetry()
-        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Slice.preload())
+        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Slice.preload(spec.legal.layouts))
         ray.get(gang.mailbox.ready.remote())
         try:
             yield lambda trial_id, layout, of: run_trial(

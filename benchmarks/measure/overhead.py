@@ -33,7 +33,7 @@ USEFUL = ("compile_time_s", "warmup_time_s", "window_time_s")
 
 def warm(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
     """Seconds of overhead of each trial in one gang; the start of the gang is not among them."""
-    gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
+    gang = Gang("warm", spec.gang_size, spec.cluster, storage, telemetry, Training.preload(spec.legal.layouts))
     ray.get(gang.mailbox.ready.remote())
     seconds = []
     for number, layout in enumerate(layouts):
@@ -49,7 +49,9 @@ def cold(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) 
     seconds = []
     for number, layout in enumerate(layouts):
         began = time.monotonic()
-        gang = Gang(f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry, Training.preload())
+        gang = Gang(
+            f"cold-{number}", spec.gang_size, spec.cluster, storage, telemetry, Training.preload(spec.legal.layouts)
+        )
         result = run_trial(Bench(spec, gang.mailbox, telemetry, {}), f"cold-{number}", layout)
         close_gangs([gang])
         figures = require_ok(result)

@@ -192,7 +192,9 @@ def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
         )
         devices = ray.get(telemetry.describe.remote())["devices"]
         handles = Fleet("benchmark", {node_id: telemetry})
-        gang = Gang("benchmark", spec.gang_size, spec.cluster, Path(storage), handles, Training.preload())
+        gang = Gang(
+            "benchmark", spec.gang_size, spec.cluster, Path(storage), handles, Training.preload(spec.legal.layouts)
+        )
         ray.get(gang.mailbox.ready.remote())
         results: list[TrialResult] = []
         bench = Bench(long, gang.mailbox, handles, {})

@@ -75,7 +75,7 @@ def main() -> None:
     (ddp,) = planned()
     assert ddp == Layout("ddp", 2, 8, precision="fp32", sequence_parallel=False)
     assert exports_of(ddp) == []
-    nursery = Nursery(platform_of(ACCELERATORS["cpu"]), Training.preload())
+    nursery = Nursery(platform_of(ACCELERATORS["cpu"]), Training.preload([ddp, replace(ddp, engine="megatron")]))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     added, known = (losses(replace(ddp, engine=engine), nursery, store) for engine in ("ddp", "megatron"))
     assert added[-1] < added[0]

@@ -10,17 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
+from search_spaces.engines import ENGINES
+from search_spaces.layout import Layout
 from trainables.child import Nursery, Outcome
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import Place, TrialRequest
 from trainables.training import Training
+
+EVERYTHING = [Layout(engine, 1, 1, compile=True) for engine in ENGINES]
+"""Layouts that need all that there is."""
 
 RunRanks = Callable[[TrialRequest], list[Outcome]]
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Nursery:
-    return Nursery(CPU, Training.preload())
+    return Nursery(CPU, Training.preload(EVERYTHING))
 
 
 @pytest.fixture(scope="session")

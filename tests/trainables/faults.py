@@ -105,7 +105,7 @@ def left_behind() -> dict[str, int]:
 def main(count: int) -> None:
     """Run a good trial, `count` of which every third fails, and a good one; print what was seen, as JSON."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    nursery = child.Nursery(CPU, [*Training.preload(), __name__])
+    nursery = child.Nursery(CPU, [*Training.preload([SHARDED]), __name__])
 
     def run(request: TrialRequest) -> list[child.Outcome]:
         failed, began = threading.Event(), time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, ClassVar
 
@@ -89,8 +89,8 @@ class Written(RankProgram):
     alone: int | None = None
 
     @staticmethod
-    def preload() -> list[str]:
-        return Training.preload()
+    def preload(layouts: Iterable[Layout]) -> list[str]:
+        return Training.preload(layouts)
 
     def ranks(self, layout: Layout) -> Sequence[int]:
         return super().ranks(layout) if self.alone is None else (self.alone,)

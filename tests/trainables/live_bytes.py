@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +70,7 @@ class Counted(RankProgram):
     program: RankProgram
 
     @staticmethod
-    def preload() -> list[str]:
+    def preload(layouts: Iterable[Layout]) -> list[str]:
         return []
 
     def ranks(self, layout: Layout) -> Sequence[int]:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,7 +90,7 @@ class Sums(RankProgram):
     numbers: tuple[float, ...]
 
     @staticmethod
-    def preload() -> list[str]:
+    def preload(layouts: Iterable[Layout]) -> list[str]:
         return []
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
@@ -179,7 +179,7 @@ from trainables.training import Training
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 request = {"train": TRAINING_FOREVER, "wait": WAITING_FOREVER}[sys.argv[1]]
-nursery = Nursery(CPU, Training.preload())
+nursery = Nursery(CPU, Training.preload([request.layout]))
 print("ready", flush=True)
 with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, CPU), lambda: 0, lambda: False):
     pass

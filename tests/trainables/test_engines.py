@@ -33,7 +33,17 @@ def test_an_engine_is_its_facts_and_a_folder(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, str(tmp_path)])
     job = replace(JOB, layout=replace(JOB.layout, engine="abacus"))
     assert build_engine(job) == ("made for", job)
-    assert engine_module("abacus") in Training.preload()
+    assert engine_module("abacus") in Training.preload([job.layout])
+
+
+def test_only_what_the_layouts_need_is_imported_ahead() -> None:
+    plain, compiled = Layout("megatron", 1, 1), Layout("deepspeed", 1, 1, compile=True)
+    assert Training.preload([plain, plain]) == ["trainables.rank", engine_module("megatron")]
+    assert Training.preload([plain, compiled]) == [
+        "trainables.rank",
+        *map(engine_module, ("megatron", "deepspeed")),
+        "torch._inductor.compile_fx",
+    ]
 
 
 def test_a_trial_is_asked_for_without_torch() -> None:

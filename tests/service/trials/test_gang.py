@@ -46,6 +46,7 @@ LONGER = replace(LAYOUT, global_batch_size=96)
 SHORT = Procedure(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.2, window_min_steps=10)
 ENDLESS = Procedure(steady_steps=9, warmup_tolerance=1e-9, warmup_max_s=1e9, window_s=1e9, window_min_steps=1)
 TRAINING = Training(MODEL, SYNTHETIC, sequence_length=32, seed=0)
+PRELOAD = Training.preload([LAYOUT, replace(LAYOUT, engine="deepspeed")])
 REQUEST = TrialRequest("trial", LAYOUT, TRAINING, SHORT, deadline_s=120)
 
 Begin = Callable[..., Any]
@@ -61,7 +62,7 @@ def telemetry(ray_session: Any) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry, Training.preload())
+    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry, PRELOAD)
     yield gang
     close_gangs([gang])
 
@@ -443,7 +444,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
 ) -> None:
     before = set(telemetry)
     # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
-    gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry, Training.preload())
+    gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry, Training.preload([LAYOUT]))
     pool: Any = start_pool([gang.mailbox])
     node = join()
     layout = replace(LAYOUT, global_batch_size=96)
