@@ -20,6 +20,8 @@ from telemetry.windows.trial import WindowSummary, summarise
 from tests.telemetry.scenarios import Interpreter, Step, read_steps, sample_drift, sample_steps, step
 
 TICK_NS = 100_000_000
+TRIES = 5
+"""Times that a busy machine may keep a device from seeing when its energy counter is refreshed."""
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +136,26 @@ def away_ms(row: Mapping[str, Any], refresh_ms: int) -> float:
 
 @pytest.mark.parametrize("refresh", [0, 37, 95])
 def test_a_reading_tells_when_its_energy_was_new(fake_driver: Interpreter, refresh: int) -> None:
-    reads = reads_of_one(fake_driver, *[step(sleep=0.023)] * 12, refresh=refresh)
-    away = [away_ms(read, refresh) for read in reads]
-    assert max(map(abs, away)) < 20
-    assert sorted(map(abs, away))[len(away) // 2] < 6
+    """A busy machine that misses a refresh is asked once more."""
+    for _ in range(TRIES):
+        reads = reads_of_one(fake_driver, *[step(sleep=0.023)] * 12, refresh=refresh)
+        away = sorted(abs(away_ms(read, refresh)) for read in reads if "energy_ns" in read)
+        if len(away) == 12 and away[6] < 6 and away[-1] < 20:
+            return
+    raise AssertionError(away)
 
 
 def test_after_a_call_that_hung_nobody_knows_when_the_energy_was_new(fake_driver: Interpreter) -> None:
-    before, at, after = reads_of_one(fake_driver, step(), step(hang=0.12), step(), refresh=50)
-    assert at["energy_mj"] is not None
-    assert [read.get("energy_ns") is not None for read in (before, at, after)] == [True, False, True]
+    """A busy machine that misses a refresh is asked once more."""
+    known = []
+    for _ in range(TRIES):
+        reads = reads_of_one(fake_driver, step(), step(hang=0.12), step(), refresh=50)
+        assert reads[1]["energy_mj"] is not None
+        known.append([read.get("energy_ns") is not None for read in reads])
+        if known[-1] == [True, False, True]:
+            break
+    assert not any(at for _, at, _ in known)
+    assert known[-1] == [True, False, True]
 
 
 def test_nothing_is_said_of_a_counter_with_another_period(fake_driver: Interpreter) -> None:
@@ -153,7 +165,7 @@ def test_nothing_is_said_of_a_counter_with_another_period(fake_driver: Interpret
 
 def test_refreshes_that_drift_from_the_host_s_clock_are_followed(fake_driver: Interpreter) -> None:
     """By 2 ms each time between two looks. A busy machine misses some, and in the end says nothing: then once more."""
-    for _ in range(5):
+    for _ in range(TRIES):
         rows, _ = fake_driver.run(sample_drift, 12, refresh=20, gpus=2)
         away = {
             uuid: [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid and "energy_ns" in row]
