@@ -283,6 +283,23 @@ def test_a_layout_that_the_finalists_turn_out_worse_than_is_measured_too() -> No
     assert max(record, key=lambda one: one.metrics["tokens_per_s"]).layout == next_best
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_trials_go_to_who_was_measured_least(seed: int) -> None:
+    """Whoever is measured again turns out half as fast, so that again and again one leads that was measured once."""
+    spec = spec_of(**SPEED, finalists={"count": 2, "repeats": 3}, budget={"trials": 12}, seed=seed)
+
+    def slower(result: TrialResult) -> TrialResult:
+        share = 0.5 if result.purpose == "finalist" else 1.0
+        return replace(result, metrics={"tokens_per_s": share * (result.metrics["tokens_per_s"] or 0.0)})
+
+    again = [result.layout for result in run(agenda_of(spec), change=slower) if result.purpose == "finalist"]
+    planned, first, last = again[:6], again[6:10], again[10:]
+    assert sorted(Counter(first).values()) == [1, 3], "the one that leads, and once more what it is held against"
+    assert len(last) == 2, "as many extra trials as the finalists had are over"
+    assert len(set(last)) == 1
+    assert last[0] not in planned + first
+
+
 def test_layouts_that_cannot_be_told_apart_are_measured_on() -> None:
     """Layouts that differ by less than measurements of one do: two rounds of both ends, and as many trials again."""
     spec = spec_of(finalists={"count": 2, "repeats": 2}, budget={"trials": 12})
