@@ -32,7 +32,7 @@ from trainables.status import Status
 
 ABORTED: Final = "aborted"
 POLL_S = 0.1
-STACK_S = 1.0
+STACK_S = 5.0  # of a busy machine; a child that answers at all does at once
 PROGRESS_S = 0.5
 _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  # CUDA's words, and the host's
 

@@ -92,22 +92,24 @@ def test_waiting_for_the_first_gang_is_no_time_of_the_search() -> None:
     agenda = agenda_of(spec_of(budget={"wall_time_s": 100}), spent=Spent(wall_time_s=99.9))
     time.sleep(0.2)
     assert agenda.elapsed_s == 99.9
+    began = time.monotonic()
     assert agenda.next("a") is not None
     time.sleep(0.2)
-    assert agenda.elapsed_s == pytest.approx(100.1, abs=0.1)
+    assert 100.05 < agenda.elapsed_s <= 99.9 + time.monotonic() - began
     assert agenda.closed
     assert agenda.next("b") is None
 
 
 def test_ends_when_the_gpu_hours_are_used_up() -> None:
     """A trial of 0.1 s on two GPUs is 0.2 GPU-seconds."""
-    for hours, goes_on in ((0.15 / 3600, False), (10 / 3600, True)):
+    for hours, goes_on in ((0.15 / 3600, False), (1.0, True)):
         agenda = agenda_of(spec_of(budget={"gpu_hours": hours}))
+        began = time.monotonic()
         step = agenda.next("a")
         assert step is not None
         time.sleep(0.1)
         agenda.take(outcome("a", step))
-        assert agenda.gpu_seconds == pytest.approx(0.2, abs=0.1)
+        assert 0.19 < agenda.gpu_seconds <= 2 * (time.monotonic() - began)
         assert (agenda.next("b") is not None) == goes_on
 
 

@@ -139,7 +139,6 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
     return mailbox, work.remote(mailbox)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("purpose", "layer_gib", "status", "asked"),
     [
