@@ -225,10 +225,6 @@ class Wattune:
         `address` is that of the Ray cluster, such as ``head:6379``; default: `RAY_ADDRESS`, else the Ray of this
         machine. Raises `InputError` if no cluster answers there, or no search runs in the beginning.
         """
-        from service.jobs import cluster_token
-
-        if cluster_token():  # a cluster that asks for one; Ray looks at this when it is imported
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
         from service.top import watch
 
         return watch(address)

@@ -53,7 +53,7 @@ class Cluster:
         self.token, self.home, self.log = secrets.token_hex(16), directory / "home", directory / "ray.log"
         self.temp = tempfile.mkdtemp(prefix="wattune-ray-")  # Ray's sockets need a short path
         port, dashboard, client, agent = (str(free_port()) for _ in range(4))
-        self.address = f"http://127.0.0.1:{dashboard}"
+        self.address, self.gcs = f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4"]
         command += [f"--temp-dir={self.temp}", "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"]
         command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
@@ -228,6 +228,37 @@ def test_a_cluster_refuses_with_one_line(cluster: Cluster, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(InputError, match="the cluster asks for its token"):
         jobs.stop("nowhere", cluster.address)
+
+
+@pytest.mark.parametrize(
+    ("token", "command", "answer"),
+    [
+        (None, "run", "the Ray cluster at {} refuses to be joined: it wants its token; put the cluster's"),
+        ("wrong", "top", "the Ray cluster at {} refuses to be joined: the token in use is not its own; put the"),
+        ("its own", "top", "no telemetry at address {}: no search is running there"),
+    ],
+)
+def test_who_joins_a_cluster_needs_its_token_and_nothing_else(
+    token: str | None, command: str, answer: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC.format(data="synthetic", window_s=1))
+    if token is not None:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray/auth_token").write_text(cluster.token if token == "its own" else token)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment |= {"HOME": str(tmp_path), "RAY_ADDRESS": cluster.gcs, "WATTUNE_HOME": str(tmp_path / "home")}
+    arguments = [command, "spec.yaml"] if command == "run" else [command]
+    refused = subprocess.run(
+        [sys.executable, "-m", "service.cli", *arguments],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(Path(jobs.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith(f"wattune: {answer.format(cluster.gcs)}")
+    assert refused.returncode == 2
 
 
 def told(cluster: Cluster, *arguments: str) -> Any:
