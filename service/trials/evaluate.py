@@ -147,6 +147,14 @@ def run_probe(bench: Bench, trial_id: str, layout: Layout, depths: tuple[int, in
     return TrialResult(trial_id, layout, Status.OOM, reason, spent, proxies=tuple(proxies)), seconds
 
 
+def _sizes(layout: Layout, problem: Problem) -> tuple[int, ...]:
+    """The global batch sizes that a trial which explores times in place of the layout's own, if any."""
+    if problem.measurement.sliced and layout.pipeline_parallel_size > 1:
+        size = short.alone(layout)
+        return () if size is None else (size,)
+    return short.batches(layout) or ()
+
+
 def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpose = Purpose.SEARCH) -> TrialRequest:
     """The trial as a gang gets it: finalists in full and in windows of their own, others short where that saves time.
 
@@ -155,7 +163,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
     """
     timing = asdict(problem.measurement)
     deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
-    sizes = (short.batches(layout) if short_trials else None) or ()
+    sizes = _sizes(layout, problem) if short_trials else ()
     if purpose == Purpose.FINALIST:
         timing["window_s"] = problem.finalists.window_s
         deadline_s *= layout.global_batch_size / max(sizes, default=layout.global_batch_size)

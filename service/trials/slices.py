@@ -14,6 +14,7 @@ from search_spaces.composition import Composed, RankTimes, compose
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
 from search_spaces.network import Network
+from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
 from service.result import Proxy, Purpose, SliceRecord, TrialResult
@@ -72,7 +73,7 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
 def _together(problem: Problem, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
     """The trial's result from what was seen of each kind of its ranks."""
     first = next(iter(seen.values()))
-    runs = [_composed(problem, network, seen, index) for index in range(len(first.runs))]
+    runs = [_composed(problem, request.layout, network, seen, index) for index in range(len(first.runs))]
     spent: dict[str, float | None] = {
         name: sum(one.whole.metrics.get(name) or 0.0 for one in seen.values()) for name in SPENT
     }
@@ -95,12 +96,16 @@ def _together(problem: Problem, request: TrialRequest, network: Network, seen: M
     return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
 
 
-def _composed(problem: Problem, network: Network, seen: Mapping[RankKind, Alone], index: int) -> TrialResult:
-    """A step with one of the trial's batch sizes."""
-    first = next(iter(seen.values())).runs[index]
-    layout = first.layout
+def _composed(
+    problem: Problem, whole: Layout, network: Network, seen: Mapping[RankKind, Alone], index: int
+) -> TrialResult:
+    """A step with one of the trial's batch sizes; with a pipeline, which is played whole, with that of `whole`."""
+    first, work = next(iter(seen.values())).runs[index], problem.workload.run
+    few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
     times = {kind: rank_times(one, index) for kind, one in seen.items()}
-    step = compose(layout, problem.workload.run, times, network)
+    if few != layout:
+        times = {kind: stretch(alone, few, layout, kind.pipeline_rank, work) for kind, alone in times.items()}
+    step = compose(layout, work, times, network)
     metrics = _figures(problem, layout, step, seen, index)
     return TrialResult(
         trial_id=first.trial_id,
