@@ -88,16 +88,21 @@ def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int, wor
     found = overlap(few, many, pipeline_rank)
     passes = found.passes(times.passes)
     longer = 1 + (sum(passes.values()) - sum(times.passes.values())) / times.busy_s
-    held = found.longer * kept(many, pipeline_rank) * message_bytes(many, work)
     watt_seconds = times.busy_power_w * (times.busy_s + times.waited_s) - times.waiting_power_w * times.waited_s
     return replace(
         times,
         passes=passes,
         busy_power_w=watt_seconds / times.busy_s,
         waited_s=0.0,
-        memory_gib=times.memory_gib + held / 2**30,
+        memory_gib=times.memory_gib + kept_bytes(few, many, pipeline_rank, work) / 2**30,
         exposed_s={kind: longer * seconds for kind, seconds in times.exposed_s.items()},
     )
+
+
+def kept_bytes(few: Layout, many: Layout, pipeline_rank: int, work: Workload) -> int:
+    """What a pipeline rank sends in a step of `many` microbatches more than in one of `few`, and keeps to its end."""
+    longer = many.gradient_accumulation_steps - few.gradient_accumulation_steps
+    return longer * kept(many, pipeline_rank) * message_bytes(many, work)
 
 
 def _alike(one: Order, other: Order, apart: int) -> int:

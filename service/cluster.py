@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from service.checks import workers_here
 from service.errors import InputError, SearchError
 from service.home import Home
 from service.problem import Cluster
@@ -50,7 +51,7 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
                 reason = str(error).splitlines()[0]
                 raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
         else:
-            cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
+            cpus = max(os.cpu_count() or 1, math.ceil(workers_here(cluster) * cluster.cpus_per_worker))
             folder = ending.enter_context(_scratch())
             ending.callback(ray.shutdown)
             try:
