@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from search_spaces.engines import engine_of
+from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import held
@@ -114,13 +115,17 @@ class MemoryEstimate:
         return max(memory.needed, min(memory.needed + memory.slack, limit))
 
 
+def usable_bytes(accelerator: Accelerator) -> float | None:
+    """What torch can reserve of a GPU's memory; None where that is not known."""
+    return None if accelerator.memory_gib is None else accelerator.memory_gib * 2**30 - OUTSIDE_BYTES
+
+
 def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None) -> MemoryEstimate:
     """For a legal layout of the whole model of `work`.
 
     `ranks`: pipeline ranks to look at, if not just those of which one is the fullest.
     """
-    memory = work.accelerator.memory_gib
-    usable = None if memory is None else memory * 2**30 - OUTSIDE_BYTES
+    usable = usable_bytes(work.accelerator)
     asked = _fullest(layout) if ranks is None else ranks
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
     block = _block_activations(layout, work.model, tokens)

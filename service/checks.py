@@ -74,15 +74,21 @@ def check_machine(cluster: Cluster) -> None:
     _check_trace()
     workers = f"cluster: {cluster.nodes} x {cluster.gpus_per_node} {cluster.accelerator} workers"
     elsewhere = "set RAY_ADDRESS to run on a Ray cluster"
+    if (most := workers_here(cluster)) == cluster.size:
+        return
+    if cluster.device.platform == "cpu":
+        raise InputError(f"{workers} are too many for this machine's {most} CPUs; {elsewhere}")
+    raise InputError(f"{workers} need {cluster.size} GPU, NVML and AMD SMI show {most} here; {elsewhere}")
+
+
+def workers_here(cluster: Cluster) -> int:
+    """How many workers of `cluster` this machine can have: all of them, or one on each GPU or each CPU that it has."""
     if cluster.device.platform == "cpu":
         cpus = os.cpu_count() or 1
-        if cluster.size > WORKERS_PER_CPU * cpus:
-            raise InputError(f"{workers} are too many for this machine's {cpus} CPUs; {elsewhere}")
-        return
+        return cluster.size if cluster.size <= WORKERS_PER_CPU * cpus else cpus
     from telemetry.devices import count_gpus
 
-    if (gpus := count_gpus()) < cluster.size:
-        raise InputError(f"{workers} need {cluster.size} GPU, NVML and AMD SMI show {gpus} here; {elsewhere}")
+    return min(cluster.size, count_gpus())
 
 
 def _check_trace() -> None:

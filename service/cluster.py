@@ -19,6 +19,7 @@ import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # left out of its stub
 from ray.exceptions import RayError
 
+from service.checks import workers_here
 from service.errors import InputError, SearchError
 from service.home import Home
 from service.problem import Cluster
@@ -54,7 +55,7 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
                 reason = str(error).splitlines()[0]
                 raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
         else:
-            cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
+            cpus = max(os.cpu_count() or 1, math.ceil(workers_here(cluster) * cluster.cpus_per_worker))
             folder = ending.enter_context(_scratch())
             ending.callback(ray.shutdown)
             try:

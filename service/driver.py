@@ -121,10 +121,10 @@ class Driver:
     def _measure(self, parts: Sequence[Phase], telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
-        layouts = self.problem.legal.layouts
+        layouts, probes = self.problem.legal.layouts, self.problem.borderline == "probe"
         try:
             for part in parts:
-                preload = Slice.preload(layouts) if part.sliced else Training.preload(layouts)
+                preload = Slice.preload(layouts) if part.sliced or probes else Training.preload(layouts)
                 close_gangs(gangs)
                 gangs.clear()
                 self._clear_spool()  # Ray would go on with the files of the part before, or of a driver that was killed

@@ -42,6 +42,8 @@ class StandInWorld(World):
 
     def __init__(self, program: Slice, request: TrialRequest, place: Place) -> None:
         super().__init__(request, place)
+        if program.usable_bytes is not None:
+            place.platform.limit_memory(self.device, program.usable_bytes)
         self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share)
 
     def slowest(self, seconds: float) -> float:

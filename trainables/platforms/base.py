@@ -43,6 +43,10 @@ class Platform(ABC):
         """Make the node's device number `local_rank` this process's own, with its memory mapped as the layout says."""
 
     @abstractmethod
+    def limit_memory(self, device: torch.device, size: float) -> None:
+        """Let torch reserve no more than `size` bytes of the device's memory, or what there is of it."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until the process's device has done all that it was given."""
 

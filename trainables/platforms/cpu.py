@@ -38,6 +38,9 @@ class Cpu(Platform):
         torch.set_num_threads(1)
         return torch.device("cpu")
 
+    def limit_memory(self, device: torch.device, size: float) -> None:
+        """Nothing: what torch takes of the host's memory it does not count."""
+
     def synchronize(self) -> None:
         pass
 

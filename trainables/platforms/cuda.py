@@ -31,6 +31,10 @@ class Cuda(Platform):
         torch.cuda.set_device(device)
         return device
 
+    def limit_memory(self, device: torch.device, size: float) -> None:
+        share = size / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
