@@ -155,7 +155,7 @@ def test_it_agrees_with_python(text: str) -> None:
     assert abs(expected) <= LARGEST
 
 
-WORDS = """+ - * / // % ** == != < <= > >= ( ) [ ] , . : := ; = 0 1 2.5 'a' " and or not in is if else lambda for min max
+WORDS = """+ - * / // % ** == != < <= > >= ( ) [ ] , . : = 0 1 2.5 'a' " and or not in is if else lambda for min max
 await yield None True f'{x}' { } \\ heads attention compile nothing"""
 words = st.sampled_from(WORDS.split())
 
