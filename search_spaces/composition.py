@@ -193,7 +193,7 @@ def _step(
 def transfers(layout: Layout, work: Workload, network: Network, longer: float = 1.0) -> Callable[[int, int], float]:
     """Seconds that hidden states of a microbatch, or their gradients, take from one pipeline rank to another."""
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
-    size = round(tokens * hidden_between(layout, work.model) * layout.width)
+    size = round(tokens * hidden_between(layout, work.shape) * layout.width)
 
     def transfer(sender: int, receiver: int) -> float:
         ends = first_rank(layout, sender), first_rank(layout, receiver)
