@@ -119,7 +119,7 @@ def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients |
     share = memory.estimate(layout, work.run).share if work.depths else whole.share
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
-    return Forecast(layout, share, memory.band_of(layout, work.model, share), metrics)
+    return Forecast(layout, share, memory.band_of(layout, work, share), metrics)
 
 
 def text(plan: Plan, every: bool = False) -> str:

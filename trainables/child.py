@@ -133,6 +133,8 @@ def _watch(
             break
         if elapsed_s() > deadline_s:
             cause = f"no result after {deadline_s:.0f} s, in phase {phase}"
+            if progress.awaits is not None:
+                cause = f"{cause}: {progress.awaits}"
             outcome = Outcome(Status.HANG, cause, phase, traceback=_where(child, stack))
             break
         follow(progress)

@@ -14,10 +14,11 @@ from search_spaces.composition import pauses
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
 from trainables.engines.base import StepOutput
+from trainables.losses import check_finite
 from trainables.measure import Timing
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
-from trainables.rank import Rank, check_finite
+from trainables.rank import Rank
 from trainables.slice import Slice
 from trainables.standin.join import join
 from trainables.standin.ledger import Call

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from search_spaces.engines.base import EngineFacts
 from search_spaces.engines.deepspeed import DeepSpeed
+from search_spaces.engines.foreign import facts_of_trainer
 from search_spaces.engines.megatron import Megatron
 from search_spaces.layout import Layout
+from search_spaces.workload import Workload
 
 ENGINES: dict[str, EngineFacts] = {
     Megatron.name: Megatron(),
@@ -19,3 +21,13 @@ def engine_of(layout: Layout | str) -> EngineFacts:
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}; must be one of {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+def facts_of(layout: Layout, work: Workload) -> EngineFacts:
+    """The facts of what trains a layout: the program of the work's trainer, or the engine that the layout names.
+
+    Raises `ValueError` for an engine that there is not.
+    """
+    if work.trainer is not None and work.trainer.name == layout.engine:
+        return facts_of_trainer(work.trainer)
+    return engine_of(layout)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from search_spaces.layout import AXES, Layout
+from search_spaces.layout import Layout, axis_of
 from search_spaces.space import varying
 from service.answers import fanova
 from service.answers.candidates import explored
@@ -207,22 +207,20 @@ def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
 
 def _importance(values: Sequence[tuple[Layout, float]]) -> dict[str, float]:
     """Axis -> its share, of the values of layouts."""
-    places = _places([layout for layout, _ in values])
+    axes = varying(layout for layout, _ in values)
+    places = {axis: [kinds.index(one.setting(axis)) for one, _ in values] for axis, kinds in axes.items()}
     groups = _together(places)
     columns = []
     for group in groups:
         seen = list(zip(*(places[axis] for axis in group), strict=True))
         kinds = sorted(set(seen))
         columns.append([kinds.index(one) for one in seen])
-    sizes, ordered = [max(column) + 1 for column in columns], [AXES[group[0]].ordered for group in groups]
+    sizes, ordered = (
+        [max(column) + 1 for column in columns],
+        [axis_of(group[0], axes[group[0]]).ordered for group in groups],
+    )
     shares = fanova.shares(list(zip(*columns, strict=True)), [value for _, value in values], sizes, ordered)
     return dict(sorted(zip(map(AND.join, groups), shares, strict=True), key=lambda one: -one[1]))
-
-
-def _places(layouts: Sequence[Layout]) -> dict[str, list[int]]:
-    """Axis -> where the value of each layout stands among its values, of the axes on which the layouts differ."""
-    axes = varying(layouts)
-    return {axis: [choices.index(getattr(one, axis)) for one in layouts] for axis, choices in axes.items()}
 
 
 def _together(places: Mapping[str, Sequence[int]]) -> list[list[str]]:

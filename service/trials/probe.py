@@ -38,7 +38,7 @@ def depths(layout: Layout, problem: Problem) -> tuple[int, int] | None:
     if layout.stage_layers is not None:
         return None
     shallow, deep = (layers * layout.pipeline_stages for layers in LAYERS_PER_STAGE)
-    return (shallow, deep) if deep < problem.workload.run.model.layers else None
+    return (shallow, deep) if deep < problem.workload.run.shape.layers else None
 
 
 def fullest(layout: Layout, work: Workload) -> RankKind:
@@ -86,12 +86,12 @@ def overflow(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> s
     for before, after in zip(shallow.result.ranks, deep.result.ranks, strict=True):
         if before.peak_memory_gib is None or after.peak_memory_gib is None:
             continue
-        reserved_gib = line(places, (before.peak_memory_gib, after.peak_memory_gib), work.model.layers)
+        reserved_gib = line(places, (before.peak_memory_gib, after.peak_memory_gib), work.shape.layers)
         needed_gib = reserved_gib - estimated.ranks[after.coordinates["pp"]].slack / 2**30
         if needed_gib > usable_gib:
             return (
                 f"probe: rank {after.rank} takes {before.peak_memory_gib:.1f} GiB with {places[0]} layers and "
-                f"{after.peak_memory_gib:.1f} with {places[1]}: with {work.model.layers} it needs {needed_gib:.0f} GiB "
+                f"{after.peak_memory_gib:.1f} with {places[1]}: with {work.shape.layers} it needs {needed_gib:.0f} GiB "
                 f"of {usable_gib:.0f}"
             )
     return None
