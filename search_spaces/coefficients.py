@@ -168,10 +168,15 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
 
 
 _DATA_SHEETS = {
-    # Energy and idle power are in no data sheet: of H200 as its trials have them, of A100 and MI250 a guess.
+    # Energy and idle power are in no data sheet: of H200 as its trials have them, of the others a guess, by which large
+    # products need about their power limit.
     "h100": _gpu("h100", joules_per_flop=1.2e-12, idle_w=215.0),
     "h200": _gpu("h200", joules_per_flop=1.2e-12, idle_w=215.0),
     "a100": _gpu("a100", joules_per_flop=1.2e-12, idle_w=120.0),
+    "a100-40": _gpu("a100-40", joules_per_flop=1.2e-12, idle_w=100.0),
+    "b200": _gpu("b200", joules_per_flop=0.75e-12, idle_w=300.0),
+    "mi300x": _gpu("mi300x", joules_per_flop=1.2e-12, idle_w=250.0),
+    "mi325x": _gpu("mi325x", joules_per_flop=1.2e-12, idle_w=300.0),
     "mi250": _gpu("mi250", joules_per_flop=1.2e-12, idle_w=100.0),
     # CPUs differ too much for a data sheet: a guess at a core, right for small models within a factor of three.
     "cpu": Coefficients(

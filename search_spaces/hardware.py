@@ -44,12 +44,17 @@ NETWORKS: dict[str, Bandwidth] = {
     "nvlink4_ndr": Bandwidth(450e9, 50e9),
     # NVIDIA A100 data sheet: NVLink 3, 600 GB/s both ways; one 200 Gbit/s InfiniBand adapter a GPU, as in its DGX A100.
     "nvlink3_hdr": Bandwidth(300e9, 25e9),
+    # NVIDIA HGX B200 data sheet: NVLink 5, 1.8 TB/s both ways; one 400 Gbit/s adapter a GPU, as in its DGX B200.
+    "nvlink5_ndr": Bandwidth(900e9, 50e9),
     # NVLink 4 as above, and one 400 Gbit/s Ethernet adapter a GPU. Tuned, it trains as fast as InfiniBand of that
     # bandwidth (Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.1).
     "roce_400g": Bandwidth(450e9, 50e9),
     # AMD Instinct MI250 data sheet: Infinity Fabric, 400 GB/s between the two devices of a card, about 100 GB/s to the
     # others; a 200 Gbit/s adapter a card.
     "infinity_fabric": Bandwidth(100e9, 12.5e9),
+    # AMD Instinct MI300X platform data sheet: seven Infinity Fabric links of 128 GB/s both ways, one to each neighbour;
+    # a 400 Gbit/s adapter a GPU.
+    "infinity_fabric4": Bandwidth(448e9, 50e9),
 }
 """Networks that a spec can name, by their data sheets."""
 
@@ -62,6 +67,23 @@ ACCELERATORS: dict[str, Accelerator] = {
     # 8192 tokens (Dao 2023, FlashAttention-2, table 1).
     "a100": Accelerator(
         80.0, 312e12, False, True, 19.5e12, 2.039e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72
+    ),
+    # NVIDIA A100 40GB SXM data sheet: as that of 80 GB, but for the memory.
+    "a100-40": Accelerator(
+        40.0, 312e12, False, True, 19.5e12, 1.555e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72
+    ),
+    # NVIDIA HGX B200 data sheet (dense rates); usable memory as NVML reports it. MFU: 1676 TFLOP/s, Llama 3.1 405B in
+    # fp8 (Megatron-Bridge, performance summary of 25.09); none as large was published in bf16.
+    "b200": Accelerator(
+        179.1, 2250e12, True, True, 75e12, 7.7e12, *NETWORKS["nvlink5_ndr"], 1000.0, published_mfu=0.74
+    ),
+    # AMD Instinct MI300X and MI325X data sheets. Their 8-bit floats have another format than the engine's. MFU: what
+    # matrix products attain at most, 708 and 843 TFLOP/s (AMD, "Measuring Max-Achievable FLOPs", part 2, 2025).
+    "mi300x": Accelerator(
+        192.0, 1307.4e12, False, False, 163.4e12, 5.3e12, *NETWORKS["infinity_fabric4"], 750.0, "rocm", 0.54
+    ),
+    "mi325x": Accelerator(
+        256.0, 1307.4e12, False, False, 163.4e12, 6.0e12, *NETWORKS["infinity_fabric4"], 1000.0, "rocm", 0.64
     ),
     # AMD Instinct MI250 data sheet: 128 GB, 362.1 TFLOP/s, 3.2 TB/s and 500 W a card, two devices (GCDs) a card.
     # MFU: 166 TFLOP/s a card, MPT-7B (Databricks, "Training LLMs at Scale with AMD MI250 GPUs", 2023); on Frontier's

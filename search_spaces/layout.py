@@ -211,7 +211,7 @@ class Layout:
         default=False,
         metadata=axis(
             "Overlap the communication of these regions with their matrix products; only with `sequence_parallel` and "
-            "`compile`, on NVIDIA's A100, H100 and H200.",
+            "`compile`, on NVIDIA's GPUs.",
             settled=19,
             label="async-tp".format,
             # The compiler makes it of the synchronous one.

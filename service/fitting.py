@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -99,22 +99,37 @@ def ratios(observed: Observation, calibration: Coefficients) -> tuple[float, flo
 def fit(observed: Sequence[Observation], start: Coefficients) -> Coefficients:
     """The coefficients that explain `observed` best, drawn towards those of `start` by `SPREADS`.
 
-    Least squares of logarithms, which outliers move little (soft L1). Without observations, `start`.
+    Without observations, `start`.
     """
-    from scipy.optimize import least_squares  # a second, which no other command waits for
-
     if not observed:
         return start
+    source = f"{len(observed)} trials, from {start.source}"
+    return replace(shifted(start, shifts([(one, start) for one in observed])), source=source)
+
+
+def shifts(observed: Sequence[tuple[Observation, Coefficients]]) -> dict[str, float]:
+    """By how much the logarithm of each coefficient is off, by what was observed on machines of which these
+    coefficients were expected: least squares of logarithms, which outliers move little (soft L1)."""
+    from scipy.optimize import least_squares  # a second, which no other command waits for
+
     names = list(SPREADS)
     spreads = np.array([SPREADS[name] for name in names])
 
-    def misfits(shifts: np.ndarray) -> np.ndarray:
-        shifted = _shifted(start, dict(zip(names, shifts * spreads, strict=True)))
-        return np.concatenate([_misfits(observed, shifted) / MISFIT, shifts])
+    def misfits(off: np.ndarray) -> np.ndarray:
+        by = dict(zip(names, off * spreads, strict=True))
+        pairs = (ratios(one, shifted(start, by)) for one, start in observed)
+        found = np.log([ratio for pair in pairs for ratio in pair if ratio is not None])
+        return np.concatenate([found / MISFIT, off])
 
     best = least_squares(misfits, np.zeros(len(names)), loss="soft_l1", method="trf", max_nfev=20)
-    source = f"{len(observed)} trials, from {start.source}"
-    return replace(_shifted(start, dict(zip(names, best.x * spreads, strict=True))), source=source)
+    return dict(zip(names, best.x * spreads, strict=True))
+
+
+def shifted(calibration: Coefficients, logarithms: Mapping[str, float]) -> Coefficients:
+    """`calibration` with the logarithms of some coefficients moved by so much."""
+    return replace(
+        calibration, **{name: getattr(calibration, name) * float(np.exp(by)) for name, by in logarithms.items()}
+    )
 
 
 def design(layouts: Sequence[Layout], work: Workload, calibration: Coefficients, count: int = 16) -> list[Layout]:
@@ -221,24 +236,12 @@ def _curve(kept: dict[str, Any]) -> Curve:
     return Curve(Collective(kept["kind"]), kept["ranks"], kept["together"], **columns)
 
 
-def _shifted(calibration: Coefficients, logarithms: dict[str, float]) -> Coefficients:
-    return replace(
-        calibration, **{name: getattr(calibration, name) * float(np.exp(by)) for name, by in logarithms.items()}
-    )
-
-
-def _misfits(observed: Iterable[Observation], calibration: Coefficients) -> np.ndarray:
-    """Logarithms of what is predicted over what was measured."""
-    pairs = (ratios(one, calibration) for one in observed)
-    return np.log([ratio for pair in pairs for ratio in pair if ratio is not None])
-
-
 def _slopes(layout: Layout, work: Workload, calibration: Coefficients) -> np.ndarray:
     """Derivatives of the logarithms of step time and power by those of the coefficients, (2, coefficients)."""
     step = 0.05
 
     def at(name: str, by: float) -> np.ndarray:
-        prediction = predict(layout, work, _shifted(calibration, {name: by}))
+        prediction = predict(layout, work, shifted(calibration, {name: by}))
         return np.log([prediction.step_time_s, prediction.power_w])
 
     return np.array([(at(name, step) - at(name, -step)) / (2 * step) for name in SPREADS]).T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class Plan:
             "distinct": space.distinct,
             "refused": space.refused,
             "reasons": space.reasons,
+            "chosen_axes": {axis: self.problem.axes[axis] for axis in self.problem.why},
+            "chosen_for": dict(self.problem.why),
             "depth_proxy": self.problem.depth_proxy,
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
@@ -125,6 +128,8 @@ def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients |
 def text(plan: Plan, every: bool = False) -> str:
     """For a terminal: counts, what each rule refuses, and the layouts worth a look, or `every` one."""
     space, parts = plan.problem.legal, [_counts(plan)]
+    if plan.problem.why:
+        parts.append(_chosen(plan.problem))
     if space.refused:
         rows = [[rule, str(count), space.reasons[rule]] for rule, count in space.refused.items()]
         parts.append(render(["refused by", "layouts", "for example"], rows))
@@ -140,6 +145,19 @@ def text(plan: Plan, every: bool = False) -> str:
             parts.append(f"Predicted best on {metric}:\n\n{_table(plan, plan.best(metric))}")
     parts += ["\n".join(f"note: {notice}" for notice in plan.notices)] if plan.notices else []
     return "\n\n".join(parts)
+
+
+def _chosen(problem: Problem) -> str:
+    """The axes that follow from model and cluster, and why."""
+    rows = [[axis, ", ".join(map(_value, problem.axes[axis])), why] for axis, why in problem.why.items()]
+    return render(["axis", "values (space: auto)", "why"], rows)
+
+
+def _value(value: Any) -> str:
+    """As YAML has it, but of lists the length alone."""
+    if isinstance(value, tuple):
+        return f"[{len(value)} stages]"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _counts(plan: Plan) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -162,7 +162,8 @@ class Problem:
 
     `model` is a preset's name or `INLINE`, `shape` its dimensions. `data` is a source of `trainables.data.open_tokens`.
     `sequence_length` counts tokens, `global_batch_size` sequences. `goals` are its objectives and
-    constraints. `axes` maps each axis of a layout to the values to try, without duplicates. `baseline` names one legal
+    constraints. `axes` maps each axis of a layout to the values to try, without duplicates; `why` says of an axis why
+    these, where nobody chose them. `baseline` names one legal
     layout by some of its settings. `depth_proxy` are the layers of the two models that stand for one too big for the
     cluster, fewer first.
     """
@@ -185,6 +186,7 @@ class Problem:
     seed: int = 0
     depth_proxy: tuple[int, int] | None = None
     borderline: Borderline = "risk"
+    why: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def workload(self) -> Workload:

@@ -27,6 +27,7 @@ from pydantic_core import PydanticKnownError
 
 from search_spaces.axis import Axis, Range
 from search_spaces.engines import ENGINES
+from search_spaces.expert import choose
 from search_spaces.hardware import ACCELERATORS, NETWORKS
 from search_spaces.hopeless import hopeless
 from search_spaces.layout import AXES
@@ -49,6 +50,9 @@ from service.problem import (
     Sampler,
 )
 from trainables.data import located
+
+AUTO = "auto"
+"""A space that follows from model and cluster."""
 
 LARGEST = 10**12
 """Of whole numbers: what is reckoned with them stays finite."""
@@ -224,6 +228,13 @@ else:
     )
 
 
+def _chosen(value: Any) -> Any:
+    """`auto` is None, which nobody can write."""
+    if value is None:
+        raise PydanticKnownError("model_type", {"class_name": "SpaceSpec"})
+    return None if value == AUTO else value
+
+
 class MeasurementSpec(Strict):
     """The section of `service.problem.Measurement`."""
 
@@ -278,7 +289,7 @@ class SearchSpec(Strict):
         min_length=1,
     )
     constraints: list[str] = []
-    space: SpaceSpec = SpaceSpec()
+    space: Annotated[SpaceSpec | None, BeforeValidator(_chosen)] = None
     measurement: MeasurementSpec = MeasurementSpec()
     budget: BudgetSpec = BudgetSpec()
     finalists: FinalistSpec = FinalistSpec()
@@ -293,9 +304,9 @@ class SearchSpec(Strict):
     def problem(self) -> Problem:
         """What the spec is about, as plain values."""
         cluster = self.cluster.cluster()
-        axes = self.space.model_dump()
+        axes = (self.space or SpaceSpec()).model_dump()
         axes["num_gpus"] = axes["num_gpus"] or [cluster.size]
-        return Problem(
+        problem = Problem(
             name=self.name,
             model=self.model if isinstance(self.model, str) else INLINE,
             shape=PRESETS[self.model] if isinstance(self.model, str) else self.model.shape(),
@@ -315,6 +326,11 @@ class SearchSpec(Strict):
             depth_proxy=None if self.depth_proxy is None else (self.depth_proxy[0], self.depth_proxy[1]),
             borderline=self.borderline,
         )
+        if self.space is not None:
+            return problem
+        chosen = choose(problem.workload, cluster.size)
+        axes = {axis: list(chosen[axis].values) if axis in chosen else values for axis, values in problem.axes.items()}
+        return replace(problem, axes=axes, why={axis: choice.why for axis, choice in chosen.items()})
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpec:
@@ -533,6 +549,8 @@ def explanation(error: ValidationError) -> str:
             return f"{field}: this field is required"
         case "model_type" if field == "model":
             message = f"must be {_choice(PRESETS)}, or an inline shape with the fields {_fields(field)}"
+        case "model_type" if field == "space":
+            message = f"must be {AUTO}, or a mapping with the fields {_fields(field)}"
         case "model_type":
             message = f"must be a mapping with the fields {_fields(field)}"
         case "dict_type" if field == "baseline":

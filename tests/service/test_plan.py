@@ -136,6 +136,19 @@ def test_machines_that_were_never_measured_are_said_to_be() -> None:
     assert planned().notices == ()  # H200
 
 
+def test_axes_that_nobody_chose_are_told_with_their_reasons() -> None:
+    assert "space: auto" not in text(planned())
+    cluster = {"nodes": 64, "gpus_per_node": 8, "accelerator": "h100"}
+    plan = planned(model="llama3-405b", space="auto", cluster=cluster, global_batch_size=512)
+    shown, told = text(plan), plan.to_dict()
+    assert "space: auto" in shown
+    assert "within a node of 8 GPUs" in shown
+    assert "null, [4 stages], [8 stages]" in shown
+    assert told["chosen_axes"]["tensor_parallel_size"] == [1, 2, 4, 8]
+    assert set(told["chosen_for"]) == set(told["chosen_axes"])
+    assert plan.promising
+
+
 def test_command() -> None:
     told = json.loads(CliRunner().invoke(main, ["plan", str(NODE), "--json"]).stdout)
     points = [Layout.from_dict(point) for point in told["points"]]

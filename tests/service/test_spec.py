@@ -23,7 +23,7 @@ from service.errors import InputError
 from service.goals import Limit, parse_constraint
 from service.metrics import METRICS
 from service.problem import Interconnect, Problem
-from service.spec import SECTIONS, SearchSpec, SpaceSpec, dump_spec, load_spec, make_problem, parse_spec
+from service.spec import AUTO, SECTIONS, SearchSpec, SpaceSpec, dump_spec, load_spec, make_problem, parse_spec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -39,6 +39,7 @@ def fields(**changes: Any) -> dict[str, Any]:
         "sequence_length": 128,
         "global_batch_size": 16,
         "cluster": {"gpus_per_node": 4, "accelerator": "cpu"},
+        "space": {},
     }
     return {name: value for name, value in (values | changes).items() if value is not LEFT_OUT}
 
@@ -105,6 +106,17 @@ def test_defaults() -> None:
     }
     assert [point.label for point in defaults.legal.layouts] == ["megatron 4gpu dp4 zero0 mbs1"]
     assert defaults.gang_size == 4
+
+
+def test_a_space_that_nobody_wrote_follows_from_model_and_cluster() -> None:
+    for auto in (spec(space=LEFT_OUT), spec(space="auto")):
+        assert auto.axes["pipeline_parallel_size"] == [1, 2, 4]
+        assert set(auto.axes) == set(AXES)
+        assert set(auto.why) <= set(AXES)
+        assert len(auto.legal.layouts) > 10
+        assert parse_spec(dump_spec(auto)) == auto
+    assert spec(space={"tensor_parallel_size": 2}).axes["pipeline_parallel_size"] == [1]
+    assert not spec(space={}).why
 
 
 def test_what_is_stated_of_the_machines_reaches_the_workload() -> None:
@@ -280,7 +292,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cluster": {**CLUSTER, "network": 4}}, r"cluster\.network: must be a mapping with the fields preset, .*: 4\)$"),
     (
         {"cluster": {**CLUSTER, "network": "token ring"}},
-        r"cluster\.network\.preset: must be 'nvlink4_ndr', .* or 'infinity_fabric' \(given: \"token ring\"\)$",
+        r"cluster\.network\.preset: must be 'nvlink4_ndr', .* or 'infinity_fabric4' \(given: \"token ring\"\)$",
     ),
     (
         {"cluster": {**CLUSTER, "network": {"node_gb_per_s": 0}}},
@@ -304,7 +316,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"cluster": {**CLUSTER, "power_limit_w": True}}, r"cluster\.power_limit_w: must be a number \(given: true\)$"),
     ({"cluster": []}, r"cluster: must be a mapping with the fields nodes, gpus_per_node"),
-    ({"space": None}, r"space: must be a mapping with the fields engine, .* \(given: null\)$"),
+    ({"space": None}, r"space: must be auto, or a mapping with the fields engine, .* \(given: null\)$"),
+    ({"space": "all"}, r"space: must be auto, or a mapping with the fields engine, .* \(given: \"all\"\)$"),
     ({"budget": 3}, r"budget: must be a mapping with the fields trials"),
     ({"seed": True}, r"seed: must be a valid integer \(given: true\)$"),
     ({"budget": {4: 5}}, r"budget\.4: a field's name must be text$"),
@@ -557,7 +570,7 @@ def test_broken_yaml_is_refused_with_its_line(text: str, line: str) -> None:
         ("space: {compile: True}", None),
         ("space: {compile: on}", r"space\.compile: must be a valid boolean \(given: \"on\"\)"),
         ("space: {compile: yes}", r"space\.compile: must be a valid boolean \(given: \"yes\"\)"),
-        ("space:", r"space: must be a mapping .* \(given: null\)"),
+        ("space:", r"space: must be auto, or a mapping .* \(given: null\)"),
         ("sampler: null", r"sampler: must be .* \(given: null\)"),
         ("seed: 010", r"seed: must be a valid integer \(given: \"010\"\)"),
         ("seed: 0x10", r"seed: must be a valid integer \(given: \"0x10\"\)"),
@@ -571,7 +584,7 @@ def test_broken_yaml_is_refused_with_its_line(text: str, line: str) -> None:
     ],
 )
 def test_what_yaml_makes_of_words(field: str, line: str | None) -> None:
-    text = yaml.safe_dump(fields()) + field
+    text = yaml.safe_dump(fields(space=LEFT_OUT)) + field
     if line is None:
         parse_spec(text)
     else:
@@ -707,6 +720,8 @@ def documented() -> Iterator[tuple[str, str, str]]:
 
 def default_of(field: FieldInfo) -> Any:
     default = field.get_default(call_default_factory=True)
+    if field is SearchSpec.model_fields["space"]:  # where it is None, nobody chose
+        return AUTO if default is None else default
     return {} if type(default) in SECTIONS.values() else default
 
 

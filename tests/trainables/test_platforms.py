@@ -17,7 +17,7 @@ from trainables.platforms.base import platform_of
 
 def test_each_accelerator_leads_to_a_platform_that_travels() -> None:
     here = "rocm" if torch.version.hip else "cuda"
-    names = {"mi250": "rocm", "cpu": "cpu", "gpu": here}
+    names = dict.fromkeys(("mi250", "mi300x", "mi325x"), "rocm") | {"cpu": "cpu", "gpu": here}
     for name, accelerator in ACCELERATORS.items():
         platform = pickle.loads(pickle.dumps(platform_of(accelerator)))
         assert type(platform).__module__ == f"trainables.platforms.{names.get(name, 'cuda')}"

@@ -1,0 +1,138 @@
+"""How far predictions are from what others published, as its benchmark has it."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.judge import published
+from search_spaces.cost import predict
+
+LLAMA = {
+    "family": "llama",
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn_hidden": 14336,
+    "vocab": 128256,
+    "tie": 0,
+    "num_experts": 0,
+    "experts_per_token": 2,
+}
+LAYOUT = {
+    **{"tp": 1, "pp": 1, "vp": 1, "cp": 1, "ep": 1, "zero": 3, "shard_copies": 1, "mbs": 1, "gbs": 64},
+    **{"recompute": "none", "precision": "bf16", "reduce_precision": "fp32", "seq_parallel": 0, "async_tp": 0},
+    **{"fused": 1, "schedule": "1f1b", "overlap_grad": 1, "overlap_param": 1, "status": "ok"},
+}
+MACHINE = {"gpu": "h200", "num_gpus": 8, "gpus_per_node": 8}
+
+
+def table(path: Path, *changes: Mapping[str, object]) -> Path:
+    """A table with a row for each of `changes` to a layout of Llama-3-8B on eight H200."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, published.COLUMNS, restval="")
+        writer.writeheader()
+        for number, change in enumerate(changes):
+            plain = {"id": f"row-{number}", "source": "s", "group": "g", "seq": 8192, "step_time_s": 1.0}
+            writer.writerow({**plain, **LLAMA, **LAYOUT, **MACHINE, **change})
+    return path
+
+
+def foretold(path: Path) -> list[float]:
+    timed = [one.timed for one in published.read(path)]
+    return [predict(pair[0].layout, pair[0].work, pair[1]).step_time_s for pair in timed if pair is not None]
+
+
+def test_tells_errors_order_and_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = [{"tp": size, "seq_parallel": 1} for size in (1, 2, 4)]
+    seconds = foretold(table(tmp_path / "blind.csv", *layouts))
+    # All are twice as slow as foretold, but for the one that is foretold to be the slowest: that is the fastest.
+    slowest = max(seconds)
+    measured = [min(seconds) if each == slowest else 2 * each for each in seconds]
+    changes = [layout | {"step_time_s": each} for layout, each in zip(layouts, measured, strict=True)]
+    published.main([str(table(tmp_path / "measured.csv", *changes))])
+    out = capsys.readouterr().out
+    errors = [0.5, 0.5, slowest / min(seconds) - 1]
+    assert f"{sum(errors) / 3:.1%}" in out
+    assert "-50.0%" in out  # the median
+    group = next(line for line in out.splitlines() if line.split()[:2] == ["s", "g"])
+    assert group.split()[2:] == ["3", "-0.50", "100.0%"]
+
+
+def test_a_machine_is_as_published(tmp_path: Path) -> None:
+    pipeline = {"pp": 2, "zero": 0, "num_gpus": 16, "gbs": 64, "tp": 8}
+    slower = pipeline | {"hw_network_GBps": 1, "hw_memory_TBps": 1, "hw_power_w": 400}
+    plain, published_one = foretold(table(tmp_path / "table.csv", pipeline, slower))
+    assert published_one > 1.2 * plain
+    (one,) = published.read(table(tmp_path / "small.csv", {"hw_memory_gib": 20}))
+    assert one.is_too_big
+    assert one.timed is not None  # it ran, and its time is foretold all the same
+
+
+def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = [
+        {"tp": tensor, "mbs": size, "recompute": again, "seq_parallel": 1}
+        for tensor in (1, 2, 4, 8)
+        for size in (1, 2)
+        for again in ("none", "full")
+    ]
+    seconds = foretold(table(tmp_path / "blind.csv", *layouts))
+    changes = [layout | {"step_time_s": 1.3 * each} for layout, each in zip(layouts, seconds, strict=True)]
+    published.main([str(table(tmp_path / "table.csv", *changes)), "--seeds", "1"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("s  "))
+    sheet, fitted = (float(line.split()[index].rstrip("%")) for index in (2, -1))
+    assert sheet == pytest.approx(100 * (1 - 1 / 1.3), abs=0.1)
+    assert fitted < sheet / 3
+
+
+def test_tells_what_is_refused_and_what_cannot_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(
+        tmp_path / "table.csv",
+        {"pp": 3, "num_gpus": 24, "gbs": 72, "zero": 0},
+        {"unexpressed": "Mamba layers"},
+        {"gpu": "h300"},
+        {"status": "oom", "step_time_s": ""},
+    )
+    published.main([str(path)])
+    out = capsys.readouterr().out
+    assert "1 of 1 layouts that ran are refused." in out
+    assert "row-0: 32 layers cannot be split evenly over 3 stages" in out
+    assert "Mamba layers" in out
+    assert "accelerator h300" in out
+    assert "ran out of memory: 1 fits" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("id,source\n1,2\n", "no column group, family"),
+        (",".join(published.COLUMNS) + "\n", "no rows"),
+    ],
+)
+def test_refuses_what_is_no_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    path = tmp_path / "table.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        published.main([str(path)])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"tp": "two"}, "row 1: invalid literal"), ({"step_time_s": ""}, "row 1: no step_time_s")],
+)
+def test_names_the_row_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        published.main([str(table(tmp_path / "table.csv", change))])
+    assert said in capsys.readouterr().err.splitlines()[-1]
