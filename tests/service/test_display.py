@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from search_spaces.layout import Layout
-from service.answers.candidates import candidates
+from service.answers.candidates import Candidate, candidates
 from service.display import Display
 from service.goals import Goals
 from service.metrics import DIRECTIONS, Method
@@ -57,10 +58,13 @@ def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: Status) -> No
 
 
 def test_a_trial_is_ranked_among_all_once_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranked = []
-    monkeypatch.setattr(
-        "service.display.candidates", lambda results: ranked.append(len(results)) or candidates(results)
-    )
+    ranked: list[int] = []
+
+    def counted(results: Sequence[TrialResult]) -> list[Candidate]:
+        ranked.append(len(results))
+        return candidates(results)
+
+    monkeypatch.setattr("service.display.candidates", counted)
     progress = make()
     for trials in (1, 2):
         progress.finished(ok(100.0 * trials, 0.1 * trials), 7)
