@@ -137,9 +137,11 @@ class Driver:
         except RayActorError:
             raise SearchError("the process that lends gangs to trials died: resume the search") from None
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
-            reason = f"the state directory {self.home.path} cannot be written ({first_line(error.__cause__ or error)})"
+            reason = first_line(error.__cause__ or error)
+            if not isinstance(error, OSError) or self.home.is_why(error):
+                reason = f"the state directory {self.home.path} cannot be written ({reason})"
             self.display.say(f"failed: {reason}")  # before gangs are closed, which may take half a minute
-            raise SearchError(f"{reason}: resume the search once it can") from error
+            raise SearchError(f"{reason}: resume the search once that is mended") from error
         finally:
             # Of one that can be resumed, it is still to come what is undecided in the end.
             open_ends = contests(self.display.compared) if status == "finished" else []
