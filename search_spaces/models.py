@@ -112,6 +112,7 @@ PRESETS: dict[str, ModelShape] = {
     "llama3-8b": _llama3(32, 4096, 32, 14_336),
     "llama3-30b": _llama3(32, 8192, 64, 28_672),
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
+    "llama3-405b": _llama3(126, 16_384, 128, 53_248),
     # Jiang et al. 2024 (8x7B) and the configurations that Mistral AI published with the weights.
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14_336, 32_768, 0.02),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 16_384, 65_536, 0.001),
