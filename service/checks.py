@@ -114,7 +114,7 @@ def _faults(problem: Problem) -> Iterator[str]:
             better = "less" if direction is Direction.MAXIMIZE else "more"
             yield f"objectives.{metric}: {direction} would look for the worst: {better} of it is better"
     if problem.measurement.explore != "gang":
-        yield from _unsliced(problem)
+        yield from unsliced(problem)
     lacking = _lacking(problem)
     if all(metric in lacking for metric in problem.goals.objectives):
         yield "; ".join(f"objectives.{metric}: {lacking[metric]}" for metric in problem.goals.objectives)
@@ -173,7 +173,7 @@ def _times(problem: Problem) -> Iterator[str]:
             )
 
 
-def _unsliced(problem: Problem) -> Iterator[str]:
+def unsliced(problem: Problem) -> Iterator[str]:
     """Why layouts cannot be explored by slices."""
     name, both = problem.cluster.accelerator, {"link_bytes_per_s", "network_bytes_per_s"}
     if data_sheet(name) is None and not both <= set(problem.cluster.stated):

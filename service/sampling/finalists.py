@@ -18,6 +18,7 @@ from service.goals import Comparison, Goals
 from service.pareto import dominating, scaled
 from service.problem import Finalists
 from service.result import Purpose, TrialResult
+from service.sampling.correction import corrected
 from trainables.status import Status
 
 CLOSE = 0.02
@@ -31,7 +32,8 @@ def due(results: Sequence[TrialResult], goals: Goals, chosen: Finalists, seed: i
     """What is to be measured again after these results of a search that has ended exploring, in this order.
 
     One batch after the other: rounds of all `contenders`, then `further` ones until nothing is open, of which at most
-    as many trials as `chosen` has for the contenders. Batches follow from the results before them alone, so that what
+    as many trials as `chosen` has for the contenders. What slices explored is corrected by how far they were off in the
+    batches before (`service.sampling.correction`). Batches follow from the results before them alone, so that what
     is left of one follows from the results too.
     """
     exploring = [result for result in results if result.purpose == Purpose.SEARCH]
@@ -41,7 +43,8 @@ def due(results: Sequence[TrialResult], goals: Goals, chosen: Finalists, seed: i
     most, begun = len(batch) + chosen.count * chosen.repeats, 0
     while batch and begun + len(batch) <= len(again):
         begun += len(batch)
-        batch = further([*exploring, *again[:begun]], goals, chosen.repeats, most - begun, seed + begun)
+        seen = corrected([*exploring, *again[:begun]])
+        batch = further(seen, goals, chosen.repeats, most - begun, seed + begun)
     for done in again[begun:]:
         if done.layout in batch:
             batch.remove(done.layout)

@@ -143,7 +143,7 @@ def _probe_alone(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | N
         bench = bench.at_depth(max(bench.problem.depth_proxy))
     request = make_request(f"{trial_id}-probe", layout, bench.problem)
     kind = probe.fullest(layout, bench.problem.workload)
-    one = run_kind(bench, probe.probing(request, _sizes(layout, alone=True)), kind)
+    one = run_kind(bench, probe.probing(request, short.sizes(layout, alone=True)), kind)
     if not isinstance(one, TrialResult):
         reason = probe.lack(layout, bench.problem, kind, one)
         return None if reason is None else TrialResult(trial_id, layout, Status.OOM, reason)
@@ -180,7 +180,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
     """
     timing = asdict(problem.measurement)
     deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
-    sizes = _sizes(layout, problem.measurement.sliced) if short_trials else ()
+    sizes = short.sizes(layout, problem.measurement.sliced) if short_trials else ()
     if purpose == Purpose.FINALIST:
         timing["window_s"] = problem.finalists.window_s
         deadline_s *= layout.global_batch_size / max(sizes, default=layout.global_batch_size)
@@ -195,12 +195,3 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
         deadline_s=deadline_s,
         batches=sizes,
     )
-
-
-def _sizes(layout: Layout, alone: bool) -> tuple[int, ...]:
-    """The global batch sizes to time in place of the layout's own, larger first, by a gang or by ranks that run alone;
-    none where that saves too little."""
-    if alone and layout.pipeline_parallel_size > 1:
-        size = short.alone(layout)
-        return () if size is None else (size,)
-    return short.batches(layout) or ()

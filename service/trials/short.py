@@ -4,7 +4,7 @@ Of a whole gang (`batches`), time and energy of a step are linear in its microba
 in 1F1B and its interleaved and zero-bubble forms a step takes (m + p - 1) times as long as one of m microbatches does
 on each of p ranks (Narayanan et al. 2021, section 2.2), and everything else once.
 
-Of a pipeline whose ranks run alone (`alone`), each pass is measured, and the whole step played from them
+Of a pipeline whose ranks run alone (`batch_alone`), each pass is measured, and the whole step played from them
 (`search_spaces.stretching`).
 """
 
@@ -31,6 +31,15 @@ STEADY = 4
 """The least of each kind of passes of a full pipeline by whose mean a rank alone stands for all others like them."""
 
 
+def sizes(layout: Layout, alone: bool) -> tuple[int, ...]:
+    """The global batch sizes to time in place of the layout's own, larger first, by a gang or by ranks that run alone;
+    none where that saves too little."""
+    if alone and layout.pipeline_parallel_size > 1:
+        size = batch_alone(layout)
+        return () if size is None else (size,)
+    return batches(layout) or ()
+
+
 def batches(layout: Layout) -> tuple[int, int] | None:
     """The two global batch sizes to time in place of the layout's own, larger first; None where that saves too little.
 
@@ -47,7 +56,7 @@ def batches(layout: Layout) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=1024)
-def alone(layout: Layout) -> int | None:
+def batch_alone(layout: Layout) -> int | None:
     """The global batch size to time in place of the layout's own, where ranks of a pipeline run alone: the smallest
     that shows each of them every kind of pass. None where that saves nothing, and without a pipeline.
 

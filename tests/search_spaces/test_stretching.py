@@ -21,7 +21,7 @@ from search_spaces.rules import refusal
 from search_spaces.schedules import Action, Order, Pass, order
 from search_spaces.stretching import overlap, stretch
 from search_spaces.workload import Workload
-from service.trials.short import alone
+from service.trials.short import batch_alone
 
 NETWORK = Network("by hand", 8, 1e11, 1e10, 1e-6, 1e-5)
 WORK = Workload(replace(PRESETS["tiny-llama"], layers=48), 128, 64)
@@ -86,7 +86,7 @@ def test_a_stretched_step_is_the_whole_one(
         counts[0], counts[-1] = counts[0] - 1, layers - sum(counts[:-1]) + 1
         many = replace(many, stage_layers=tuple(counts))
     assume(refusal(many, replace(WORK, global_batch_size=microbatches)) is None)
-    assume((size := alone(many)) is not None)
+    assume((size := batch_alone(many)) is not None)
     assert size is not None
     few = replace(many, global_batch_size=size)
     assert refusal(few, replace(WORK, global_batch_size=size)) is None
@@ -106,7 +106,7 @@ def test_a_stretched_step_is_the_whole_one(
 def test_noise_of_single_passes_is_averaged(schedule: str) -> None:
     """Each pass varies by 2%, once in the step of few microbatches and otherwise in that of many."""
     many = pipeline(4, schedule, 2, 64)
-    few = replace(many, global_batch_size=alone(many) or 0)
+    few = replace(many, global_batch_size=batch_alone(many) or 0)
     draw = random.Random(0)
 
     def noisy(passes: Order) -> dict[Action, float]:

@@ -13,7 +13,7 @@ from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.rules import refusal
 from search_spaces.workload import Workload
-from service.trials.short import SAVED, alone, batches
+from service.trials.short import SAVED, batch_alone, batches
 
 PLAIN = Layout("megatron", 4, 256, zero_stage=1)  # 64 microbatches on each of four replicas
 PIPELINE = replace(PLAIN, pipeline_parallel_size=4)  # 256 microbatches
@@ -89,4 +89,4 @@ def test_smaller_batches_are_legal_and_save_what_they_should(
     ],
 )
 def test_ranks_of_a_pipeline_alone_need_few_microbatches(layout: Layout, count: int | None) -> None:
-    assert alone(layout) == (count and count * layout.micro_batch_size * layout.data_parallel_size)
+    assert batch_alone(layout) == (count and count * layout.micro_batch_size * layout.data_parallel_size)
