@@ -259,11 +259,10 @@ class CommandRank:
     def ended_early(self) -> None:
         """Raise `InvalidTrial` if the program ended well, with no step that was not taken yet."""
         if self.program_ended() and not self.steps.wait(0):
-            steps = (
-                f"after {self.count} steps, before they were timed" if self.count else "without having told of a step"
-            )
-            advice = "it must train on until it is ended" if self.count else self.steps.awaited
-            raise InvalidTrial(f"the program ended by itself {steps}: {advice}")
+            if not self.count:
+                raise InvalidTrial(f"the program ended without having told of a step: {self.steps.awaited}")
+            lacking = "before they were timed: it must train on until it is ended"
+            raise InvalidTrial(f"the program ended after {self.count} steps, {lacking}")
 
     def enter(self, phase: str) -> None:
         self.progress = replace(self.progress, phase=phase, awaits=None)
@@ -271,10 +270,9 @@ class CommandRank:
 
     def wait_for(self, what: str) -> None:
         """Say what is waited for, should it be in vain."""
-        said = (
-            f"; its last line of output is {self.program.tail[-1]!r}" if self.program.tail else "; it printed nothing"
-        )
-        self.progress = replace(self.progress, awaits=f"waited for {what}: {self.steps.awaited}{said}")
+        tail = self.program.tail
+        said = f"its last line of output is {tail[-1]!r}" if tail else "it printed nothing"
+        self.progress = replace(self.progress, awaits=f"waited for {what}: {self.steps.awaited}; {said}")
         self.on_progress(self.progress)
 
     def agreed(self, steps: Stretch) -> None:
