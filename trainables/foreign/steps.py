@@ -83,10 +83,10 @@ class Steps(ABC):
     def hear(self, line: str, ns: int) -> None:  # noqa: B027
         """Take a line of the program's output, which came at `ns`."""
 
-    def _add(self, *ends: StepEnd) -> None:
+    def _add(self, end: StepEnd) -> None:
         with self._changed:
-            self._ends.extend(ends)
-            self.newest = ends[-1].number
+            self._ends.append(end)
+            self.newest = end.number
             self._changed.notify_all()
 
     @abstractmethod
@@ -185,18 +185,16 @@ class LogSteps(Steps):
             self._memory_gib = max(told.memory_gib, self._memory_gib or 0.0)
         if told.step is None:
             return
-        end = StepEnd(told.step, ns, told.loss, told.grad_norm, told.seconds)
-        before, self._last = self._last, end
+        end, before = StepEnd(told.step, ns, told.loss, told.grad_norm, told.seconds), self._last
         if before is None:
             self._add(end)
-            return
-        count = end.number - before.number
-        between = [
-            StepEnd(before.number + i, before.ns + (ns - before.ns) * i // count, seconds=told.seconds)
-            for i in range(1, count)
-        ]
-        if count > 0:
-            self._add(*between, end)
+        elif (count := end.number - before.number) > 0:
+            for i in range(1, count):
+                self._add(StepEnd(before.number + i, before.ns + (ns - before.ns) * i // count, seconds=told.seconds))
+            self._add(end)
+        else:
+            return  # said twice
+        self._last = end
 
     def told(self, taken: list[StepEnd], seconds: float) -> Told:
         return Told([end.loss for end in taken], [end.grad_norm for end in taken], self._memory_gib)
