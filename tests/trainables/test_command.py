@@ -24,9 +24,10 @@ from tests.trainables.test_child import is_gone, trial_processes, wait_until
 from trainables.child import Nursery
 from trainables.command import TRIAL_DIR, Command, LogPatterns
 from trainables.foreign.rank import Member, torchrun_environment
-from trainables.foreign.steps import HOOK
+from trainables.foreign.steps import HOOK, HookSteps
 from trainables.measure import Procedure
 from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.platforms.cuda import PLATFORM as CUDA
 from trainables.program import Place, TrialRequest
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +176,7 @@ def test_a_program_that_is_not_there_is_a_crash(run_ranks: RunRanks) -> None:
     trial = replace(request(ranks=1), program=replace(COMMAND, arguments=("no-such-program",)))
     (outcome,) = run_ranks(trial)
     assert outcome.status == "crash"
-    assert "it was not run: [Errno 2] No such file or directory: 'no-such-program'" in str(outcome.cause)
+    assert "it could not be started: [Errno 2] No such file or directory: 'no-such-program'" in str(outcome.cause)
 
 
 def test_files_environment_and_folder_are_the_trial_s_own(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_the_environment_is_torchrun_s() -> None:
     nodes = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4711"}
     assert last | ranks | nodes == last
     names = re.findall(r'"([A-Z_]+)": ', inspect.getsource(LocalElasticAgent._start_workers))
-    assert set(last) == set(names)
+    assert set(last) == {"LOCAL_RANK", *names}
 
 
 def test_outside_wattune_the_hook_does_nothing() -> None:
@@ -280,3 +281,38 @@ def test_outside_wattune_the_hook_does_nothing() -> None:
 @pytest.mark.parametrize("name", ["wattune_steps", "wattune_huggingface", "wattune_lightning"])
 def test_the_hook_is_python_3_8(name: str) -> None:
     ast.parse((HOOK / f"{name}.py").read_text(), feature_version=(3, 8))
+
+
+ASYNCHRONOUS = """
+import time, torch, wattune_steps
+a = torch.ones(4096, 4096, device="cuda")
+for step in range(60):
+    for _ in range(20):
+        a = (a @ a).clamp(max=1)
+    wattune_steps.step(loss=a.mean())
+    if step in (19, 59):
+        torch.cuda.synchronize()
+        print(time.monotonic_ns(), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_steps_of_a_gpu_are_over_when_it_has_ended_them(tmp_path: Path) -> None:
+    """Though the host is many steps ahead of it."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    steps = HookSteps(tmp_path / "sock")
+    environment = os.environ | steps.environment | {"PYTHONPATH": str(HOOK)}
+    done = subprocess.run(
+        [sys.executable, "-c", ASYNCHRONOUS], env=environment, capture_output=True, text=True, check=True
+    )
+    wait_until(lambda: steps.complete)
+    ends = [steps.take() for _ in range(60)]
+    first_ns, last_ns = map(int, done.stdout.split())
+    assert (ends[59].ns - ends[19].ns) == pytest.approx(last_ns - first_ns, rel=0.005)
+    assert ends[59].ns == pytest.approx(last_ns, abs=5_000_000)
+    told = steps.told(ends, 0)
+    assert told is not None
+    assert told.losses == [1.0] * 60
+    assert told.peak_memory_gib is not None
+    assert steps.device == CUDA.identity(CUDA.device(0))

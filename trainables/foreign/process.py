@@ -79,7 +79,7 @@ class Program:
         assert self._guard.stdout is not None
         ending = self._guard.stdout.readline().decode(errors="replace").strip()
         reader.join()
-        self._ending = ending or "error its guard was killed"
+        self._ending = ending or "error its guard was killed, and it with that"
 
 
 def uncoloured(text: str) -> str:
