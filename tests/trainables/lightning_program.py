@@ -34,4 +34,4 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-trainer.fit(Successor(), torch.utils.data.DataLoader(torch.arange(4096) % 8, batch_size=16))
+trainer.fit(Successor(), torch.utils.data.DataLoader([step % 8 for step in range(4096)], batch_size=16))
