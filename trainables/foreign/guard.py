@@ -6,7 +6,7 @@ A script of its own, which knows the standard library alone and starts in some m
 
 starts COMMAND in DIRECTORY, with what it says going to the file descriptor OUTPUT. When it has ended, and what it
 left running has been killed, a line of standard output says how: `exit CODE`, a signal's being negative, or `error
-TEXT` if it could not be started. When standard input ends, all is killed, FOLDER is removed, and so ends this process.
+TEXT` where it could not be started. When standard input ends, all is killed, FOLDER is removed, and this process ends.
 
 Whoever is to be outlived can be killed by SIGKILL: all it does is to hold the other end of standard input. Processes
 that the program starts come to this one when their parents die, being its descendants (PR_SET_CHILD_SUBREAPER of
@@ -42,7 +42,7 @@ def main(folder: str, output: int, directory: str, command: list[str]) -> None:
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # should this one be killed
         )
     except (OSError, ValueError) as error:  # not there, not allowed, or with a zero byte in its arguments
-        say(f"error {error}")
+        say(f"error it could not be started: {error}")
     else:
         threading.Thread(target=await_end, args=(program,), daemon=True).start()
     os.close(output)

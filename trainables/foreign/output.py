@@ -42,7 +42,7 @@ def failure(ending: str, tail: Sequence[str], patterns: Sequence[str], kernel_ki
     """
     kind, _, value = ending.partition(" ")
     if kind == "error":
-        return ProgramFailed(f"it was not run: {value}")
+        return ProgramFailed(value)
     code = int(value)
     if code == 0:
         return None

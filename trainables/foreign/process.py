@@ -70,7 +70,7 @@ class Program:
         os.close(output)
 
     def _take(self, line: bytes, now: int) -> None:
-        text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
+        text = uncoloured(line.decode(errors="replace")).rstrip()
         if text:
             self.tail.append(text[:LINE_CHARACTERS])
             self._on_line(text, now)
@@ -79,4 +79,9 @@ class Program:
         assert self._guard.stdout is not None
         ending = self._guard.stdout.readline().decode(errors="replace").strip()
         reader.join()
-        self._ending = ending or "error its guard was killed"
+        self._ending = ending or "error its guard was killed, and it with that"
+
+
+def uncoloured(text: str) -> str:
+    """The text without a terminal's escape sequences (ECMA-48's control sequences)."""
+    return _COLOUR.sub("", text)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -75,38 +76,50 @@ class CommandRank:
         port, token = self.peers.gather((self.store.port if self.store else None, secrets.token_hex(4)))[0]
         self.folder = Path(tempfile.gettempdir()) / f"wattune-{token}"
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        self.steps: Steps = (
-            HookSteps(self.folder / f"{place.rank}.sock") if command.steps is None else LogSteps(command.steps)
-        )
-        for name, text in command.files:
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.{place.rank}")
-            part.write_text(self.placed(text))
-            part.replace(path)  # other ranks write it as well
         self.ends: list[StepEnd] = []
         self.count = 0
         self.speaks, self.measured = True, False
         self.device = place.platform.identity(place.platform.device(place.local_rank))
         self.progress = replace(self.progress, device=self.device)
-        self.program = Program(
-            [self.placed(argument) for argument in command.arguments],
-            self.environment(torchrun_environment(place.rank, members, port)),
-            self.placed(command.directory or TRIAL_DIR),
-            self.folder,
-            self.steps.hear,
-        )
+        try:
+            self.steps: Steps = self.listen()
+            self.write_files()
+            self.program = Program(
+                [self.placed(argument) for argument in command.arguments],
+                self.environment(torchrun_environment(place.rank, members, port)),
+                self.placed(command.directory or TRIAL_DIR),
+                self.folder,
+                self.steps.hear,
+            )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)  # from here on the program's guard does it
+            raise
         self.step_ended_ns = self.program.start_ns
         self.peers.watch = self.watch
+
+    def listen(self) -> Steps:
+        """Be ready to hear of steps."""
+        if self.command.steps is None:
+            return HookSteps(self.folder / f"{self.place.rank}.sock")
+        return LogSteps(self.command.steps)
+
+    def write_files(self) -> None:
+        """Write the configuration files, as the other ranks of this node do."""
+        for name, text in self.command.files:
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.{self.place.rank}")
+            part.write_text(self.placed(text))
+            part.replace(path)
 
     def placed(self, text: str) -> str:
         """The text with the trial's own folder in it."""
         return text.replace(TRIAL_DIR, str(self.folder))
 
     def environment(self, torchrun: dict[str, str]) -> dict[str, str]:
-        """This process's, torchrun's, the hook's and the command's own, each before those that it stands behind.
+        """The program's environment variables: this process's, torchrun's, the command's and the hook's, the last wins.
 
-        The environment that this runs in is the active one, and Python does not keep what it says to itself.
+        Programs of this Python's environment are found first, and Python keeps no lines to itself.
         """
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
@@ -124,7 +137,7 @@ class CommandRank:
         self.enter("breakdown" if breakdown else "over")
         self.peers.meet()  # else a rank would end its program, which another still measures
         if breakdown:
-            report = replace(report, profile=self.profile(sum(self.last_steps_s) / len(self.last_steps_s)))
+            report = replace(report, profile=self.profile())
             self.peers.meet()
         return report
 
@@ -132,7 +145,7 @@ class CommandRank:
         """Time the steps. Collective."""
         self.await_first()
         timing = time_steps(self.step, self.request.procedure, False, self.enter, self.agreed)
-        self.last_steps_s = timing.window_steps_s
+        self.window_steps_s = timing.window_steps_s
         self.enter("report")
         told = self.told()
         losses = self.peers.means(padded(told.losses, self.count))
@@ -214,10 +227,11 @@ class CommandRank:
             return ()
         return (f"steps take {logged_s:.4g} s by the program's log, but its lines came every {seen_s:.4g} s",)
 
-    def profile(self, step_s: float) -> Profile:
+    def profile(self) -> Profile:
         """What a step is made of, by the hook, once all ranks have handed over their report. Collective."""
         began = time.monotonic()
-        ahead = 3 + math.ceil(PROFILE_AHEAD_S / step_s)  # one to hear of it, one to warm up
+        steps_per_s = len(self.window_steps_s) / sum(self.window_steps_s)
+        ahead = 3 + math.ceil(PROFILE_AHEAD_S * steps_per_s)  # in one it is heard of, in one the profiler warms up
         number = round(self.peers.largest(self.steps.newest)) + ahead
         path, device = self.folder / f"profile-{self.place.rank}.json", self.place.platform.profiler_device
         answer: dict[str, Any] | None = None
@@ -259,11 +273,10 @@ class CommandRank:
     def ended_early(self) -> None:
         """Raise `InvalidTrial` if the program ended well, with no step that was not taken yet."""
         if self.program_ended() and not self.steps.wait(0):
-            steps = (
-                f"after {self.count} steps, before they were timed" if self.count else "without having told of a step"
-            )
-            advice = "it must train on until it is ended" if self.count else self.steps.awaited
-            raise InvalidTrial(f"the program ended by itself {steps}: {advice}")
+            if not self.count:
+                raise InvalidTrial(f"the program ended without having told of a step: {self.steps.awaited}")
+            lacking = "before they were timed: it must train on until it is ended"
+            raise InvalidTrial(f"the program ended after {self.count} steps, {lacking}")
 
     def enter(self, phase: str) -> None:
         self.progress = replace(self.progress, phase=phase, awaits=None)
@@ -271,10 +284,9 @@ class CommandRank:
 
     def wait_for(self, what: str) -> None:
         """Say what is waited for, should it be in vain."""
-        said = (
-            f"; its last line of output is {self.program.tail[-1]!r}" if self.program.tail else "; it printed nothing"
-        )
-        self.progress = replace(self.progress, awaits=f"waited for {what}: {self.steps.awaited}{said}")
+        tail = self.program.tail
+        said = f"its last line of output is {tail[-1]!r}" if tail else "it printed nothing"
+        self.progress = replace(self.progress, awaits=f"waited for {what}: {self.steps.awaited}; {said}")
         self.on_progress(self.progress)
 
     def agreed(self, steps: Stretch) -> None:

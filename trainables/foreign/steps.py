@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,10 @@ class Steps(ABC):
     def hear(self, line: str, ns: int) -> None:  # noqa: B027
         """Take a line of the program's output, which came at `ns`."""
 
-    def _add(self, *ends: StepEnd) -> None:
+    def _add(self, end: StepEnd) -> None:
         with self._changed:
-            self._ends.extend(ends)
-            self.newest = ends[-1].number
+            self._ends.append(end)
+            self.newest = end.number
             self._changed.notify_all()
 
     @abstractmethod
@@ -102,25 +103,24 @@ class HookSteps(Steps):
         super().__init__(f"the program is to call {CALL}", {"WATTUNE_STEPS": str(path)})
         self._answers: dict[str, Any] = {}
         self._asked: set[str] = set()
-        self._connection: socket.socket | None = None
-        self._open = 0
+        self._caller: socket.socket | None = None
+        self._unread: dict[socket.socket, bytes] = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._serve, daemon=True).start()
 
     @property
     def complete(self) -> bool:
-        return not self._open
+        with self._changed:
+            return not self._unread and not wait([self._listener], 0)
 
     def told(self, taken: list[StepEnd], seconds: float) -> Told | None:
         answer = self._ask("report", True, seconds)
         if answer is None:
             return None
-        count = len(taken)
-        return Told(
-            answer["losses"][:count], answer["grad_norms"][:count], answer["peak_memory_gib"], answer["environment"]
-        )
+        losses, grad_norms = (answer[name][: len(taken)] for name in ("losses", "grad_norms"))
+        return Told(losses, grad_norms, answer["peak_memory_gib"], answer["environment"])
 
     def profile(self, step: int, path: Path, device: str | None, seconds: float) -> dict[str, Any] | None:
         """Ask once for a profile of step `step`, and wait for what the hook answers; None if it has not yet."""
@@ -130,38 +130,47 @@ class HookSteps(Steps):
 
     def _ask(self, name: str, question: Any, seconds: float) -> Any:
         with self._changed:
-            if name not in self._asked and self._connection is not None:
+            if name not in self._asked and self._caller is not None:
                 self._asked.add(name)
                 with contextlib.suppress(OSError):  # it has ended, and said before what it had to
-                    self._connection.sendall(json.dumps({name: question}).encode() + b"\n")
+                    self._caller.sendall(json.dumps({name: question}).encode() + b"\n")
             self._changed.wait_for(lambda: name in self._answers, seconds)
             return self._answers.get(name)
 
-    def _listen(self) -> None:
+    def _serve(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
-            self._open += 1
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+            wait([self._listener, *self._unread])
+            with self._changed:
+                if wait([self._listener], 0):
+                    self._unread[self._listener.accept()[0]] = b""
+                for connection in [one for one in self._unread if wait([one], 0)]:
+                    self._read(connection)
+                self._changed.notify_all()
 
     def _read(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines:
-            for line in lines:
-                self._hear_hook(connection, json.loads(line))
-        self._open -= 1
+        try:
+            data = connection.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            del self._unread[connection]
+            return
+        *lines, self._unread[connection] = (self._unread[connection] + data).split(b"\n")
+        for line in lines:
+            self._hear_hook(connection, json.loads(line))
 
     def _hear_hook(self, connection: socket.socket, message: dict[str, Any]) -> None:
         if "step" in message:
             self._add(StepEnd(message["step"], message["ns"], tokens=message["tokens"]))
         elif "hello" in message:
-            if message["hello"]["version"] != HOOK_VERSION:
-                self.problem = f"its wattune_steps speaks version {message['hello']['version']}, not {HOOK_VERSION}"
-            elif self._connection is not None:
+            version = message["hello"]["version"]
+            if version != HOOK_VERSION:
+                self.problem = f"its wattune_steps.py speaks version {version} of what is version {HOOK_VERSION} here"
+            elif self._caller is not None:
                 self.problem = "two processes of one rank call wattune_steps.step()"
-            self.device, self._connection = message["hello"]["device"], connection
+            self.device, self._caller = message["hello"]["device"], connection
         else:
-            with self._changed:
-                self._answers |= message
-                self._changed.notify_all()
+            self._answers |= message
 
 
 class LogSteps(Steps):
@@ -185,18 +194,16 @@ class LogSteps(Steps):
             self._memory_gib = max(told.memory_gib, self._memory_gib or 0.0)
         if told.step is None:
             return
-        end = StepEnd(told.step, ns, told.loss, told.grad_norm, told.seconds)
-        before, self._last = self._last, end
+        end, before = StepEnd(told.step, ns, told.loss, told.grad_norm, told.seconds), self._last
         if before is None:
             self._add(end)
-            return
-        count = end.number - before.number
-        between = [
-            StepEnd(before.number + i, before.ns + (ns - before.ns) * i // count, seconds=told.seconds)
-            for i in range(1, count)
-        ]
-        if count > 0:
-            self._add(*between, end)
+        elif (count := end.number - before.number) > 0:
+            for i in range(1, count):
+                self._add(StepEnd(before.number + i, before.ns + (ns - before.ns) * i // count, seconds=told.seconds))
+            self._add(end)
+        else:
+            return  # said twice
+        self._last = end
 
     def told(self, taken: list[StepEnd], seconds: float) -> Told:
         return Told([end.loss for end in taken], [end.grad_norm for end in taken], self._memory_gib)

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -32,7 +33,9 @@ from service.trials.gang import Gang, awaited, close_gangs, resources_per_worker
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices.cpu import cpu_uuid
+from tests.trainables.test_child import wait_until
 from trainables.child import Outcome
+from trainables.command import Command, LogPatterns
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Procedure
@@ -277,6 +280,33 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_the_trial_with_its_cause(begi
     assert cause.startswith("rank 0: build: RuntimeError: ")
     assert "can't allocate memory" in cause
     assert statuses(begin()) == [("ok", None)] * 2
+
+
+def test_a_program_of_a_user_s_is_measured_by_its_log_and_ends_with_its_trial(gang: Gang, telemetry: Any) -> None:
+    bench, program = (
+        Bench(SPEC, gang.mailbox, telemetry, {}),
+        Path(__file__).parents[2] / "trainables/foreign_program.py",
+    )
+    steps = LogPatterns(r"step: (?P<step>\d+) ")
+    command = Command(("python", str(program), "--tell", "log"), (), (), None, tokens_per_step=256, steps=steps)
+
+    def run(*arguments: str) -> TrialResult:
+        faulty = replace(command, arguments=(*command.arguments, *arguments))
+        return bench.run(replace(REQUEST, trial_id=f"program-{next(trial_numbers)}", program=faulty))
+
+    result = run()
+    assert (result.status, result.cause) == ("ok", None)
+    assert result.metrics["tokens_per_s"] == pytest.approx(8 * 32 / np.mean(result.step_times_s))
+    assert (result.metrics["joules_per_token"] or 0) > 0
+    assert (result.losses, result.metrics["final_loss"]) == ((), None)  # of which the pattern says nothing
+    failed = run("--fault", "device memory")
+    assert failed.status == "oom"
+    assert re.fullmatch(
+        r"rank 1: \w+: OutOfMemory: exit code 1: RuntimeError: CUDA out of memory\..*", failed.cause or ""
+    )
+    assert "foreign_program.py" in str(failed.traceback)
+    assert run().status == "ok"
+    wait_until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or ())])
 
 
 def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) -> None:
