@@ -37,7 +37,14 @@ def table(path: Path, *changes: Mapping[str, object]) -> Path:
         writer = csv.DictWriter(file, published.COLUMNS, restval="")
         writer.writeheader()
         for number, change in enumerate(changes):
-            plain = {"id": f"row-{number}", "source": "s", "group": "g", "seq": 8192, "step_time_s": 1.0}
+            plain = {
+                "id": f"row-{number}",
+                "source": "s",
+                "group": "g",
+                "framework": "mine",
+                "seq": 8192,
+                "step_time_s": 1.0,
+            }
             writer.writerow({**plain, **LLAMA, **LAYOUT, **MACHINE, **change})
     return path
 
@@ -110,7 +117,7 @@ def test_tells_what_is_refused_and_what_cannot_be_said(tmp_path: Path, capsys: p
     ("text", "said"),
     [
         (None, "No such file"),
-        ("id,source\n1,2\n", "no column group, family"),
+        ("id,source\n1,2\n", "no column group, framework"),
         (",".join(published.COLUMNS) + "\n", "no rows"),
     ],
 )
