@@ -137,8 +137,8 @@ def is_unproven(name: str, calibration: Coefficients) -> bool:
 def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
     """Peaks of the data sheet, by the shares that were reached on H200; see docs/cost.md.
 
-    Where nothing was measured, neither products nor attention are faster than would make an MFU that was published:
-    then no layout's is predicted to be larger.
+    Where nothing was measured and it is not known what products attain, neither they nor attention are faster than
+    would make an MFU that was published: then no layout's is predicted to be larger.
     """
     sheet = ACCELERATORS[name]
     facts = (sheet.peak_flops, sheet.fp32_flops, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
@@ -152,8 +152,8 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
     most = sheet.published_mfu or 1.0
     return Coefficients(
         source=f"data sheet of {name}",
-        matmul_flops=min(0.9, most) * peak,
-        attention_flops=min(0.55, most / COUNTED) * peak,
+        matmul_flops=(sheet.products or min(0.9, most)) * peak,
+        attention_flops=(0.55 if sheet.products else min(0.55, most / COUNTED)) * peak,
         fp32_speed=fp32 / peak,
         fp8_speed=1.5 if sheet.fp8 else 1.0,
         memory_bytes_per_s=0.8 * memory,

@@ -199,13 +199,16 @@ def _exposed(seconds: float, beside: float, hidden: bool, c: Coefficients) -> fl
 
 def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Seconds in which hidden states and their gradients are on their way to the slowest pipeline rank."""
-    ranks = layout.pipeline_parallel_size
+    engine, ranks, tensor = facts_of(layout, work), layout.pipeline_parallel_size, layout.tensor_parallel_size
     if ranks == 1:
         return 0.0
     tokens = layout.micro_batch_size * work.sequence_length / layout.context_parallel_size
-    size = tokens * work.shape.hidden * layout.width
-    if layout.splits_sequence:
-        size /= layout.tensor_parallel_size
-    places = Places.of(layout, work)
-    one = network(places, c).takes(Collective.SEND, size, spread(ranks, layout.num_gpus // ranks, places))
-    return 2 * layout.virtual_pipeline_stages * (layout.gradient_accumulation_steps + ranks - 1) * one
+    size, places = tokens * work.shape.hidden * layout.width, Places.of(layout, work)
+    gathered = 0.0
+    if layout.splits_sequence or engine.splits_sends:
+        if not layout.splits_sequence:
+            gathered, _ = communicate(Collective.ALL_GATHER, size, 1, tensor, 1, places, c)
+        size /= tensor
+    one = gathered + network(places, c).takes(Collective.SEND, size, spread(ranks, layout.num_gpus // ranks, places))
+    exposed = c.contention if engine.hides_sends(layout) else 1.0
+    return 2 * layout.virtual_pipeline_stages * (exposed * layout.gradient_accumulation_steps + ranks - 1) * one

@@ -15,7 +15,8 @@ class Accelerator:
     torch runs them by default. `memory_bytes_per_s`: of the device's memory; `link_bytes_per_s`: to all neighbours in
     the node together, one way; `network_bytes_per_s`: the device's share of a node's usual network, one way.
     `platform`: the module of `trainables.platforms` that runs ranks on it; None for that which torch was built for.
-    `published_mfu`: where Wattune itself was never measured on it, the largest MFU that others published of it.
+    `published_mfu`: where Wattune itself was never measured on it, the largest MFU that others published of it, and
+    `products`: the share of the peak that large matrix products were seen to attain, None where that is not known.
     """
 
     memory_gib: float | None = None
@@ -29,6 +30,7 @@ class Accelerator:
     power_limit_w: float | None = None
     platform: str | None = "cuda"
     published_mfu: float | None = None
+    products: float | None = None
 
 
 class Bandwidth(NamedTuple):
@@ -64,13 +66,14 @@ ACCELERATORS: dict[str, Accelerator] = {
     "h100": Accelerator(79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0),
     "h200": Accelerator(140.4, 989.4e12, True, True, 66.9e12, 4.8e12, *NETWORKS["nvlink4_ndr"], 700.0),
     # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it. MFU: 225 TFLOP/s, GPT-3 2.7B in sequences of
-    # 8192 tokens (Dao 2023, FlashAttention-2, table 1).
+    # 8192 tokens (Dao 2023, FlashAttention-2, table 1). Products: 271 TFLOP/s (Bekman, Machine Learning Engineering,
+    # maximum achievable matmul FLOPS); FlashAttention-2 attains 50 to 73% of the peak (Dao 2023, abstract).
     "a100": Accelerator(
-        80.0, 312e12, False, True, 19.5e12, 2.039e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72
+        80.0, 312e12, False, True, 19.5e12, 2.039e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72, products=0.87
     ),
     # NVIDIA A100 40GB SXM data sheet: as that of 80 GB, but for the memory.
     "a100-40": Accelerator(
-        40.0, 312e12, False, True, 19.5e12, 1.555e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72
+        40.0, 312e12, False, True, 19.5e12, 1.555e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72, products=0.87
     ),
     # NVIDIA HGX B200 data sheet (dense rates); usable memory as NVML reports it. MFU: 1676 TFLOP/s, Llama 3.1 405B in
     # fp8 (Megatron-Bridge, performance summary of 25.09); none as large was published in bf16.

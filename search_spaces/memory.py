@@ -43,9 +43,6 @@ OUTSIDE_BYTES = 1.8 * 2**30
 On H200 torch finds 0.6 GiB less than NVML, and out-of-memory errors name 1.2 GiB that are not torch's.
 """
 
-SHARED_LOSS_BYTES = 24
-"""A logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""
-
 SPARE_LOSS_BYTES = 10
 """A logit, of a loss that is not compiled, that the backward passes of the blocks use again. Fitted."""
 
@@ -130,7 +127,7 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
     asked = _fullest(layout) if ranks is None else ranks
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
     engine, model = facts_of(layout, work), work.shape
-    block = _block_activations(layout, model, engine, tokens)
+    block = _block_activations(layout, model, engine, tokens, work.sequence_length)
     return MemoryEstimate({rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}, usable)
 
 
@@ -309,12 +306,14 @@ def hidden_between(layout: Layout, model: ModelShape) -> float:
     return model.hidden / (layout.tensor_parallel_size if layout.splits_sequence else 1)
 
 
-def _block_activations(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int) -> tuple[float, float]:
+def _block_activations(
+    layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int, sequence: int
+) -> tuple[float, float]:
     """Bytes that a block keeps of a microbatch for its backward pass, with and without regard to recomputation.
 
-    Korthikanti et al. 2022, equations 1 to 6, for blocks without dropout, attention that keeps no scores, and gated
-    feed-forward networks. Unlike there, inputs of split matrix products are kept whole, not gathered again. A compiled
-    block computes the activation function again, not what goes into a matrix product.
+    Korthikanti et al. 2022, equations 1 to 6, for blocks without dropout, mostly with attention that keeps no scores,
+    and gated feed-forward networks. Unlike there, most engines keep inputs of split matrix products whole, and do not
+    gather them again. A compiled block computes the activation function again, not what goes into a matrix product.
     """
     tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
     hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
@@ -323,7 +322,7 @@ def _block_activations(layout: Layout, model: ModelShape, engine: EngineFacts, t
     attention = 2 * heads + keys
     if context > 1 and engine.exchanges_heads:  # before and after the exchange
         attention *= 2
-    elif context > 1:  # keys and values of whole sequences, once a head
+    elif context > 1 and not engine.rings_keys:  # keys and values of whole sequences, once a head
         attention += heads + 2 * heads * context
     masks = 0.0
     if model.num_experts:
@@ -336,7 +335,9 @@ def _block_activations(layout: Layout, model: ModelShape, engine: EngineFacts, t
         network, products = (3 if layout.compile else 4) * inner, 2 * inner
     else:
         network, products = 2 * inner, inner
-    whole = tokens * (layout.width * (2 * outside + 2 * hidden + attention + network) + masks)
+    inputs = outside if engine.gathers_again else hidden
+    scores = 5.0 * tokens * sequence * model.heads / tensor if engine.scores_traffic else 0.0
+    whole = tokens * (layout.width * (2 * outside + 2 * inputs + attention + network) + masks) + scores
     if layout.recompute == "none":
         return whole, whole
     if layout.recompute == "full":
@@ -352,8 +353,8 @@ def _logits(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int)
     if layout.compile and not shared:
         loss, later, spare = 2 * layout.width, layout.width, 0
     else:
-        loss = SHARED_LOSS_BYTES if shared else engine.eager_loss_bytes
-        later, spare = layout.width + 4, SPARE_LOSS_BYTES
+        loss = engine.shared_loss_bytes if shared else engine.eager_loss_bytes
+        later, spare = layout.width + 4, min(loss, SPARE_LOSS_BYTES)
         if layout.pipeline_parallel_size > 1:
             loss += engine.pipeline_loss_bytes(layout)
     waiting = 0

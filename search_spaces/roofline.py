@@ -19,9 +19,6 @@ from search_spaces.workload import Workload
 LOSS_TRAFFIC = 40
 """Bytes that kernels move for a logit and its gradient, in fp32 and kernel by kernel."""
 
-SHARED_LOSS_TRAFFIC = 100
-"""Bytes a logit where tensor-parallel ranks share the loss, and its sums are apart."""
-
 COMPILED_LOSS_TRAFFIC = 10
 """Bytes a logit with one kernel each way."""
 
@@ -32,9 +29,8 @@ EAGER_COPIES = 20
 """Values that the kernels which sequence parallelism's gathers and scatters need read and write for one of the hidden
 states, where nothing fuses them. Fitted."""
 
-GATHERED_ATTENTION = 1.9
-"""Time of causal attention that is not square, which torch leaves to FlashAttention-2, in that of square attention,
-which it has from cuDNN on Hopper. Fitted."""
+HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
+"""Of heads that attention has kernels for; others than multiples of 8 are padded to the next of them (Dao 2023)."""
 
 AUTOCAST_NORMS = 25
 """Values that autocast's kernels read and write for one of the hidden states of a block: norms, which are in fp32, and
@@ -103,6 +99,7 @@ class Cut(NamedTuple):
     precision: str
     width: int
     autocast: bool
+    attention_time: float
     places: Places
 
     @classmethod
@@ -121,6 +118,7 @@ class Cut(NamedTuple):
             layout.precision,
             layout.width,
             engine.autocasts(layout),
+            engine.attention_time(work.accelerator),
             Places.of(layout, work),
         )
 
@@ -151,7 +149,7 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     embedding = _traffic(3.0 * cut.width * tokens * model.hidden, cut.compile, c)
     shared = cut.tables > 1
     fused = cut.compile and not shared
-    loss = SHARED_LOSS_TRAFFIC if shared else COMPILED_LOSS_TRAFFIC if fused else LOSS_TRAFFIC
+    loss = cut.engine.shared_loss_traffic if shared else COMPILED_LOSS_TRAFFIC if fused else LOSS_TRAFFIC
     head = _traffic(tokens * model.vocab / cut.tables * loss, fused, c)
     product = _products(tokens, [(model.hidden, model.vocab // cut.tables, 1)], cut, c, _speed(cut, c, fp8=False))
     head = head.plus(product, 3)
@@ -256,7 +254,7 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple
         kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
         size = cut.width * tokens * shape
         seconds, sent = communicate(kind, size, count, cut.context, cut.tensor, cut.places, c)
-        spread = Load(context=seconds, sent=sent)
+        spread = Load(context=c.contention * seconds if cut.engine.rings_keys else seconds, sent=sent)
     if not model.num_experts:
         return _products(tokens, projections + network, cut, c, speed), spread
     rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.experts > 1 else 1.0)
@@ -285,9 +283,19 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Coef
 
 def _attention(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficients) -> Load:
     """Causal attention forward: half of all pairs of tokens, of which context-parallel ranks have equal shares."""
-    work = 2.0 * tokens * sequence * model.hidden / cut.tensor / _speed(cut, c, fp8=False)
-    slower = GATHERED_ATTENTION if cut.context > 1 and not cut.engine.exchanges_heads else 1.0
+    engine, work = cut.engine, 2.0 * tokens * sequence * model.hidden / cut.tensor / _speed(cut, c, fp8=False)
+    if engine.scores_traffic:  # of all pairs
+        moved = 1.0 * engine.scores_traffic * tokens * sequence * model.heads / cut.tensor
+        return Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
+    slower = cut.attention_time * _padded(model.head_dim) / model.head_dim
+    if cut.context > 1 and not engine.exchanges_heads:
+        slower *= engine.gathered_attention
     return Load(attention=slower * work / c.attention_flops, flops=work)
+
+
+def _padded(width: int) -> int:
+    """The width of a head that kernels really have."""
+    return width if width % 8 == 0 else next((wide for wide in HEAD_WIDTHS if wide >= width), width)
 
 
 def _values(cut: Cut, model: ModelShape) -> float:
@@ -301,7 +309,7 @@ def _values(cut: Cut, model: ModelShape) -> float:
     values += chosen * inner * (2 if model.family == "gpt" else 3 if cut.compile else 5)
     if model.num_experts:
         values += 6 * chosen * hidden  # sorted by expert, and back
-    if cut.context > 1 and not cut.engine.exchanges_heads:
+    if cut.context > 1 and not (cut.engine.exchanges_heads or cut.engine.rings_keys):
         values += 2 * cut.context * (keys + 2 * heads)  # keys and values put in order, and once for each head
     if cut.autocast and not cut.compile:
         values += AUTOCAST_NORMS * hidden

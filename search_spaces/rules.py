@@ -54,7 +54,8 @@ def layers_divide(layout: Layout, work: Workload) -> str | None:
             if depth % stages:
                 return f"{depth} layers cannot be split evenly over {stages} stages"
         return None
-    if len(layout.stage_layers) != stages or sum(layout.stage_layers) != layers or min(layout.stage_layers) < 1:
+    least = layout.stage_layers[1:-1] if facts_of(layout, work).empty_ends else layout.stage_layers
+    if len(layout.stage_layers) != stages or sum(layout.stage_layers) != layers or min(least, default=1) < 1:
         return f"stage_layers must be {stages} numbers above 0 that sum to {layers}"
     return None
 
@@ -69,7 +70,7 @@ def batch_divides(layout: Layout, work: Workload) -> str | None:
 def pipeline_fills(layout: Layout, work: Workload) -> str | None:
     """1F1B (Narayanan et al. 2021) needs at least as many microbatches as stages to have a steady phase."""
     stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
-    if stages > 1 and rounds < stages:
+    if stages > 1 and rounds < stages and facts_of(layout, work).fills_pipelines:
         return f"{rounds} microbatches do not fill {stages} pipeline stages"
     return None
 
@@ -165,9 +166,9 @@ def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
     if not facts_of(layout, work).fp8:
         having = [name for name, engine in ENGINES.items() if engine.fp8]
         return f"fp8 is in the {' and '.join(having)} engine alone"
-    if size > 1:
+    if size > 1 and not facts_of(layout, work).fp8_everywhere:
         return "scales of fp8 would have to be agreed on over the tensor-parallel ranks"
-    if model.num_experts:
+    if model.num_experts and not facts_of(layout, work).fp8_everywhere:
         return "grouped matrix products of experts have no fp8 form here"
     if any(width % 16 for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)):
         return "fp8 matrix products need widths that are multiples of 16"

@@ -55,6 +55,9 @@ SPREADS = {
 MISFIT = 0.03
 """By how much the model itself is taken to be off a measurement, likewise."""
 
+NORMAL = 0.6745
+"""The median distance from the median of a normal distribution, in its standard deviation."""
+
 CANDIDATES = 400
 """Layouts that a calibration chooses among, at most."""
 
@@ -109,20 +112,30 @@ def fit(observed: Sequence[Observation], start: Coefficients) -> Coefficients:
 
 def shifts(observed: Sequence[tuple[Observation, Coefficients]]) -> dict[str, float]:
     """By how much the logarithm of each coefficient is off, by what was observed on machines of which these
-    coefficients were expected: least squares of logarithms, which outliers move little (soft L1)."""
+    coefficients were expected.
+
+    Least squares of logarithms, which outliers move little (soft L1). The model is taken to be off by `MISFIT`, or by
+    as much as it was off these step times, but for a factor that they have in common.
+    """
     from scipy.optimize import least_squares  # a second, which no other command waits for
 
     names = list(SPREADS)
     spreads = np.array([SPREADS[name] for name in names])
+    times = np.array([_misfits(one, start)[0] for one, start in observed])
+    misfit = max(MISFIT, float(np.median(np.abs(times - np.median(times)))) / NORMAL)
 
     def misfits(off: np.ndarray) -> np.ndarray:
         by = dict(zip(names, off * spreads, strict=True))
-        pairs = (ratios(one, shifted(start, by)) for one, start in observed)
-        found = np.log([ratio for pair in pairs for ratio in pair if ratio is not None])
-        return np.concatenate([found / MISFIT, off])
+        found = [_misfits(one, shifted(start, by)) for one, start in observed]
+        return np.concatenate([*found, off * misfit]) / misfit
 
     best = least_squares(misfits, np.zeros(len(names)), loss="soft_l1", method="trf", max_nfev=20)
     return dict(zip(names, best.x * spreads, strict=True))
+
+
+def _misfits(observed: Observation, calibration: Coefficients) -> np.ndarray:
+    """Logarithms of what is predicted over what was measured: of step time, and of power if that was."""
+    return np.log([ratio for ratio in ratios(observed, calibration) if ratio is not None])
 
 
 def shifted(calibration: Coefficients, logarithms: Mapping[str, float]) -> Coefficients:

@@ -160,8 +160,8 @@ def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:
         return []
     most = ACCELERATORS[accelerator].published_mfu
     return [
-        f"never measured on {accelerator}: by its data sheet, and below the largest MFU published of it, {most:.0%}; "
-        "`wattune calibrate` fits it to your machine"
+        f"never measured on {accelerator}: by its data sheet and what others published of it, an MFU of {most:.0%} at "
+        "most; `wattune calibrate` fits it to your machine"
     ]
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.judge.published TABLE.csv [--seeds 5] [--rows]
 
 A table has one row a measurement, with the columns `COLUMNS`; `hw_*` hold what a machine had other than its data sheet
-says, the network as GB/s of a GPU. A layout is taken to be one of the `megatron` engine's, so that a part of an error
-is what one program does otherwise than another. Printed are, by source:
+says, the network as GB/s of a GPU. A layout is predicted as one of its `framework`, where what that does otherwise is
+known (`search_spaces.engines.others`), else as one of the `megatron` engine's, so that a part of an error is what one
+program does otherwise than another. Stages that a row does not name are as even as can be. Printed are, by source:
 
 - the mean and the largest error in step time by data sheet; what is left of it once all predictions of the source are
   multiplied by one factor; and after a fit to `COUNT` of its layouts, drawn at random, on the others;
@@ -48,27 +49,23 @@ FEWEST = 3
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "num_experts", "experts_per_token")
 """Columns of a model, which are fields of `ModelShape`."""
 
+FRAMEWORKS = {
+    "Megatron-LM": "megatron-lm-2022",
+    "Megatron-DeepSpeed": "megatron-lm-2022",
+    "Megatron-LM 0.14": "megatron-lm",
+    "Megatron-Bridge": "megatron-lm",
+    "torchtitan": "torchtitan",
+    "Composer FSDP": "composer",
+    "InternEvo": "internevo",
+}
+"""The engine as whose a framework's layouts are predicted."""
+
 COLUMNS = (
-    *(
-        "id",
-        "source",
-        "group",
-        "family",
-        *SIZES,
-        "tie",
-        "seq",
-        "gpu",
-        "num_gpus",
-        "gpus_per_node",
-        "tp",
-        "pp",
-        "vp",
-        "cp",
-        "ep",
-    ),
-    *("zero", "shard_copies", "mbs", "gbs", "recompute", "precision", "reduce_precision", "seq_parallel", "async_tp"),
-    *("fused", "schedule", "stage_layers", "overlap_grad", "overlap_param", "status", "step_time_s", "memory_gib"),
-    *("memory_kind", "hw_memory_gib", "hw_memory_TBps", "hw_power_w", "hw_network_GBps", "unexpressed"),
+    *("id", "source", "group", "framework", "family", *SIZES, "tie", "seq", "gpu", "num_gpus", "gpus_per_node"),
+    *("tp", "pp", "vp", "cp", "ep", "zero", "shard_copies", "mbs", "gbs", "recompute", "precision", "reduce_precision"),
+    *("seq_parallel", "async_tp", "fused", "schedule", "stage_layers", "overlap_grad", "overlap_param", "status"),
+    *("step_time_s", "memory_gib", "memory_kind", "hw_memory_gib", "hw_memory_TBps", "hw_power_w", "hw_network_GBps"),
+    "unexpressed",
 )
 
 
@@ -196,9 +193,10 @@ def _with_memory(coefficients: Coefficients, sheet: Accelerator, bytes_per_s: fl
 
 
 def _layout(row: Mapping[str, str]) -> Layout:
-    stages = tuple(map(int, row["stage_layers"].split("-"))) if row["stage_layers"] else None
+    layers, stages = int(row["layers"]), int(row["pp"]) * int(row["vp"])
+    given = tuple(map(int, row["stage_layers"].split("-"))) if row["stage_layers"] else None
     return Layout(
-        engine="megatron",
+        engine=FRAMEWORKS.get(row["framework"], "megatron"),
         num_gpus=int(row["num_gpus"]),
         global_batch_size=int(row["gbs"]),
         micro_batch_size=int(row["mbs"]),
@@ -216,10 +214,17 @@ def _layout(row: Mapping[str, str]) -> Layout:
         async_tensor_parallel=row["async_tp"] == "1",
         compile=row["fused"] == "1",
         pipeline_schedule=row["schedule"],
-        stage_layers=stages,
+        stage_layers=given if given or layers % stages == 0 else _even(layers, stages),
         overlap_grad_reduce=row["overlap_grad"] == "1",
         overlap_param_gather=row["overlap_param"] == "1",
     )
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    """Stages as even as can be, the larger ones in the middle."""
+    each, left = divmod(layers, stages)
+    before = (stages - left) // 2
+    return tuple(each + (before <= stage < before + left) for stage in range(stages))
 
 
 def by_source(rows: Iterable[Published]) -> dict[str, list[Published]]:
@@ -262,7 +267,8 @@ def _fitted(timed: Sequence[tuple[Observation, Coefficients]], seeds: int) -> li
 
 
 def orders(rows: Sequence[Published]) -> str:
-    """Rank correlation, and what the foretold best loses, within each group of several layouts, and on average."""
+    """Rank correlation, and what the foretold best loses, within each group of several layouts that are not all alike,
+    and on average."""
     lines, correlations, losses = [], [], []
     for source, these in by_source(rows).items():
         groups: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -272,7 +278,7 @@ def orders(rows: Sequence[Published]) -> str:
                 foretold = predict(observed.layout, observed.work, sheet).step_time_s
                 groups[one.group].append((foretold, observed.step_time_s))
         for group, pairs in groups.items():
-            if len(pairs) < FEWEST:
+            if len(pairs) < FEWEST or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
                 continue
             correlation = float(spearmanr(*zip(*pairs, strict=True)).statistic)
             loss = min(pairs)[1] / min(measured for _, measured in pairs) - 1

@@ -6,6 +6,7 @@ from search_spaces.engines.base import EngineFacts
 from search_spaces.engines.deepspeed import DeepSpeed
 from search_spaces.engines.foreign import facts_of_trainer
 from search_spaces.engines.megatron import Megatron
+from search_spaces.engines.others import Composer, InternEvo, MegatronLM, MegatronLM2022, Torchtitan
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 
@@ -14,13 +15,18 @@ ENGINES: dict[str, EngineFacts] = {
     DeepSpeed.name: DeepSpeed(),
 }
 
+OTHERS: dict[str, EngineFacts] = {
+    facts.name: facts for facts in (MegatronLM(), MegatronLM2022(), Torchtitan(), Composer(), InternEvo())
+}
+"""What is known of programs of others, of which nobody can try a layout here."""
+
 
 def engine_of(layout: Layout | str) -> EngineFacts:
     """The engine of a layout, or of a name. Raises `ValueError` for one that there is not."""
     name = layout if isinstance(layout, str) else layout.engine
-    if name not in ENGINES:
+    if (facts := ENGINES.get(name) or OTHERS.get(name)) is None:
         raise ValueError(f"unknown engine {name!r}; must be one of {', '.join(ENGINES)}")
-    return ENGINES[name]
+    return facts
 
 
 def facts_of(layout: Layout, work: Workload) -> EngineFacts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from search_spaces.coefficients import Coefficients
+from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import Held
@@ -64,6 +65,15 @@ class EngineFacts(ABC):
     """Whether it trains models of `search_spaces.models` as `trainables` does: else only what holds for any program
     is a rule for it."""
 
+    fp8_everywhere: ClassVar[bool] = False
+    """Whether it has them with tensor parallelism and in experts, too."""
+
+    fills_pipelines: ClassVar[bool] = True
+    """Whether its pipelines need as many microbatches as ranks."""
+
+    empty_ends: ClassVar[bool] = False
+    """Whether the first and the last stage may be without blocks."""
+
     # How it trains
 
     splits_tables: ClassVar[bool] = True
@@ -72,6 +82,22 @@ class EngineFacts(ABC):
     exchanges_heads: ClassVar[bool] = False
     """Whether context parallelism exchanges heads for tokens (Ulysses, Jacobs et al. 2023), and does not gather keys
     and values (Grattafiori et al. 2024, section 3.3)."""
+
+    rings_keys: ClassVar[bool] = False
+    """Whether context parallelism sends keys and values around while it computes (Liu et al. 2023), and keeps its own
+    alone."""
+
+    gathered_attention: ClassVar[float] = 1.0
+    """Time of attention where context parallelism gathers keys and values, in that of the same amount without."""
+
+    scores_traffic: ClassVar[int] = 0
+    """Bytes that kernels move forward for a score of attention; 0 where it is fused, and keeps no scores."""
+
+    gathers_again: ClassVar[bool] = False
+    """Whether backward passes gather inputs of split products again, where sequence parallelism splits them."""
+
+    splits_sends: ClassVar[bool] = False
+    """Whether tensor-parallel ranks send a part each of hidden states that all have, which the receivers gather."""
 
     sends_one_by_one: ClassVar[bool] = False
     """Whether a rank of a pipeline waits for each message that it sends or receives before it goes on."""
@@ -86,6 +112,12 @@ class EngineFacts(ABC):
     releases_gradients: ClassVar[bool] = True
     """Whether gradients are let go of with each step, so that its first backward pass finds none."""
 
+    shared_loss_bytes: ClassVar[int] = 24
+    """Bytes of a logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""
+
+    shared_loss_traffic: ClassVar[int] = 100
+    """Bytes that kernels move for such a logit: its sums are apart."""
+
     eager_loss_bytes: ClassVar[int] = 20
     """Bytes of a logit, where the loss is not compiled, which has log-probabilities and two gradients in fp32 besides,
     and what the allocator loses to tensors of such a size. Fitted."""
@@ -97,6 +129,14 @@ class EngineFacts(ABC):
     def has_use(self, axis: str, layout: Layout) -> bool:
         """Whether the engine has use for an axis in a layout that is settled up to it."""
         return axis not in self.unused or not self.unused[axis](layout)
+
+    def attention_time(self, accelerator: Accelerator) -> float:
+        """Time of its attention in that of the best kernels there."""
+        return 1.0
+
+    def hides_sends(self, layout: Layout) -> bool:
+        """Whether hidden states are on their way between pipeline ranks while these compute."""
+        return False
 
     def autocasts(self, layout: Layout) -> bool:
         """Whether weights and gradients are in fp32 and products in bf16."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
@@ -13,13 +15,13 @@ from hypothesis import strategies as st
 import search_spaces
 from search_spaces import memory
 from search_spaces.cost import data_sheet, predict
-from search_spaces.engines import ENGINES, engine_of
+from search_spaces.engines import ENGINES, OTHERS, engine_of
 from search_spaces.engines.base import EngineFacts, States
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import AXES, SETTLING, Layout
 from search_spaces.models import PRESETS
 from search_spaces.parameters import Held
-from search_spaces.rules import all_rules
+from search_spaces.rules import all_rules, layers_divide, pipeline_fills, refusal
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -149,3 +151,58 @@ def test_gradients_are_summed_in_fp32_under_autocast() -> None:
     alone = Layout("deepspeed", 1, 64, reduce_precision="bf16")
     assert not facts.autocasts(alone)
     assert facts.sum_width(alone) == 2
+
+
+def others_layout(engine: str, **settings: Any) -> Layout:
+    return Layout(
+        engine, 64, 256, **{"tensor_parallel_size": 4, "pipeline_parallel_size": 4, "compile": True, **settings}
+    )
+
+
+def test_programs_of_others_are_predicted_and_never_tried() -> None:
+    assert not set(OTHERS) & set(ENGINES)
+    work = replace(WORK, accelerator=ACCELERATORS["h100"], global_batch_size=256)
+    sheet = data_sheet("h100")
+    assert sheet is not None
+    for name in OTHERS:
+        layout = others_layout(name, sequence_parallel=True)
+        assert predict(layout, work, sheet).step_time_s > 0
+        assert memory.estimate(layout, work).peak_bytes > 0
+    with pytest.raises(ValueError, match=r"must be one of megatron, deepspeed$"):
+        engine_of("another")
+
+
+def test_what_programs_of_others_do_otherwise() -> None:
+    """Each fact that one of them has moves what it is about, and that way."""
+    work = replace(WORK, accelerator=ACCELERATORS["h100"], global_batch_size=256)
+    sheet = data_sheet("h100")
+    assert sheet is not None
+
+    def parts(engine: str, **settings: Any) -> dict[str, float]:
+        return predict(others_layout(engine, **settings), work, sheet).parts
+
+    whole, split = (parts(name, sequence_parallel=False) for name in ("megatron", "megatron-lm"))
+    assert split["between_stages"] < whole["between_stages"] / 2
+    interleaved = {"pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_stages": 2}
+    hidden, shown = (parts(name, **interleaved) for name in ("megatron-lm", "megatron-lm-2022"))
+    assert hidden["between_stages"] < shown["between_stages"]
+    assert parts("megatron-lm-2022")["elementwise"] > 1.5 * parts("megatron-lm")["elementwise"]  # scores
+    assert parts("composer")["attention"] > parts("torchtitan")["attention"] > parts("megatron-lm")["attention"]
+    ring, gathered = (parts(name, context_parallel_size=2) for name in ("megatron-lm", "megatron"))
+    assert ring["attention"] < gathered["attention"]
+
+    kept, again = (
+        memory.estimate(others_layout(name, sequence_parallel=True), work).ranks[0].activations
+        for name in ("megatron", "megatron-lm")
+    )
+    assert again < kept
+    fp8 = others_layout("megatron-lm", precision="fp8", virtual_pipeline_stages=1)
+    assert refusal(fp8, work) is None
+    assert refusal(replace(fp8, engine="megatron"), work) == ("fp8_is_supported", ANY)
+    ends = others_layout("megatron-lm", stage_layers=(0, 16, 16, 0))
+    assert layers_divide(ends, work) is None
+    assert layers_divide(replace(ends, engine="megatron"), work) is not None
+    assert pipeline_fills(others_layout("megatron-lm", micro_batch_size=32), work) is None
+    assert pipeline_fills(others_layout("megatron", micro_batch_size=32), work) is not None
+    spread = Layout("internevo", 1024, 4096, zero_stage=1)
+    assert engine_of(spread).messages(spread, 32, 0.0) == 291

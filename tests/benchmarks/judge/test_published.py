@@ -37,7 +37,14 @@ def table(path: Path, *changes: Mapping[str, object]) -> Path:
         writer = csv.DictWriter(file, published.COLUMNS, restval="")
         writer.writeheader()
         for number, change in enumerate(changes):
-            plain = {"id": f"row-{number}", "source": "s", "group": "g", "seq": 8192, "step_time_s": 1.0}
+            plain = {
+                "id": f"row-{number}",
+                "source": "s",
+                "group": "g",
+                "framework": "mine",
+                "seq": 8192,
+                "step_time_s": 1.0,
+            }
             writer.writerow({**plain, **LLAMA, **LAYOUT, **MACHINE, **change})
     return path
 
@@ -73,6 +80,16 @@ def test_a_machine_is_as_published(tmp_path: Path) -> None:
     assert one.timed is not None  # it ran, and its time is foretold all the same
 
 
+def test_stages_that_are_not_named_are_even_and_programs_are_their_own(tmp_path: Path) -> None:
+    pipeline = {"pp": 3, "num_gpus": 24, "gbs": 72, "zero": 0}
+    mine, theirs = published.read(table(tmp_path / "table.csv", pipeline, pipeline | {"framework": "Megatron-LM 0.14"}))
+    assert mine.layout is not None
+    assert mine.layout.stage_layers == (11, 11, 10)
+    assert mine.layout.engine == "megatron"
+    assert theirs.layout is not None
+    assert theirs.layout.engine == "megatron-lm"
+
+
 def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layouts = [
         {"tp": tensor, "mbs": size, "recompute": again, "seq_parallel": 1}
@@ -92,7 +109,7 @@ def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest
 def test_tells_what_is_refused_and_what_cannot_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(
         tmp_path / "table.csv",
-        {"pp": 3, "num_gpus": 24, "gbs": 72, "zero": 0},
+        {"tp": 3, "num_gpus": 24, "gbs": 72},
         {"unexpressed": "Mamba layers"},
         {"gpu": "h300"},
         {"status": "oom", "step_time_s": ""},
@@ -100,7 +117,7 @@ def test_tells_what_is_refused_and_what_cannot_be_said(tmp_path: Path, capsys: p
     published.main([str(path)])
     out = capsys.readouterr().out
     assert "1 of 1 layouts that ran are refused." in out
-    assert "row-0: 32 layers cannot be split evenly over 3 stages" in out
+    assert "row-0: 32 heads and 8 key-value heads cannot be split over 3 GPUs" in out
     assert "Mamba layers" in out
     assert "accelerator h300" in out
     assert "ran out of memory: 1 fits" in out
@@ -110,7 +127,7 @@ def test_tells_what_is_refused_and_what_cannot_be_said(tmp_path: Path, capsys: p
     ("text", "said"),
     [
         (None, "No such file"),
-        ("id,source\n1,2\n", "no column group, family"),
+        ("id,source\n1,2\n", "no column group, framework"),
         (",".join(published.COLUMNS) + "\n", "no rows"),
     ],
 )

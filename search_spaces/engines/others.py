@@ -1,0 +1,114 @@
+"""Programs of others, of which layouts were measured and published: predicted, never run here, and in no search.
+
+Each says only in what it differs from the `megatron` engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from search_spaces.engines.base import Rule, Same, States
+from search_spaces.engines.megatron import Megatron
+from search_spaces.hardware import Accelerator
+from search_spaces.layout import Layout
+from search_spaces.parameters import Held
+
+FLASH_2_ON_HOPPER = 1.45
+"""Time of FlashAttention-2 in that of cuDNN on H100: 1.6 forward and 1.4 backward, with heads 128 wide (Shah et al.
+2024, FlashAttention-3, figures 5 and 6). Before Hopper none is faster."""
+
+FLASH_1 = 2.0
+"""Time of FlashAttention in that of FlashAttention-2 (Dao 2023, abstract)."""
+
+
+TENSORS = 9
+"""Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
+
+
+def _flash_2(accelerator: Accelerator) -> float:
+    return FLASH_2_ON_HOPPER if accelerator.fp8 else 1.0
+
+
+class MegatronLM(Megatron):
+    """Megatron-LM with Transformer Engine, and what is built on them.
+
+    The last pipeline stages and the first may be without blocks, pipelines run with any number of microbatches
+    (`megatron/core/pipeline_parallel/schedules.py`), and fp8 goes with all else (Transformer Engine).
+    """
+
+    name = "megatron-lm"
+    same: ClassVar[Mapping[str, Same]] = {}
+    rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
+    fp8_everywhere = True
+    fills_pipelines = False
+    empty_ends = True
+    rings_keys, gathered_attention = True, 1.0
+    gathers_again = True  # Korthikanti et al. 2022, section 4.2.2
+    splits_sends = True  # Narayanan et al. 2021, section 4.1
+    releases_gradients = False
+    shared_loss_bytes = 10  # a copy in fp32, in which all is computed in place, and logits and gradients
+    shared_loss_traffic = 40
+
+    def hides_sends(self, layout: Layout) -> bool:
+        """`overlap_p2p_comm`, which goes with interleaving alone."""
+        return layout.virtual_pipeline_stages > 1
+
+    def states(self, layout: Layout, held: Held) -> States:
+        """Without FSDP, weights and gradients are whole, in buffers that stay."""
+        if layout.zero_stage > 1:
+            return super().states(layout, held)
+        shards, whole = held.sharded(layout), held.whole
+        return States(4 * shards + layout.width * whole, self.sum_width(layout) * whole, 8 * shards, 0.0)
+
+    def parts_on_their_way(self, layout: Layout, held: Held) -> float:
+        """Without FSDP these are in the buffers."""
+        return super().parts_on_their_way(layout, held) if layout.zero_stage > 1 else 0.0
+
+
+class MegatronLM2022(MegatronLM):
+    """Megatron-LM before FlashAttention: attention by products, with kernels for softmax and dropout between them."""
+
+    name = "megatron-lm-2022"
+    scores_traffic = 11  # softmax reads and writes bf16, so does dropout with its mask, and both products one of them
+
+    def hides_sends(self, layout: Layout) -> bool:
+        return False
+
+
+def _gathered_once(value: int, layout: Layout) -> int:
+    """By default, pipeline stages keep the parameters that FSDP gathered, and gradients are summed once a step."""
+    return 1 if value and layout.pipeline_parallel_size > 1 else value
+
+
+class Torchtitan(Megatron):
+    """torchtitan: FSDP2 as here, and scaled dot-product attention, of which torch prefers FlashAttention-2."""
+
+    name = "torchtitan"
+    same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
+    fp8_everywhere = True
+    rings_keys, gathered_attention = True, Megatron.gathered_attention / FLASH_2_ON_HOPPER
+
+    def attention_time(self, accelerator: Accelerator) -> float:
+        return _flash_2(accelerator)
+
+
+class Composer(Megatron):
+    """Composer with llm-foundry's MPT: FSDP of PyTorch 2.0, FlashAttention, and its cross-entropy in place."""
+
+    name = "composer"
+    eager_loss_bytes = 6
+
+    def attention_time(self, accelerator: Accelerator) -> float:
+        return FLASH_1 * _flash_2(accelerator)
+
+
+class InternEvo(Megatron):
+    """InternEvo, whose ZeRO-1 gives whole tensors to ranks: each rank that has any is sent their gradients, and sends
+    them on once they are updated (`HybridZeroOptimizer.broadcast_params`)."""
+
+    name = "internevo"
+
+    def messages(self, layout: Layout, layers: int, parameters: float) -> int:
+        several = super().messages(layout, layers, parameters)
+        return max(several, min(layout.shard_group_size, TENSORS * layers + 3))
