@@ -119,7 +119,9 @@ def _recorded_collectives(events: list[Any]) -> dict[int, str]:
 
 
 def _of_operators(events: list[Any], span_s: float) -> Breakdown:
-    """From the operators' own times on the CPU, and the collectives that gloo's threads carry out meanwhile."""
+    """From the operators' own times on the CPU, and the collectives that gloo's threads carry out meanwhile.
+
+    What stands in for collectives is one of the operators: it has no thread of its own."""
     background = [e for e in events if e.is_async() and e.name().startswith("gloo:")]
     categories, starts, ends = own_times(
         (e.start_thread_id(), e.start_ns(), e.end_ns(), e.name())
