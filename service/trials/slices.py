@@ -112,6 +112,7 @@ def _composed(problem: Problem, network: Network, seen: Mapping[RankKind, Alone]
         methods=_methods(metrics, next(iter(seen.values())), (*COMPOSED, *MEANS, *HIGHEST, *LOWEST, *broken_down)),
         step_times_s=first.step_times_s,
         slices=tuple(SliceRecord(kind, times) for kind, times in times.items()),
+        network=network,
     )
 
 
