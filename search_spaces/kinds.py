@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from search_spaces.workload import Workload
@@ -39,13 +40,15 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     """The kinds of ranks of a legal layout of the model of `work`, in the order of the pipeline.
 
     Data, context and tensor-parallel ranks do the same: the first of each is measured. Where experts are spread over
-    ranks there are two kinds of each pipeline rank, of which the fullest comes second.
+    ranks there are two kinds of each pipeline rank, of which the fullest comes second; but one where all experts are
+    filled up to the fullest.
     """
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank in range(layout.pipeline_parallel_size):
         alike[_content(layout, work, rank)].append(rank)
     memory = estimate(layout, work, range(layout.pipeline_parallel_size)).ranks
-    shares = list(Share) if layout.expert_parallel_size > 1 else [Share.EVEN]
+    uneven = layout.expert_parallel_size > 1 and not engine_of(layout).masks_experts
+    shares = list(Share) if uneven else [Share.EVEN]
     found = []
     for ranks in alike.values():
         fullest = max(ranks, key=lambda rank: memory[rank].needed)

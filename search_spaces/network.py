@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Collective(StrEnum):
@@ -93,6 +93,12 @@ class Curve:
     beside_s: tuple[float, ...]
     slowed: tuple[float, ...]
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Curve:
+        """Of what `dataclasses.asdict` makes of one, also after a round trip through JSON."""
+        columns = {name: tuple(values[name]) for name in ("sizes", "seconds", "beside_s", "slowed")}
+        return cls(Collective(values["kind"]), values["ranks"], values["together"], **columns)
+
 
 @dataclass(frozen=True)
 class Network:
@@ -118,6 +124,12 @@ class Network:
     oversubscription: float = 1.0
     rank_order: tuple[int, ...] | None = None
     measured: tuple[Curve, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Network:
+        """Of what `dataclasses.asdict` makes of one, also after a round trip through JSON."""
+        order, curves = values["rank_order"], tuple(map(Curve.from_dict, values["measured"]))
+        return cls(**{**values, "rank_order": order and tuple(order), "measured": curves})
 
     def seconds(self, kind: Collective, size: int, ranks: Sequence[int]) -> float:
         """Of one collective of `ranks`, global ranks as torch counts them; for `SEND` the two.

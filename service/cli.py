@@ -394,6 +394,21 @@ def why(target: str, choices: tuple[str, ...], tracking_uri: str | None, every: 
 
 
 @main.command()
+@click.argument("search")
+@click.option("--slow-gpu", metavar="X%", help="One GPU of each layout is so much slower, where it costs most.")
+@click.option("--link", metavar="X%", help="The bandwidth of all links is so much other: -20% is a fifth less.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def whatif(search: str, slow_gpu: str | None, link: str | None, tracking_uri: str | None, as_json: bool) -> None:
+    """What a slow GPU or slow links make of each layout that was explored by slices."""
+    from service.answers.whatif import text
+
+    answer = Wattune(tracking_uri).whatif(search, slow_gpu, link)
+    click.echo(json.dumps(answer.to_dict(), indent=2) if as_json else text(answer))
+
+
+@main.command()
 @click.argument("text", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Prefix of the .bin and .idx to write.")
 @refusing_bad_input

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from service.answers.overview import SearchInfo
     from service.answers.report import Report
     from service.answers.start import Written
+    from service.answers.whatif import WhatIf
     from service.answers.why import Explanation
     from service.calibrate import Calibrated
     from service.jobs import Submission
@@ -242,6 +243,18 @@ class Wattune:
             return why(_loaded(target), choices)
         record = self._record(target)
         return why(parse_spec(self._results.spec_of(record)), choices, record)
+
+    def whatif(self, search: str, slow_gpu: str | None = None, link: str | None = None) -> WhatIf:
+        """What machines unlike those measured make of the layouts that a search explored by slices.
+
+        `slow_gpu`: by how much one GPU of each layout is slower, ``5%``; `link`: by how much the bandwidth of all links
+        is other, ``-20%``. See `service.answers.whatif`.
+        """
+        from service.answers.whatif import parse_change, whatif
+        from service.spec import parse_spec
+
+        change, record = parse_change(slow_gpu, link), self._record(search)
+        return whatif(record, parse_spec(self._results.spec_of(record)), change, self._results.result_of)
 
     def watch(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
         """What each node of a cluster is at, every second until the cluster is gone; empty while no search runs.

@@ -8,7 +8,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from search_spaces import memory
 from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.layout import Layout
-from search_spaces.network import Collective, Curve, Network
+from search_spaces.network import Curve, Network
 from search_spaces.workload import Workload
 from service.errors import InputError
 from service.home import Home
@@ -239,14 +238,11 @@ def _curves(file: Path) -> list[Curve]:
     if not file.exists():
         return []
     try:
-        return [_curve(each) for each in json.loads(file.read_text())]
+        return [Curve.from_dict(each) for each in json.loads(file.read_text())]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
 
 
-def _curve(kept: dict[str, Any]) -> Curve:
-    columns = {name: tuple(kept[name]) for name in ("sizes", "seconds", "beside_s", "slowed")}
-    return Curve(Collective(kept["kind"]), kept["ranks"], kept["together"], **columns)
 
 
 def _slopes(layout: Layout, work: Workload, calibration: Coefficients) -> np.ndarray:

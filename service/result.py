@@ -10,6 +10,7 @@ from typing import Any
 from search_spaces.composition import RankTimes
 from search_spaces.kinds import RankKind, Share
 from search_spaces.layout import Layout
+from search_spaces.network import Network
 from search_spaces.schedules import Action, Pass
 from service.metrics import Method
 from trainables.breakdown import Breakdown
@@ -110,7 +111,8 @@ class TrialResult:
     `cause` is one line on what failed, `traceback` what Python said of it.
     `infrastructure`: whether it was the machines that failed, not the layout.
     `ranks` are those of the trial in their order; records made before there were any have none. Of a trial by slices
-    they are those that ran, one of each kind, of which `slices` has more.
+    they are those that ran, one of each kind, of which `slices` has more, and `network` is what they were taken to
+    communicate over; records made before it was kept have none.
     `step_times_s` and `losses` cover the optimizer steps of the window and of the whole trial respectively.
     """
 
@@ -128,6 +130,7 @@ class TrialResult:
     ranks: tuple[RankRecord, ...] = ()
     proxies: tuple[Proxy, ...] = ()
     slices: tuple[SliceRecord, ...] = ()
+    network: Network | None = None
     purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
 
@@ -155,6 +158,7 @@ class TrialResult:
                 "windows": windows,
                 "proxies": tuple(Proxy(p["layers"], cls.from_dict(p["result"])) for p in values.get("proxies", ())),
                 "slices": tuple(SliceRecord.from_dict(one) for one in values.get("slices", ())),
+                "network": Network.from_dict(network) if (network := values.get("network")) else None,
                 "ranks": tuple(RankRecord.from_dict(rank) for rank in values.get("ranks", ())),
             }
         )

@@ -19,8 +19,11 @@ GENERIC = "generic_communication"
 COMPILED = "## Call CompiledFxGraph"
 """The name under which Inductor's fused loops run on the CPU."""
 
+STANDIN = "standin"
+"""How the names begin of what stands in for collectives: `standin_all_reduce`."""
+
 _COLLECTIVE = re.compile(r"(allreduce)|(allgather)|(reducescatter)|(send|recv)|(alltoall)")
-_OF_NCCL = re.compile(r"nccl|rccl|nvshmem")
+_OF_NCCL = re.compile(rf"nccl|rccl|nvshmem|^{STANDIN}_")
 _SYMMETRIC_MEMORY = re.compile(r"symm(etric)?_mem|multimem_|one_shot_|two_shot_|(barrier|(put|wait)_signal)_kernel")
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|dot_do_o|convert_dq")
 _MATMUL = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitkreduce|matmul|^cijk_")
@@ -148,7 +151,7 @@ def kernel_category(name: str) -> str:
 @lru_cache(maxsize=4096)
 def operator_category(name: str) -> str | None:
     """Category of a CPU operator's own time; None for what only waits or wraps others."""
-    if name.startswith(("gloo:", "c10d::", "record_param_comms")):
+    if name.startswith(("gloo:", "c10d::", "record_param_comms", f"{STANDIN}_")):
         return None if "barrier" in name else collective_category(name)
     if name.startswith(COMPILED):
         return "other"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from search_spaces.layout import Layout
@@ -152,19 +153,24 @@ class _Bench:
         """One collective of `group`, of `count` numbers for each of its ranks; nothing for a rank without a group."""
         if group is None:
             return lambda: None
-        ours, theirs = self.ours[: count * ranks], self.theirs[: count * ranks]
-        match kind:
-            case Collective.ALL_GATHER:
-                return lambda: dist.all_gather_into_tensor(theirs, ours[:count], group=group)
-            case Collective.REDUCE_SCATTER:
-                return lambda: dist.reduce_scatter_tensor(theirs[:count], ours, group=group)
-            case Collective.ALL_TO_ALL:
-                return lambda: dist.all_to_all_single(theirs, ours, group=group)
-            case Collective.BROADCAST:
-                return lambda: dist.broadcast(ours, group=group, group_src=0)
-            case Collective.SEND if group.rank() == 0:
-                return lambda: dist.send(ours, group=group, group_dst=1)
-            case Collective.SEND:
-                return lambda: dist.recv(ours, group=group, group_src=0)
-            case _:
-                return lambda: dist.all_reduce(ours, group=group)
+        return collective(kind, self.ours[: count * ranks], self.theirs[: count * ranks], group)
+
+
+def collective(kind: Collective, ours: Tensor, theirs: Tensor, group: ProcessGroup) -> Callable[[], object]:
+    """What does one collective of `group` with two buffers of its size, a piece for each rank."""
+    count = ours.numel() // group.size()
+    match kind:
+        case Collective.ALL_GATHER:
+            return lambda: dist.all_gather_into_tensor(theirs, ours[:count], group=group)
+        case Collective.REDUCE_SCATTER:
+            return lambda: dist.reduce_scatter_tensor(theirs[:count], ours, group=group)
+        case Collective.ALL_TO_ALL:
+            return lambda: dist.all_to_all_single(theirs, ours, group=group)
+        case Collective.BROADCAST:
+            return lambda: dist.broadcast(ours, group=group, group_src=0)
+        case Collective.SEND if group.rank() == 0:
+            return lambda: dist.send(ours, group=group, group_dst=1)
+        case Collective.SEND:
+            return lambda: dist.recv(ours, group=group, group_src=0)
+        case _:
+            return lambda: dist.all_reduce(ours, group=group)

@@ -166,7 +166,9 @@ def _recorded_collectives(events: Sequence[Event]) -> dict[int, str]:
 
 
 def _of_operators(events: Sequence[Event], span_s: float) -> Breakdown:
-    """From the operators' own times on the CPU, and the collectives that gloo's threads carry out meanwhile."""
+    """From the operators' own times on the CPU, and the collectives that gloo's threads carry out meanwhile.
+
+    What stands in for collectives is one of the operators: it has no thread of its own."""
     background = [e for e in events if e.is_async and e.name.startswith("gloo:")]
     categories, starts, ends = own_times(
         (e.thread, e.start_ns, e.end_ns, e.name)

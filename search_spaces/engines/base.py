@@ -104,7 +104,7 @@ class EngineFacts(ABC):
 
     masks_experts: ClassVar[bool] = False
     """Whether tokens are dealt out to experts and collected by products with masks of each token, expert and place
-    there (Lepikhin et al. 2020, section 2.2)."""
+    there (Lepikhin et al. 2020, section 2.2), of which all experts then have as many as the fullest needs."""
 
     sums_inputs_apart: ClassVar[bool] = False
     """Whether tensor parallelism sums the gradients of what goes into each matrix product apart."""

@@ -17,7 +17,7 @@ from service.metrics import Direction, Method
 from service.record import store
 from service.record.heartbeat import Heartbeat
 from service.record.runs import Run, Runs
-from service.result import Purpose
+from service.result import Purpose, TrialResult
 
 _NAMED = 5  # how many known searches an error message lists
 
@@ -114,6 +114,11 @@ class Results:
             raise InputError(f"search {key!r} is unknown at {store.shown(self.tracking_uri)}; {known}")
         parent = parents[matches[0]]
         return _search(parent, self._runs.find({store.PARENT: parent.id}))
+
+    def result_of(self, trial: TrialRecord) -> TrialResult | None:
+        """All that was recorded of a trial; None if it has no result that is in reach."""
+        text = self._runs.artifact(trial.run_id, store.RESULT)
+        return None if text is None else TrialResult.from_dict(json.loads(text))
 
     def spec_of(self, search: SearchRecord) -> str:
         """The YAML of the search's spec. Raises `InputError` if the search has none, or none that is in reach."""

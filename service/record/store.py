@@ -48,6 +48,7 @@ INFRASTRUCTURE = "wattune.infrastructure"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 
+RESULT = "result.json"  # artifact of a trial's run: all that came of it
 SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
 
 GOING_ON = ("queued", "running")  # statuses of a search that has a driver, if that is not dead

@@ -234,7 +234,7 @@ class Tracker:
         for stale in (half, directory):
             shutil.rmtree(stale, ignore_errors=True)
         half.mkdir(parents=True)
-        _write_json(half / "result.json", result.to_dict())
+        _write_json(half / store.RESULT, result.to_dict())
         _write_json(half / "series.json", {} if samples is None else _series(samples))
         _write_json(half / "start.json", dict(start))
         if samples is not None:
@@ -244,7 +244,7 @@ class Tracker:
 
     def _send(self, directory: Path) -> None:
         """Give MLflow a spooled trial. Safe to repeat after a failure half-way: MLflow drops equal points."""
-        result = TrialResult.from_dict(json.loads((directory / "result.json").read_text()))
+        result = TrialResult.from_dict(json.loads((directory / store.RESULT).read_text()))
         series = json.loads((directory / "series.json").read_text())
         start = json.loads((directory / "start.json").read_text())
         began, ended = start["started_ms"], start["finished_ms"]
@@ -256,7 +256,7 @@ class Tracker:
         steps = {"step/step_time_s": result.step_times_s, "step/loss": result.losses}
         self._log(run_id, metrics=[p for key, values in steps.items() for p in _step_points(key, values, ended)])
         self._log(run_id, metrics=[p for key, points in series.items() for p in _time_points(key, points, began)])
-        for artifact in ("result.json", "samples.parquet"):
+        for artifact in (store.RESULT, "samples.parquet"):
             if (directory / artifact).exists():
                 self._client.log_artifact(run_id, str(directory / artifact))
         self._log(run_id, tags=_outcome(result))

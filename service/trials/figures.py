@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from service.metrics import Method, Part, made_of
 from service.problem import Problem
 from service.result import RankRecord
 from telemetry.windows.trial import WindowSummary
+from trainables.breakdown import Breakdown
 from trainables.child import Outcome
 from trainables.mailbox import Member
 from trainables.measure import Timing
@@ -34,9 +35,9 @@ def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRe
     return tuple(sorted(records, key=lambda record: record.rank))
 
 
-def breakdown_metrics(ranks: tuple[RankRecord, ...]) -> dict[str, float | None]:
-    """Each time of the breakdown as the mean over the ranks, and the most idle and most held-up ranks' own."""
-    by_rank = [asdict(rank.breakdown) for rank in ranks if rank.breakdown is not None]
+def breakdown_metrics(breakdowns: Iterable[Breakdown | None]) -> dict[str, float | None]:
+    """Each time of the ranks' breakdowns as their mean, and the most idle and most held-up ranks' own."""
+    by_rank = [asdict(breakdown) for breakdown in breakdowns if breakdown is not None]
     if not by_rank:
         return {}
     means = {f"breakdown_{name}": statistics.fmean(times[name] for times in by_rank) for name in by_rank[0]}

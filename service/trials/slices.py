@@ -21,7 +21,9 @@ from service.problem import Problem
 from service.result import Proxy, Purpose, SliceRecord, TrialResult
 from service.trials.bench import Alone, Bench
 from service.trials.extrapolation import SPENT, over_batch
-from service.trials.figures import of_step
+from service.trials.figures import breakdown_metrics, of_step
+from service.trials.slice_breakdown import by_pipeline_rank, exposed_s
+from trainables.breakdown import Breakdown
 from trainables.program import TrialRequest
 from trainables.slice import Slice
 from trainables.status import Status
@@ -62,11 +64,9 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
     """
     work, network = bench.problem.workload.run, network_of(bench, request.layout)
     seen: dict[RankKind, Alone] = {}
-    # torch's profiler would take the stand-in's kernels for computation.
-    procedure = replace(request.procedure, breakdown=False)
     for number, kind in enumerate(kinds(request.layout, work)):
         name = f"{request.trial_id}-rank{number}"
-        one = run_kind(bench, replace(request, trial_id=name, procedure=procedure), kind)
+        one = run_kind(bench, replace(request, trial_id=name), kind)
         if isinstance(one, TrialResult):
             return replace(one, trial_id=request.trial_id, ranks=())
         seen[kind] = one
@@ -124,15 +124,18 @@ def _composed(
     if few != layout:
         times = {kind: stretch(alone, few, layout, kind.pipeline_rank, work) for kind, alone in times.items()}
     step = compose(layout, work, times, network)
-    metrics = _figures(problem, layout, step, seen, index)
+    profiled = {kind: breakdown_of(one) for kind, one in seen.items()}
+    broken_down = breakdown_metrics(by_pipeline_rank(step, times, profiled))
+    metrics = _figures(problem, layout, step, seen, index) | broken_down
     return TrialResult(
         trial_id=first.trial_id,
         layout=layout,
         status=Status.OK,
         metrics=metrics,
-        methods=_methods(metrics, next(iter(seen.values())), (*COMPOSED, *MEANS, *HIGHEST, *LOWEST)),
+        methods=_methods(metrics, next(iter(seen.values())), (*COMPOSED, *MEANS, *HIGHEST, *LOWEST, *broken_down)),
         step_times_s=first.step_times_s,
         slices=tuple(SliceRecord(kind, times) for kind, times in times.items()),
+        network=network,
     )
 
 
@@ -160,17 +163,23 @@ def rank_times(one: Alone, index: int) -> RankTimes:
     batch = run.layout.global_batch_size
     times, window = report.slice.times[batch], report.timings[batch].window_steps_s
     # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
-    tail = statistics.fmean(window) - times.waited_s - times.head_s - sum(times.passes_s.values())
+    busy = statistics.fmean(window) - times.waited_s
     return RankTimes(
         passes=times.passes_s,
-        tail_s=tail,
+        tail_s=busy - times.head_s - sum(times.passes_s.values()),
         busy_power_w=run.metrics.get("mean_power_w") or 0.0,
         waiting_power_w=one.waiting_w or run.metrics.get("mean_power_w") or 0.0,
         memory_gib=report.peak_memory_gib or 0.0,
         head_s=times.head_s,
         update_s=times.update_s,
         waited_s=times.waited_s,
+        exposed_s=exposed_s(breakdown_of(one), busy),
     )
+
+
+def breakdown_of(one: Alone) -> Breakdown | None:
+    """Where the time of a rank's step went; None if it was not profiled, or could not be."""
+    return None if one.report.profile is None else one.report.profile.breakdown
 
 
 def _figures(

@@ -55,6 +55,12 @@ def test_where_experts_are_spread_the_fullest_rank_is_measured_too() -> None:
     assert all(kind.share is Share.EVEN for kind in kinds(replace(layout, expert_parallel_size=1), work))
 
 
+def test_an_engine_that_fills_all_experts_up_has_one_share() -> None:
+    layout = Layout("deepspeed", 4, 8, expert_parallel_size=2)
+    (kind,) = kinds(layout, replace(WORK, model=PRESETS["tiny-moe"]))
+    assert (kind.rank, kind.share) == (0, Share.EVEN)
+
+
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
     [

@@ -24,6 +24,7 @@ from service.home import Home
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
 from service.spec import make_problem
+from tests.service.answers.test_whatif import PIPELINE, PROBLEM, REPLICAS, sliced
 from trainables.status import Status
 
 ROOMS = ("service", "trainables", "search_spaces", "telemetry")
@@ -209,9 +210,9 @@ def test_ray_address_that_does_not_answer_is_refused(address: str, empty: Path) 
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["status", "pareto", "best", "report", "why"])
+@pytest.mark.parametrize("command", ["status", "pareto", "best", "report", "why", "whatif --slow-gpu 5%"])
 def test_unknown_search_is_refused(command: str, empty: Path) -> None:
-    assert_refused(call(command, "no-such-search"), "no-such-search")
+    assert_refused(call(*command.split(), "no-such-search"), "no-such-search")
     assert list(empty.iterdir()) == []
 
 
@@ -242,6 +243,28 @@ def test_report_and_why_explain_a_search(searched: str) -> None:
     fates = json.loads(call("why", searched, "--json").stdout)["fates"]
     assert [fate["outcome"] for fate in fates] == ["on the front", "oom"]
     assert call("why", searched, "tensor_parallel_size=2").stdout.splitlines()[1].strip() == "rank 0: out of memory"
+
+
+def test_whatif_tells_what_a_slow_gpu_makes_of_layouts_explored_by_slices(home: Home) -> None:
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.start_search("tiny-1", PROBLEM, {})
+    for name, layout in (("t0", REPLICAS), ("t1", PIPELINE)):
+        tracker.start_trial(name, layout)
+        tracker.finish_trial(sliced(name, layout))
+    tracker.finish_search("finished", {})
+    told = json.loads(call("whatif", "tiny-1", "--slow-gpu", "10%", "--link", "-20%", "--json").stdout)
+    assert (told["slow_gpu"], told["link"]) == (0.1, -0.2)
+    assert [one["slow_rank"] for one in told["layouts"]] == [0, 2]
+    for one in told["layouts"]:
+        assert one["after"]["step_time_s"] > 1.1 * one["before"]["step_time_s"]
+    assert call("whatif", "tiny-1", "--link", "-20%").stdout.startswith("layout ")
+    assert_refused(call("whatif", "tiny-1"), "--slow-gpu")
+    assert_refused(call("whatif", "tiny-1", "--link", "20"), "link", "'20'")
+
+
+def test_whatif_has_no_answer_where_nothing_was_explored_by_slices(searched: str) -> None:
+    result = call("whatif", searched, "--slow-gpu", "5%")
+    assert (result.exit_code, result.stderr) == (1, "wattune: search tiny-1: no layout was explored by slices\n")
 
 
 def test_status_lists_what_failed(searched: str) -> None:

@@ -40,7 +40,7 @@ def no_time(kind: Collective, size: int, ranks: tuple[int, ...]) -> float:
 class Nothing:
     """A lane that carries nothing."""
 
-    def carry(self, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
+    def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
         return dist.Work()
 
 

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.network import Network
 from tests.trainables.conftest import RunRanks
 from tests.trainables.faults import no_memory
 from trainables import profiling
@@ -26,6 +27,7 @@ from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.platforms.cuda import PLATFORM as CUDA
 from trainables.profiling import Event, profile_step
 from trainables.program import Place, Progress, RankReport, TrialRequest
+from trainables.slice import Slice
 from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)
@@ -92,6 +94,34 @@ def test_each_rank_says_where_its_step_went(layout: Layout, communication: list[
         assert all(getattr(times, name) > 0 for name in communication)
         spans.add(times.span_s)
     assert len(spans) == 1  # the slowest rank's
+
+
+@pytest.mark.parametrize(
+    ("layout", "communication"),
+    [
+        (replace(LAYOUT, zero_stage=3), ["all_gather", "reduce_scatter"]),
+        (replace(LAYOUT, pipeline_parallel_size=2, num_gpus=4), ["all_reduce"]),
+        (replace(LAYOUT, engine="deepspeed", zero_stage=0), ["all_reduce"]),
+    ],
+    ids=lambda value: value.label if isinstance(value, Layout) else "",
+)
+def test_a_rank_alone_sorts_what_stands_in_for_its_collectives(
+    layout: Layout, communication: list[str], run_ranks: RunRanks
+) -> None:
+    """Every collective takes 20 ms, which little hides."""
+    program = Slice(TRAINING, 0, Network("a test", 1, 1e12, 1e12, 1e-6, 2e-2))
+    request = replace(REQUEST, layout=layout, program=program, procedure=replace(PROCEDURE, window_min_steps=3))
+    (outcome,) = run_ranks(replace(request, trial_id=f"alone {layout.label}"))
+    assert (outcome.status, outcome.cause) == ("ok", None)
+    assert outcome.report is not None
+    check(outcome.report)
+    assert outcome.report.slice is not None
+    assert outcome.report.profile is not None
+    times: Any = outcome.report.profile.breakdown
+    (traffic,) = outcome.report.slice.traffic.values()
+    for name in communication:
+        calls = sum(entry.calls for entry in traffic if entry.kind == name)
+        assert getattr(times, f"exposed_{name}_s") > 0.005 * calls > 0
 
 
 def test_without_the_option_nothing_is_profiled(run_ranks: RunRanks) -> None:

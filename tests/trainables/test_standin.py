@@ -295,10 +295,13 @@ def test_a_gpu_is_busy_for_as_long(asked_s: float) -> None:
     dist.barrier()
     assert work is not None
     work.wait()
+    reduced = summed.clone()
+    dist.all_reduce(reduced)
     end.record()
     end.synchronize()
     dist.destroy_process_group()
-    assert begin.elapsed_time(end) >= 4 * asked_s * 1e3
+    assert begin.elapsed_time(end) >= 5 * asked_s * 1e3
+    torch.testing.assert_close(reduced, 2 * summed)
     torch.testing.assert_close(summed, 2 * whole[RANK])
     assert torch.equal(gathered, summed.expand_as(gathered))
     assert torch.equal(exchanged, whole[RANK].expand_as(exchanged))

@@ -162,13 +162,13 @@ class StandIn(dist.ProcessGroup):
     def _call(self, kind: Collective, size: int, moves: Sequence[Move], opts: Any) -> dist.Work:
         self._peers.ledger.append(Call(kind, size, self._ranks))
         asynchronous = opts is None or opts.asyncOp
-        self._latest = self._lane.carry(moves, self._seconds(kind, size), asynchronous)
+        self._latest = self._lane.carry(kind, moves, self._seconds(kind, size), asynchronous)
         return self._latest
 
     def _message(self, tensors: list[Tensor], ends: tuple[int, int], moves: Sequence[Move]) -> dist.Work:
         sender, receiver = (self._ranks[rank] for rank in ends)
         self._peers.ledger.append(Call(Collective.SEND, _size(tensors), (sender, receiver)))
-        self._latest = self._lane.carry(moves, 0.0, asynchronous=True)
+        self._latest = self._lane.carry(Collective.SEND, moves, 0.0, asynchronous=True)
         return self._latest
 
     def _gather(self, moves: Iterable[Move], opts: Any) -> dist.Work:

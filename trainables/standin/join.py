@@ -21,13 +21,17 @@ def join(rank: int, size: int, seconds: Seconds, device: torch.device, share: Sh
     Returns what will hold all calls to all groups. Collectives take `seconds`; `share` is for mixtures of experts.
     """
     ledger = Ledger()
-    peers = Peers(device, seconds, share, ledger)
+    register(Peers(device, seconds, share, ledger))
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+    return ledger
+
+
+def register(peers: Peers) -> None:
+    """Have torch make groups of the backend `BACKEND` in which this process is alone, with `peers` stood in for."""
 
     def group(options: Any, _: object) -> StandIn:
         """torch names no ranks for the whole world."""
         ranks = options.global_ranks_in_group or range(options.group_size)
-        return StandIn(ranks, options.group_rank, options.group_id, peers, lane_of(device))
+        return StandIn(ranks, options.group_rank, options.group_id, peers, lane_of(peers.device))
 
     dist.Backend.register_backend(BACKEND, group, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
-    return ledger

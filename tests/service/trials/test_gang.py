@@ -200,7 +200,7 @@ def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(
         SPEC,
         global_batch_size=batch,
         cluster=replace(CLUSTER, nodes=8, gpus_per_node=8),
-        measurement=replace(SPEC.measurement, explore="slices", short_trials=short_trials, breakdown=False),
+        measurement=replace(SPEC.measurement, explore="slices", short_trials=short_trials),
     )
     network = data_sheet("cpu")
     assert network is not None
@@ -217,8 +217,12 @@ def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(
         assert min(one.times.passes.values()) > 0
         assert (one.times.waited_s > 0) != short_trials, "for the other stage"
         assert one.times.busy_s < step_s
+        assert one.times.exposed_s["all_reduce"] > 0
     assert result.metrics["tokens_per_s"] == pytest.approx(batch * SPEC.sequence_length / step_s)
     assert 0 < (result.metrics["bubble_ratio"] or 0) < 1
+    assert result.metrics["breakdown_span_s"] == pytest.approx(step_s)
+    assert (result.metrics["breakdown_matmul_s"] or 0) > 0
+    assert result.methods["breakdown_span_s"] == "slice"
     assert len(result.windows) == 2
     assert TrialResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 

@@ -1,0 +1,191 @@
+"""By how much matrix products take longer beside a collective of NCCL's, and beside what stands in for it in slices.
+
+    python -m benchmarks.measure.contention [--sizes MIB ...] [--kinds KIND ...] [--rounds N]
+
+On two GPUs, a process each. In each round products run alone, beside NCCL's collective, and beside the stand-in's,
+which takes as long as NCCL's took alone. Prints the medians of the rounds: by how much longer the products took, as a
+share of the collective's own time, and how long the stand-in took in what it was to. GPUs are at their power limit by
+then, as they are in training: products run for some seconds before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, TCPStore
+from torch.multiprocessing.spawn import spawn
+
+from search_spaces.kinds import Share
+from search_spaces.network import Collective
+from service.answers.tables import render
+from trainables.collectives import KINDS, PRODUCTS_LAST, WIDTHS, collective
+from trainables.platforms.base import Platform
+from trainables.platforms.cuda import PLATFORM as CUDA
+from trainables.standin.group import Peers
+from trainables.standin.join import BACKEND, register
+from trainables.standin.ledger import Ledger
+
+RANKS = 2
+MEASURED = tuple(kind for kind in KINDS if kind is not Collective.SEND)
+"""Messages between two ranks take a slice no time: its pipeline's schedule has that."""
+
+ROUND_S = 0.05
+"""Seconds that the collectives of a round take together."""
+
+HEATED_S = 5.0
+"""Seconds of products before anything is measured."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Of one collective of `size` bytes: seconds that NCCL's takes alone, and by what share of them products beside it
+    take longer, likewise beside the stand-in, which took `paced` times as long as it was to."""
+
+    kind: Collective
+    size: int
+    seconds: float
+    nccl: float
+    standin: float
+    paced: float
+
+
+class Bench:
+    """One rank's part in measuring. All methods are collective over all ranks."""
+
+    def __init__(self, platform: Platform, device: torch.device, largest: int, round_s: float = ROUND_S) -> None:
+        """`largest`: bytes of the largest collective."""
+        self.platform, self.device, self.round_s = platform, device, round_s
+        self.takes: dict[tuple[Collective, int], float] = {}
+        register(Peers(device, lambda kind, size, ranks: self.takes[kind, size], Share.EVEN, Ledger()))
+        world = dist.group.WORLD
+        assert world is not None
+        self.real: ProcessGroup = world
+        self.stood_in: ProcessGroup = dist.new_group(backend=BACKEND)
+        self.ours, self.theirs = (torch.zeros(largest // 4, device=device) for _ in range(2))
+        width, dtype = WIDTHS[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.factor, self.product = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+        self.product_s = self.race(lambda: self.multiply(1), lambda: self.multiply(10))[0] / 10
+
+    def heat(self, seconds: float) -> None:
+        """Multiply for so long."""
+        for _ in range(self.agreed(seconds / self.round_s)):
+            self.race(lambda: None, lambda: self.multiply(self.agreed(self.round_s / self.product_s)))
+
+    def measure(self, kind: Collective, size: int, rounds: int) -> Contention:
+        """One point, of which every round has all three ways, so that what drifts is in all of them."""
+        buffers = self.ours[: size // 4], self.theirs[: size // 4]
+        (once_s,) = self.race(self.task(kind, buffers, self.real, 1), self.task(kind, buffers, self.real, 1))
+        count = self.agreed(self.round_s / once_s)
+        alone_s = self.median(rounds, lambda: self.race_collectives(kind, buffers, self.real, count)[0]) / count
+        self.takes[kind, size] = self.from_first(alone_s)
+        products = self.agreed(PRODUCTS_LAST * count * alone_s / self.product_s)
+        longer: dict[ProcessGroup, list[float]] = {self.real: [], self.stood_in: []}
+        paced = []
+        for _ in range(rounds):
+            (multiplying,) = self.race(lambda: self.multiply(1), lambda: self.multiply(products))
+            for group, seconds in longer.items():
+                seconds.append(self.race_collectives(kind, buffers, group, count, products)[1] - multiplying)
+            paced.append(self.race_collectives(kind, buffers, self.stood_in, count)[0])
+        of_all = count * alone_s
+        nccl, standin = (statistics.median(seconds) / of_all for seconds in longer.values())
+        return Contention(kind, size, alone_s, nccl, standin, statistics.median(paced) / of_all)
+
+    def race_collectives(
+        self, kind: Collective, buffers: tuple[Tensor, Tensor], group: ProcessGroup, count: int, products: int = 0
+    ) -> list[float]:
+        """Seconds of `count` collectives and, if there are any, of the products beside them."""
+        beside = [lambda: self.multiply(products)] if products else []
+        return self.race(self.task(kind, buffers, group, 1), self.task(kind, buffers, group, count), *beside)
+
+    def race(self, first: Callable[[], object], *tasks: Callable[[], object]) -> list[float]:
+        """As the platform's, of the slowest rank."""
+        seconds = torch.tensor(self.platform.race(first, *tasks), device=self.device, dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return [float(each) for each in seconds]
+
+    def multiply(self, times: int) -> None:
+        for _ in range(times):
+            torch.mm(self.factor, self.factor, out=self.product)
+
+    def agreed(self, count: float) -> int:
+        """A number of times, at least 1, which ranks must not each find for themselves: the first one's."""
+        return math.ceil(self.from_first(max(1.0, count)))
+
+    def from_first(self, value: float) -> float:
+        told = torch.tensor(value, device=self.device, dtype=torch.float64)
+        dist.broadcast(told, 0)
+        return told.item()
+
+    @staticmethod
+    def median(rounds: int, seconds: Callable[[], float]) -> float:
+        return statistics.median(seconds() for _ in range(rounds))
+
+    @staticmethod
+    def task(kind: Collective, buffers: tuple[Tensor, Tensor], group: ProcessGroup, count: int) -> Callable[[], object]:
+        once = collective(kind, *buffers, group)
+
+        def several() -> None:
+            for _ in range(count):
+                once()
+
+        return several
+
+
+def table(found: Iterable[Contention]) -> str:
+    """A row for each kind and size."""
+    rows = [
+        [
+            f"{one.kind} of {one.size / 2**20:g} MiB",
+            f"{one.seconds * 1e3:.3f}",
+            *(f"{share:.2f}" for share in (one.nccl, one.standin, one.paced)),
+        ]
+        for one in found
+    ]
+    return render(["beside", "NCCL's ms", "products longer by", "beside the stand-in", "which took"], rows)
+
+
+def rank(number: int, port: int, kinds: Sequence[Collective], sizes: Sequence[int], rounds: int) -> None:
+    """One of the two processes."""
+    warnings.filterwarnings("ignore", module="torch")  # of names that torch 2.11 knows alone
+    device = CUDA.take(number)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(CUDA.backend, store=store, rank=number, world_size=RANKS)
+    bench, found = Bench(CUDA, device, max(sizes)), []
+    bench.heat(HEATED_S)
+    for kind in kinds:
+        for size in sizes:
+            found.append(bench.measure(kind, size, rounds))
+    if number == 0:
+        print(torch.cuda.get_device_name(device), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
+        print(table(found))
+    dist.destroy_process_group(bench.real)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 256], metavar="MIB")
+    parser.add_argument("--kinds", type=Collective, nargs="+", choices=MEASURED, default=MEASURED[:4], metavar="KIND")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args(argv)
+    if min(*arguments.sizes, arguments.rounds) < 1:
+        parser.error("--sizes and --rounds must be positive")
+    if torch.version.hip is not None or torch.cuda.device_count() < RANKS:
+        parser.exit(2, f"contention: takes {RANKS} GPUs of NVIDIA's; here are {torch.cuda.device_count()}\n")
+    os.environ.update(CUDA.environment)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sizes = [mib * 2**20 for mib in arguments.sizes]
+    spawn(rank, (store.port, arguments.kinds, sizes, arguments.rounds), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Where the time of a step goes that is put together from ranks that ran alone, of which each profiled a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from search_spaces.composition import Composed, RankTimes
+from search_spaces.kinds import RankKind, Share
+from trainables.breakdown import COLLECTIVES, Breakdown
+
+
+def exposed_s(breakdown: Breakdown | None, busy_s: float) -> dict[str, float]:
+    """Of a rank's seconds those in which it does nothing but communicate, by kind of collective.
+
+    They are as much of `busy_s` as they were of the step that was profiled, which may have taken longer. Empty if none
+    was.
+    """
+    if breakdown is None:
+        return {}
+    times = asdict(scaled(breakdown, busy_s))
+    return {name: times[f"exposed_{name}_s"] for name in COLLECTIVES}
+
+
+def by_pipeline_rank(
+    step: Composed, times: Mapping[RankKind, RankTimes], profiled: Mapping[RankKind, Breakdown | None]
+) -> list[Breakdown]:
+    """The step's breakdown on a rank of each pipeline rank, by rank; empty if a kind lacks its own.
+
+    Waiting counts as NCCL's kernels have it, which wait for others: for other pipeline ranks as `send_recv`, and for
+    the rank with the fullest experts as `all_to_all`.
+    """
+    ranks = []
+    for rank, waiting_s in enumerate(step.waiting_s):
+        kinds = {kind.share: kind for kind in times if rank in kind.stands_for}
+        usual, fullest = kinds[Share.EVEN], kinds.get(Share.FULLEST, kinds[Share.EVEN])
+        if (own := profiled[usual]) is None:
+            return []
+        waits = {"send_recv": waiting_s, "all_to_all": max(0.0, times[fullest].busy_s - times[usual].busy_s)}
+        ranks.append(_waiting(scaled(own, times[usual].busy_s), waits))
+    return ranks
+
+
+def scaled(breakdown: Breakdown, span_s: float) -> Breakdown:
+    """The same shares of a step that took `span_s`."""
+    return Breakdown(**{name: seconds * span_s / breakdown.span_s for name, seconds in asdict(breakdown).items()})
+
+
+def _waiting(breakdown: Breakdown, waits: Mapping[str, float]) -> Breakdown:
+    """The breakdown of a rank that also waits for so many seconds in these collectives."""
+    times = asdict(breakdown)
+    for name, seconds in waits.items():
+        for grown in (name, f"exposed_{name}", "communication", "exposed_communication", "span"):
+            times[f"{grown}_s"] += seconds
+    return Breakdown(**times)
