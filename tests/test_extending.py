@@ -27,7 +27,7 @@ FILES = {
     },
     "An objective": {"service/metrics.py", "service/trials/figures.py"},
     "A vendor's device": {"telemetry/devices/intel.py"},
-    "An export": {"service/answers/exports/torchtitan.py"},
+    "An export": {"service/answers/exports/nanotron.py"},
 }
 """What an example may change at most: an engine in two files and its registration, an axis in one row and its use, an
 objective in one row and its producer, a vendor or an export in one file."""

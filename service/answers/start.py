@@ -100,7 +100,7 @@ def _job(launch: Launch, title: str) -> str:
 #SBATCH --exclusive
 set -euo pipefail
 cd "${{SLURM_SUBMIT_DIR:?submit this by sbatch from its folder}}"
-MASTER_ADDR="$(scontrol show hostnames "${{SLURM_JOB_NODELIST}}" | head -n 1)"
+read -r MASTER_ADDR < <(scontrol show hostnames "${{SLURM_JOB_NODELIST}}")
 export MASTER_ADDR
 # shellcheck disable=SC2016  # each task has a number of its own
 exec srun bash -c 'NODE_RANK="${{SLURM_NODEID}}" exec bash {START}'

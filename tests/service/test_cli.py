@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import os
 import re
@@ -210,7 +211,9 @@ def test_ray_address_that_does_not_answer_is_refused(address: str, empty: Path) 
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["status", "pareto", "best", "report", "why", "whatif --slow-gpu 5%"])
+@pytest.mark.parametrize(
+    "command", ["status", "pareto", "best", "report", "why", "trials", "whatif --slow-gpu 5%"]
+)
 def test_unknown_search_is_refused(command: str, empty: Path) -> None:
     assert_refused(call(*command.split(), "no-such-search"), "no-such-search")
     assert list(empty.iterdir()) == []
@@ -314,6 +317,37 @@ def test_best_takes_conditions_and_prints_notes_apart(searched: str) -> None:
         "wattune: search tiny-1: no trial to choose from with tokens_per_s>=1e9; its trials: 1 ok, 1 oom\n"
     )
     assert_refused(call("best", searched, "--knee", "--maximize", "mfu"), "knee")
+
+
+def test_best_speaks_as_a_framework_and_tells_apart_what_it_does_not_say(searched: str) -> None:
+    answered = call("best", searched, "--format", "megatron-lm")
+    assert "--tensor-model-parallel-size 1\n" in answered.stdout
+    assert "--hidden-size 64\n" in answered.stdout
+    assert answered.stderr == ""
+    titan = call("best", searched, "--format", "torchtitan")
+    unsaid = "data: torchtitan reads data sets of its own with a tokenizer: name them by DATASET and HF_ASSETS"
+    assert titan.stdout.startswith(f"# {unsaid}\n")
+    assert titan.stderr == f"note: {unsaid}\n"
+    assert_refused(call("best", searched, "--format", "deepspeed"), "cannot express layouts of the engine megatron")
+
+
+def test_export_makes_a_folder_that_starts_the_run(searched: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    made = call("export", searched, "--for", "slurm", "--out", str(out))
+    assert made.stdout.splitlines() == [str(out / name) for name in ("run.yaml", "start.sh", "job.sbatch")]
+    assert yaml.safe_load((out / "run.yaml").read_text())["layout"]["engine"] == "megatron"
+    assert "search tiny-1 (tiny)" in (out / "start.sh").read_text()
+    assert_refused(call("export", searched, "--for", "torchrun", "--out", str(out)), "is not an empty folder")
+    assert_refused(call("export", searched, "--for", "abacus", "--out", str(tmp_path / "a")), "no folder for 'abacus'")
+    assert not (tmp_path / "a").exists()
+
+
+def test_trials_are_listed_with_all_that_is_known(searched: str) -> None:
+    assert [line.split()[0] for line in call("trials", searched).stdout.splitlines()[2:]] == ["megatron"] * 2
+    assert [trial["status"] for trial in json.loads(call("trials", searched, "--json").stdout)] == ["ok", "oom"]
+    fast, big = csv.DictReader(call("trials", searched, "--csv").stdout.splitlines())
+    assert (fast["trial_id"], fast["status"], fast["tokens_per_s"], fast["cause"]) == ("t0", "ok", "20.0", "")
+    assert (big["tensor_parallel_size"], big["tokens_per_s"], big["cause"]) == ("2", "", "rank 0: out of memory")
 
 
 def test_why_of_a_spec_says_what_is_legal(empty: Path) -> None:

@@ -14,6 +14,7 @@ from service import InputError, Wattune, load_spec, parse_spec
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
+from trainables.launch import read
 from trainables.status import Status
 
 PLAIN = Layout("megatron", 2, 16, micro_batch_size=4, precision="fp32", sequence_parallel=False)
@@ -88,6 +89,17 @@ def test_answers_carry_their_notices_and_what_it_takes_to_launch(wattune: Wattun
     assert choice.notices == ("the front has no bend: it holds 2 of the layouts",)
     assert choice.to_dict() == wattune.export("tiny", choice.candidate) == front.to_dict()["pareto"][0]
     assert choice.to_dict()["config"] == FAST.to_dict()
+
+
+def test_a_layout_is_formatted_and_written_as_the_search_trained_it(wattune: Wattune, tmp_path: Path) -> None:
+    candidate = wattune.best("tiny", minimize="joules_per_token").candidate
+    said = wattune.formatted("tiny", candidate, "megatron-lm")
+    assert "--data-parallel-sharding-strategy optim_grads_params\n" in said.text
+    written = wattune.write_folder("tiny", candidate, "torchrun", tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == set(written.files)
+    launch = read(tmp_path / "run" / "run.yaml")
+    assert (launch.layout, launch.accelerator, launch.gpus_per_node) == (FRUGAL, "cpu", 2)
+    assert (launch.training.data, launch.training.sequence_length) == ("synthetic", 64)
 
 
 def test_the_client_plans_and_prepares_data(home: Home, tmp_path: Path) -> None:

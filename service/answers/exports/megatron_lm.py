@@ -1,7 +1,7 @@
 """The arguments of Megatron-LM's training scripts for a layout of the `megatron` engine. Needs no torch.
 
 Names and meanings are those of `megatron/training/arguments.py` and `megatron/core/transformer/transformer_config.py`
-at github.com/NVIDIA/Megatron-LM, commit d98e8a6.
+at github.com/NVIDIA/Megatron-LM, tag core_v0.16.1 and commit d98e8a6.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ def settings(launch: Launch) -> dict[str, Any]:
             "global_batch_size": layout.global_batch_size,
             "seq_len": launch.training.sequence_length,
             "mixed_precision_param": precision,
+            "disable_cuda_graphs": True,  # as trials run
         },
         "parallelism": _degrees(layout) | (_pipeline(layout, shape.layers) if pipelined else {}),
         "activation_checkpoint": layout.recompute,
