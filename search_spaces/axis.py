@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,7 +61,7 @@ class Axis:
 
     @property
     def lists(self) -> bool:
-        return self.type not in (str, int, bool)
+        return self.type not in (str, int, float, bool)
 
     @property
     def ordered(self) -> bool:
@@ -75,7 +75,7 @@ class Axis:
         values = default if self.default is None and not self.lists else f"[{default}]"
         return f"| `{self.name}` | list of {kind} | `{values}` | {self.meaning} |"
 
-    def place(self, value: int) -> float:
+    def place(self, value: int | float) -> float:
         """Where a value lies on an ordered axis."""
         return math.log2(value) if self.scale is Scale.LOG2 else float(value)
 
@@ -119,3 +119,28 @@ def row_of(declared: Field[Any], kind: Any) -> Axis:
         row["idle"] = row["default"]
     row["scale"] = row["scale"] or {int: Scale.LOG2, bool: Scale.LINEAR}.get(kind, Scale.CATEGORY)
     return Axis(declared.name, kind, **row)
+
+
+LAST = 100
+"""Where axes of the user's own are settled: after all others."""
+
+
+def own_axis(name: str, values: Sequence[Any]) -> Axis:
+    """The row of an axis of the user's own, which is told by its values: texts, whole or decimal numbers, or switches.
+
+    They are all of one kind. Numbers are ordered, by their logarithm if all are above zero.
+    """
+    kind = type(values[0])
+    scale = {str: Scale.CATEGORY, bool: Scale.LINEAR}.get(kind) or (Scale.LOG2 if min(values) > 0 else Scale.LINEAR)
+    return Axis(
+        name=name,
+        type=kind,
+        default=None,
+        idle=None,
+        allowed=None,
+        settled=LAST,
+        scale=scale,
+        label=lambda value: f"{name}={json.dumps(value) if isinstance(value, bool) else value}",
+        meaning="",
+        matters=lambda layout: True,
+    )

@@ -192,14 +192,19 @@ def _step(
 
 def transfers(layout: Layout, work: Workload, network: Network, longer: float = 1.0) -> Callable[[int, int], float]:
     """Seconds that hidden states of a microbatch, or their gradients, take from one pipeline rank to another."""
-    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
-    size = round(tokens * hidden_between(layout, work.model) * layout.width)
+    size = message_bytes(layout, work)
 
     def transfer(sender: int, receiver: int) -> float:
         ends = first_rank(layout, sender), first_rank(layout, receiver)
         return longer * network.seconds(Collective.SEND, size, ends)
 
     return transfer
+
+
+def message_bytes(layout: Layout, work: Workload) -> int:
+    """Of the hidden states of a microbatch that a rank sends to another stage, or their gradients."""
+    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
+    return round(tokens * hidden_between(layout, work.shape) * layout.width)
 
 
 def pauses(

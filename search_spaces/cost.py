@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from search_spaces.coefficients import Coefficients, data_sheet
-from search_spaces.engines import engine_of
+from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
 from search_spaces.network import Collective
 from search_spaces.parameters import held
@@ -47,9 +47,9 @@ class Prediction:
 def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Prediction:
     """For a legal layout of the whole model of `work`."""
     c, rounds = calibration, layout.gradient_accumulation_steps
-    layers = [layout.layers_of(rank, work.model.layers) for rank in range(layout.pipeline_parallel_size)]
+    layers = [layout.layers_of(rank, work.shape.layers) for rank in range(layout.pipeline_parallel_size)]
     loads = _loads(layout, work, layers, c)
-    launch = _launch_s(layout, c)
+    launch = _launch_s(layout, work, c)
     times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
@@ -123,7 +123,7 @@ def _clock(clocked: float, steady: float, core: float, rest: float, budget: floa
 
 def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -> list[Load]:
     """Of each pipeline rank, which has so many `layers`, for one microbatch forward and backward."""
-    through = passes(Cut.of(layout, work), work.model, work.sequence_length, c)
+    through = passes(Cut.of(layout, work), work.shape, work.sequence_length, c)
     blocks = {count: through.block.times(count) for count in set(layers)}
     loads = [blocks[count] for count in layers]
     first, last = layout.end_ranks
@@ -132,10 +132,10 @@ def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -
     return loads
 
 
-def _launch_s(layout: Layout, c: Coefficients) -> float:
+def _launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Time of the CPU for a block and a microbatch."""
     seconds = c.compiled_launch_s if layout.compile else c.eager_launch_s
-    seconds += engine_of(layout).launch_s(layout, c)
+    seconds += facts_of(layout, work).launch_s(layout, c)
     return seconds * (1.0 if layout.recompute == "none" else LAUNCHED_AGAIN)
 
 
@@ -151,14 +151,14 @@ class _Upkeep(NamedTuple):
 
 def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coefficients) -> _Upkeep:
     """Of a GPU of a pipeline rank that takes `round_s` for a microbatch, waiting for the CPU included."""
-    engine, zero, rounds = engine_of(layout), layout.zero_stage, layout.gradient_accumulation_steps
+    engine, zero, rounds = facts_of(layout, work), layout.zero_stage, layout.gradient_accumulation_steps
     tensor, ranks, layers = (
         layout.tensor_parallel_size,
         layout.shard_group_size,
-        layout.layers_of(rank, work.model.layers),
+        layout.layers_of(rank, work.shape.layers),
     )
     copies = layout.shard_ranks // ranks
-    holds = held(layout, work.model, rank, engine.splits_tables)
+    holds = held(layout, work.shape, rank, engine.splits_tables)
     whole, shard = holds.whole, holds.sharded(layout)
     width, summed = layout.width, engine.sum_width(layout)
     forward, backward = round_s / 3, round_s * 2 / 3
@@ -199,11 +199,11 @@ def _exposed(seconds: float, beside: float, hidden: bool, c: Coefficients) -> fl
 
 def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Seconds in which hidden states and their gradients are on their way to the slowest pipeline rank."""
-    engine, ranks, tensor = engine_of(layout), layout.pipeline_parallel_size, layout.tensor_parallel_size
+    engine, ranks, tensor = facts_of(layout, work), layout.pipeline_parallel_size, layout.tensor_parallel_size
     if ranks == 1:
         return 0.0
     tokens = layout.micro_batch_size * work.sequence_length / layout.context_parallel_size
-    size, places = tokens * work.model.hidden * layout.width, Places.of(layout, work)
+    size, places = tokens * work.shape.hidden * layout.width, Places.of(layout, work)
     gathered = 0.0
     if layout.splits_sequence or engine.splits_sends:
         if not layout.splits_sequence:

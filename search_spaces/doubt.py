@@ -37,6 +37,9 @@ SEVERAL_NODES = Doubt(0.18, 0.15)
 UNPROVEN = Doubt(0.22, 0.15)
 """94 layouts of others on A100 and B200, which Wattune itself was never measured on."""
 
+FOREIGN = Doubt(0.25, 0.15)
+"""A program of the user's, predicted as if it were one of the engines: what programs of others are off by."""
+
 GUESSED = Doubt(2.0, 0.5)
 """A CPU, of which nothing is known but that it is one: right within a factor of three."""
 
@@ -50,6 +53,8 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     kinds = [FITTED if fitted else UNPROVEN if is_unproven(accelerator, calibration) else MEASURED]
     if work.accelerator.platform == "cpu" and not fitted:
         kinds.append(GUESSED)
+    if work.trainer is not None and not fitted:
+        kinds.append(FOREIGN)
     eager_tensor_parallel = layout.tensor_parallel_size > 1 and not layout.compile
     if layout.context_parallel_size > 1 or eager_tensor_parallel or layout.precision == "fp8":
         kinds.append(WAITING)

@@ -61,7 +61,7 @@ def _microbatches(work: Workload) -> Choice:
 
 
 def _tensor(work: Workload, num_gpus: int) -> Choice:
-    model, most = work.model, min(num_gpus, work.gpus_per_node)
+    model, most = work.shape, min(num_gpus, work.gpus_per_node)
     common = math.gcd(model.heads, model.kv_heads, model.ffn_hidden, model.vocab)
     sizes = tuple(size for size in _powers(most) if num_gpus % size == 0 and common % size == 0)
     return Choice(sizes, f"within a node of {work.gpus_per_node} GPUs, as far as heads and widths can be split")
@@ -75,7 +75,7 @@ def _context(work: Workload, num_gpus: int) -> Choice:
 
 
 def _experts(work: Workload, num_gpus: int) -> Choice:
-    experts = work.model.num_experts
+    experts = work.shape.num_experts
     if not experts:
         return Choice((1,), "no experts")
     sizes = tuple(size for size in _powers(experts) if experts % size == 0 and num_gpus % size == 0)
@@ -84,7 +84,7 @@ def _experts(work: Workload, num_gpus: int) -> Choice:
 
 def _pipelines(work: Workload, num_gpus: int) -> dict[str, Choice]:
     """How many ranks pipelines have, how their stages are cut, and how they are run."""
-    depths = (work.model.layers, *work.depths)
+    depths = (work.shape.layers, *work.depths)
     most = min(num_gpus, work.global_batch_size, MOST_STAGES)
     sizes, virtual, cuts = [1], {1}, dict[tuple[int, ...], None]()
     for size in (size for size in range(2, most + 1) if num_gpus % size == 0):
@@ -109,7 +109,7 @@ def _pipelines(work: Workload, num_gpus: int) -> dict[str, Choice]:
 def _uneven(work: Workload, stages: int) -> tuple[int, ...] | None:
     """Stages of which the first and the last have a layer less than the others, for embedding and head (Grattafiori et
     al. 2024, section 3.3); None where layers do not come to that, and for proxies, whose stages are equal."""
-    each, left = divmod(work.model.layers + 2, stages)
+    each, left = divmod(work.shape.layers + 2, stages)
     return None if left or each < 2 or work.depths else (each - 1, *[each] * (stages - 2), each - 1)
 
 

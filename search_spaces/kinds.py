@@ -55,7 +55,7 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
 
 def _content(layout: Layout, work: Workload, pipeline_rank: int) -> Hashable:
     """What a pipeline rank holds: layers by stage, and whether of the embedding and the head."""
-    layers, stages = layout.layers_by_stage(work.model.layers), layout.stages_of(pipeline_rank)
+    layers, stages = layout.layers_by_stage(work.shape.layers), layout.stages_of(pipeline_rank)
     ends = 0 in stages, layout.pipeline_stages - 1 in stages
     return tuple(len(layers[stage]) for stage in stages), ends
 

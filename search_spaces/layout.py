@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
-from search_spaces.axis import Axis, Range, Scale, axis, row_of
+from search_spaces.axis import Axis, Range, Scale, axis, own_axis, row_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
@@ -74,6 +74,7 @@ class Layout:
     - `precision` is that of matrix products; `reduce_precision` that in which gradients are summed over ranks.
     - `expandable_segments` has torch's allocator map memory piece by piece, so that less lies idle between tensors.
     - `rank_order[i]` is the worker of the gang, and so the GPU, that takes rank i; None for i itself.
+    - `own` are the settings of axes of the user's own, by the axis's name in the order of names.
     """
 
     engine: str = field(
@@ -310,6 +311,17 @@ class Layout:
             allowed=Range(0),
         ),
     )
+    own: tuple[tuple[str, Any], ...] = ()
+
+    def setting(self, axis: str) -> Any:
+        """What it has of an axis, which may be one of the user's own. Raises KeyError for one that it has not."""
+        return getattr(self, axis) if axis in AXES else dict(self.own)[axis]
+
+    def having(self, axis: str, value: Any) -> Layout:
+        """The layout with another setting of an axis, which may be one of the user's own."""
+        if axis in AXES:
+            return replace(self, **{axis: value})
+        return replace(self, own=tuple(sorted((dict(self.own) | {axis: value}).items())))
 
     @property
     def model_parallel_size(self) -> int:
@@ -395,12 +407,16 @@ class Layout:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat and JSON-safe, the two derived sizes included."""
+        """Flat and JSON-safe, the two derived sizes included; axes of the user's own beside the others, and their names
+        as `own` if there are any."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        return values | {
+        own = {"own": [name for name, _ in self.own]} if self.own else {}
+        del values["own"]
+        derived = {
             "data_parallel_size": self.data_parallel_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
+        return values | derived | dict(self.own) | own
 
     @classmethod
     def plain(cls, engine: str, num_gpus: int, global_batch_size: int) -> Layout:
@@ -415,10 +431,13 @@ class Layout:
         without engine, number of GPUs or batch.
         """
         known: dict[str, Any] = {
-            declared.name: AXES[declared.name].idle for declared in fields(cls) if declared.default is not MISSING
+            declared.name: AXES[declared.name].idle
+            for declared in fields(cls)
+            if declared.default is not MISSING and declared.name in AXES
         }
         known |= {field.name: values[field.name] for field in fields(cls) if field.name in values}
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        known["own"] = tuple((name, values[name]) for name in sorted(values.get("own", ())))
         return cls(**known)
 
     @property
@@ -431,7 +450,8 @@ class Layout:
                 if row.name in ALWAYS_LABELLED or (value != row.idle and row.matters(self)):
                     parts[row.name] = row.label(value)
         first = [parts.pop(name) for name in LABEL if name in parts]
-        return " ".join([*first, *parts.values()])
+        own = [own_axis(name, [value]).label(value) for name, value in self.own]
+        return " ".join([*first, *parts.values(), *own])
 
 
 def _axes() -> dict[str, Axis]:
@@ -445,3 +465,8 @@ AXES: dict[str, Axis] = _axes()
 
 SETTLING: tuple[Axis, ...] = tuple(sorted(AXES.values(), key=lambda row: row.settled))
 """The axes in the order in which a layout is settled."""
+
+
+def axis_of(name: str, values: Sequence[Any]) -> Axis:
+    """The axis of this name, or the user's own that has these values."""
+    return AXES[name] if name in AXES else own_axis(name, values)

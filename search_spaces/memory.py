@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from search_spaces.engines import engine_of
+from search_spaces.engines import facts_of
+from search_spaces.engines.base import EngineFacts
+from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import held
@@ -111,29 +113,34 @@ class MemoryEstimate:
         return max(memory.needed, min(memory.needed + memory.slack, limit))
 
 
+def usable_bytes(accelerator: Accelerator) -> float | None:
+    """What torch can reserve of a GPU's memory; None where that is not known."""
+    return None if accelerator.memory_gib is None else accelerator.memory_gib * 2**30 - OUTSIDE_BYTES
+
+
 def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None) -> MemoryEstimate:
     """For a legal layout of the whole model of `work`.
 
     `ranks`: pipeline ranks to look at, if not just those of which one is the fullest.
     """
-    memory = work.accelerator.memory_gib
-    usable = None if memory is None else memory * 2**30 - OUTSIDE_BYTES
+    usable = usable_bytes(work.accelerator)
     asked = _fullest(layout) if ranks is None else ranks
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
-    block = _block_activations(layout, work.model, tokens, work.sequence_length)
-    return MemoryEstimate({rank: _rank(layout, work.model, tokens, block, rank) for rank in asked}, usable)
+    engine, model = facts_of(layout, work), work.shape
+    block = _block_activations(layout, model, engine, tokens, work.sequence_length)
+    return MemoryEstimate({rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}, usable)
 
 
 def band(layout: Layout, work: Workload) -> Band | None:
     """Whether a legal layout fits, as it is really run: of proxies the deeper. None where memory is not known."""
-    return band_of(layout, work.model, estimate(layout, work.run).share)
+    return band_of(layout, work, estimate(layout, work.run).share)
 
 
-def band_of(layout: Layout, model: ModelShape, share: float | None) -> Band | None:
+def band_of(layout: Layout, work: Workload, share: float | None) -> Band | None:
     """What it means that a layout needs `share` of what torch can reserve."""
     if share is None:
         return None
-    if share > (MEASURED_SHARE if _is_measured(layout, model) else UNMEASURED_SHARE):
+    if share > (MEASURED_SHARE if _is_measured(layout, work) else UNMEASURED_SHARE):
         return "too big"
     # What spread experts take follows their router.
     return "borderline" if share >= SAFE_SHARE or layout.expert_parallel_size > 1 else "fits"
@@ -157,6 +164,8 @@ class MemoryModel:
 
     def observe(self, layout: Layout, measured_gib: float | None) -> None:
         """What a trial reserved on its fullest GPU (`peak_memory_gib`); None if it ran out of memory."""
+        if self.work.model is None:
+            return
         share = self.estimated(layout)
         if measured_gib is not None:
             ratio = measured_gib * 2**30 / estimate(layout, self.work).peak_bytes
@@ -179,17 +188,20 @@ class MemoryModel:
 
     def band(self, layout: Layout) -> Band | None:
         """`band` of the corrected share."""
-        return band_of(layout, self.work.model, self.share(layout))
+        return band_of(layout, self.work, self.share(layout))
 
     def estimated(self, layout: Layout) -> float | None:
         """`share` before any correction."""
+        if self.work.model is None:
+            return None
         if layout not in self._shares:
             self._shares[layout] = estimate(layout, self.work.run).share
         return self._shares[layout]
 
 
-def _is_measured(layout: Layout, model: ModelShape) -> bool:
+def _is_measured(layout: Layout, work: Workload) -> bool:
     """Whether the formula was set by layouts of this kind; see docs/memory.md."""
+    model = work.shape
     plain = (layout.precision, layout.pipeline_schedule, layout.offload_optimizer) == ("bf16", "1f1b", False)
     return (
         plain
@@ -197,7 +209,7 @@ def _is_measured(layout: Layout, model: ModelShape) -> bool:
         and layout.context_parallel_size == layout.data_parallel_replicate_size == 1
         and model.family == "llama"
         and not (model.num_experts and layout.expert_parallel_size > 1)
-        and engine_of(layout).memory_is_measured(layout, model)
+        and facts_of(layout, work).memory_is_measured(layout, model)
     )
 
 
@@ -210,15 +222,17 @@ def _fullest(layout: Layout) -> Iterable[int]:
     return ranks if layout.stage_layers or len(ranks) < 3 else (ranks[0], ranks[1], ranks[-1])
 
 
-def _rank(layout: Layout, model: ModelShape, tokens: int, block: tuple[float, float], rank: int) -> RankMemory:
-    engine, virtual = engine_of(layout), layout.virtual_pipeline_stages
+def _rank(
+    layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int, block: tuple[float, float], rank: int
+) -> RankMemory:
+    virtual = layout.virtual_pipeline_stages
     first, last = (rank == end for end in layout.end_ranks)
     layers = layout.layers_of(rank, model.layers)
     holds = held(layout, model, rank, engine.splits_tables)
     states = engine.states(layout, holds)
     in_flight = passes_in_flight(layout, rank)
     kept, whole = block
-    logits, waiting, spare = _logits(layout, model, tokens) if last else (0.0, 0.0, 0.0)
+    logits, waiting, spare = _logits(layout, model, engine, tokens) if last else (0.0, 0.0, 0.0)
     communication = engine.parts_on_their_way(layout, holds)
     if layout.pipeline_parallel_size > 1:
         hidden_state = tokens * hidden_between(layout, model) * layout.width
@@ -292,14 +306,16 @@ def hidden_between(layout: Layout, model: ModelShape) -> float:
     return model.hidden / (layout.tensor_parallel_size if layout.splits_sequence else 1)
 
 
-def _block_activations(layout: Layout, model: ModelShape, tokens: int, sequence: int) -> tuple[float, float]:
+def _block_activations(
+    layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int, sequence: int
+) -> tuple[float, float]:
     """Bytes that a block keeps of a microbatch for its backward pass, with and without regard to recomputation.
 
     Korthikanti et al. 2022, equations 1 to 6, for blocks without dropout, mostly with attention that keeps no scores,
     and gated feed-forward networks. Unlike there, most engines keep inputs of split matrix products whole, and do not
     gather them again. A compiled block computes the activation function again, not what goes into a matrix product.
     """
-    engine, tensor, context = engine_of(layout), layout.tensor_parallel_size, layout.context_parallel_size
+    tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
     hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
     outside = hidden_between(layout, model)
     heads = hidden / tensor
@@ -329,10 +345,9 @@ def _block_activations(layout: Layout, model: ModelShape, tokens: int, sequence:
     return min(whole, tokens * (layout.width * (3 * outside + attention + products) + masks)), whole
 
 
-def _logits(layout: Layout, model: ModelShape, tokens: int) -> tuple[float, float, float]:
+def _logits(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int) -> tuple[float, float, float]:
     """Bytes of logits and their gradients, those of each microbatch of GPipe, which has the logits of all before the
     first backward pass, and those that are free again before the blocks' backward passes."""
-    engine = engine_of(layout)
     shared = engine.splits_tables and layout.tensor_parallel_size > 1
     count = tokens * model.vocab / (layout.tensor_parallel_size if shared else 1)
     if layout.compile and not shared:

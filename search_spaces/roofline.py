@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from search_spaces.coefficients import Coefficients
-from search_spaces.engines import engine_of
+from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
@@ -104,7 +104,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, work: Workload) -> Cut:
-        engine = engine_of(layout)
+        engine = facts_of(layout, work)
         return cls(
             engine,
             layout.micro_batch_size,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from search_spaces import memory
-from search_spaces.engines import ENGINES, engine_of
+from search_spaces.engines import ENGINES, facts_of
 from search_spaces.engines.base import EngineFacts, Rule
 from search_spaces.layout import ONE_STAGE_SCHEDULES, SETTLING, Layout
 from search_spaces.workload import Workload
@@ -24,14 +24,14 @@ def gpus_divide(layout: Layout, work: Workload) -> str | None:
 
 
 def heads_divide(layout: Layout, work: Workload) -> str | None:
-    size, model = layout.tensor_parallel_size, work.model
+    size, model = layout.tensor_parallel_size, work.shape
     if model.heads % size or model.kv_heads % size:
         return f"{model.heads} heads and {model.kv_heads} key-value heads cannot be split over {size} GPUs"
     return None
 
 
 def width_divides(layout: Layout, work: Workload) -> str | None:
-    size, model = layout.tensor_parallel_size, work.model
+    size, model = layout.tensor_parallel_size, work.shape
     if model.ffn_hidden % size or model.vocab % size:
         return f"ffn_hidden {model.ffn_hidden} and vocab {model.vocab} cannot be split over {size} GPUs"
     return None
@@ -48,13 +48,13 @@ def sequence_divides(layout: Layout, work: Workload) -> str | None:
 
 
 def layers_divide(layout: Layout, work: Workload) -> str | None:
-    layers, stages = work.model.layers, layout.pipeline_stages
+    layers, stages = work.shape.layers, layout.pipeline_stages
     if layout.stage_layers is None:
         for depth in (layers, *work.depths):
             if depth % stages:
                 return f"{depth} layers cannot be split evenly over {stages} stages"
         return None
-    least = layout.stage_layers[1:-1] if engine_of(layout).empty_ends else layout.stage_layers
+    least = layout.stage_layers[1:-1] if facts_of(layout, work).empty_ends else layout.stage_layers
     if len(layout.stage_layers) != stages or sum(layout.stage_layers) != layers or min(least, default=1) < 1:
         return f"stage_layers must be {stages} numbers above 0 that sum to {layers}"
     return None
@@ -70,7 +70,7 @@ def batch_divides(layout: Layout, work: Workload) -> str | None:
 def pipeline_fills(layout: Layout, work: Workload) -> str | None:
     """1F1B (Narayanan et al. 2021) needs at least as many microbatches as stages to have a steady phase."""
     stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
-    if stages > 1 and rounds < stages and engine_of(layout).fills_pipelines:
+    if stages > 1 and rounds < stages and facts_of(layout, work).fills_pipelines:
         return f"{rounds} microbatches do not fill {stages} pipeline stages"
     return None
 
@@ -117,7 +117,7 @@ def zero_with_pipeline(layout: Layout, work: Workload) -> str | None:
 
 def tied_embeddings_meet(layout: Layout, work: Workload) -> str | None:
     """Both copies of a tied table are kept equal by a sum of their gradients between two ranks."""
-    if work.model.tie_embeddings and layout.pipeline_schedule == "zbv_zero_bubble":
+    if work.shape.tie_embeddings and layout.pipeline_schedule == "zbv_zero_bubble":
         return "the V schedule would hold both copies of the tied embeddings on one rank"
     return None
 
@@ -133,7 +133,7 @@ def replicas_divide(layout: Layout, work: Workload) -> str | None:
 
 def there_are_experts(layout: Layout, work: Workload) -> str | None:
     """The part of `experts_divide` that the model alone decides."""
-    size, model = layout.expert_parallel_size, work.model
+    size, model = layout.expert_parallel_size, work.shape
     if size > 1 and not model.num_experts:
         return "a dense model has no experts to spread"
     if model.num_experts % size:
@@ -158,17 +158,17 @@ def there_are_units_for_fp8(layout: Layout, work: Workload) -> str | None:
 
 
 def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
-    model, size = work.model, layout.tensor_parallel_size
+    model, size = work.shape, layout.tensor_parallel_size
     if layout.precision != "fp8":
         return None
     if (reason := there_are_units_for_fp8(layout, work)) is not None:
         return reason
-    if not engine_of(layout).fp8:
+    if not facts_of(layout, work).fp8:
         having = [name for name, engine in ENGINES.items() if engine.fp8]
         return f"fp8 is in the {' and '.join(having)} engine alone"
-    if size > 1 and not engine_of(layout).fp8_everywhere:
+    if size > 1 and not facts_of(layout, work).fp8_everywhere:
         return "scales of fp8 would have to be agreed on over the tensor-parallel ranks"
-    if model.num_experts and not engine_of(layout).fp8_everywhere:
+    if model.num_experts and not facts_of(layout, work).fp8_everywhere:
         return "grouped matrix products of experts have no fp8 form here"
     if any(width % 16 for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)):
         return "fp8 matrix products need widths that are multiples of 16"
@@ -198,7 +198,7 @@ def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
 def memory_fits(layout: Layout, work: Workload) -> str | None:
     """See `memory.band_of`. Of proxies, the deeper has to fit."""
     estimate = memory.estimate(layout, work.run)
-    return estimate.needs if memory.band_of(layout, work.model, estimate.share) == "too big" else None
+    return estimate.needs if memory.band_of(layout, work, estimate.share) == "too big" else None
 
 
 def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
@@ -230,23 +230,36 @@ RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
 }
 """The rules of all engines, by the axis that they are judged at: the last of those that they look at."""
 
+FOR_ANY_PROGRAM = (
+    gpus_divide,
+    batch_divides,
+    virtual_stages_fit_schedule,
+    replicas_divide,
+    rank_order_is_permutation,
+)
+"""Those that follow from what the axes mean."""
+
 
 @cache
 def rules_at(axis: str, engine: EngineFacts) -> tuple[Rule, ...]:
     """The rules that judge a layout of an engine once it is settled up to `axis`, in their order."""
-    return (*engine.lacks.get(axis, ()), *RULES_BY_AXIS.get(axis, ()), *engine.rules.get(axis, ()))
+    common = RULES_BY_AXIS.get(axis, ())
+    if not engine.is_ours:
+        common = tuple(rule for rule in common if rule in FOR_ANY_PROGRAM)
+    return (*engine.lacks.get(axis, ()), *common, *engine.rules.get(axis, ()))
 
 
-def all_rules(engines: Iterable[EngineFacts]) -> tuple[Rule, ...]:
-    """All rules of some engines in the order in which they are judged, each once."""
-    each = [rules_at(axis.name, engine) for axis in SETTLING for engine in engines]
+def all_rules(engines: Iterable[EngineFacts], own: Iterable[str] = ()) -> tuple[Rule, ...]:
+    """All rules of some engines in the order in which they are judged, each once; `own`: axes of the user's own."""
+    axes = [*(axis.name for axis in SETTLING), *own]
+    each = [rules_at(axis, engine) for axis in axes for engine in engines]
     return tuple(dict.fromkeys(itertools.chain(*each)))
 
 
 def refusal(layout: Layout, work: Workload, rules: Iterable[Rule] | None = None) -> tuple[str, str] | None:
     """Name and reason of the first of `rules`, by default all of the layout's engine, that refuses it; None where all
     allow it. Raises `ValueError` for an engine that there is not."""
-    for rule in all_rules([engine_of(layout)]) if rules is None else rules:
+    for rule in all_rules([facts_of(layout, work)], dict(layout.own)) if rules is None else rules:
         if (reason := rule(layout, work)) is not None:
             return rule.__name__, reason
     return None

@@ -40,10 +40,14 @@ _Passes = list[tuple[int, Pass]]
 
 def orders(layout: Layout) -> tuple[Order, ...]:
     """What each pipeline rank does in one optimizer step, by rank; nothing is told of a layout without a pipeline."""
-    ranks, microbatches = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
-    if ranks == 1:
-        return ((),)
-    return tuple(_numbered(_passes(layout, rank), microbatches) for rank in range(ranks))
+    return tuple(order(layout, rank) for rank in range(layout.pipeline_parallel_size))
+
+
+def order(layout: Layout, pipeline_rank: int) -> Order:
+    """What one pipeline rank does in one optimizer step; nothing is told of a layout without a pipeline."""
+    if layout.pipeline_parallel_size == 1:
+        return ()
+    return _numbered(_passes(layout, pipeline_rank), layout.gradient_accumulation_steps)
 
 
 def _passes(layout: Layout, rank: int) -> _Passes:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from search_spaces.axis import Axis
-from search_spaces.engines import engine_of
-from search_spaces.layout import AXES, SETTLING, Layout
+from search_spaces.engines import facts_of
+from search_spaces.layout import AXES, SETTLING, Layout, axis_of
 from search_spaces.rules import refusal, rules_at
 from search_spaces.workload import Workload
 
@@ -43,8 +43,8 @@ def varying(layouts: Iterable[Layout]) -> dict[str, list[Any]]:
     """Axis -> its values among `layouts` in their order, a default of None first, of the axes on which they differ."""
     taken: dict[str, set[Any]] = {axis: set() for axis in AXES}
     for layout in layouts:
-        for axis, values in taken.items():
-            values.add(getattr(layout, axis))
+        for axis in (*AXES, *dict(layout.own)):
+            taken.setdefault(axis, set()).add(layout.setting(axis))
     return {
         axis: sorted(values, key=lambda value: () if value is None else value)
         for axis, values in taken.items()
@@ -53,7 +53,9 @@ def varying(layouts: Iterable[Layout]) -> dict[str, list[Any]]:
 
 
 def _stage_layers(value: tuple[int, ...] | None, layout: Layout, work: Workload) -> tuple[int, ...] | None:
-    stages, layers = layout.pipeline_stages, work.model.layers
+    if value is None:
+        return None
+    stages, layers = layout.pipeline_stages, work.shape.layers
     even = layers % stages == 0 and value == (layers // stages,) * stages
     return None if even else value
 
@@ -71,9 +73,9 @@ def canonical(layout: Layout, work: Workload) -> Layout:
 
     Of an illegal one, the axes up to the one at which it is refused.
     """
-    settled, engine = Layout.plain(layout.engine, layout.num_gpus, layout.global_batch_size), engine_of(layout)
-    for axis in SETTLING:
-        (settled,) = _grow(settled, axis, [getattr(layout, axis.name)], work)
+    settled, engine = Layout.plain(layout.engine, layout.num_gpus, layout.global_batch_size), facts_of(layout, work)
+    for axis in (*SETTLING, *(axis_of(name, [value]) for name, value in layout.own)):
+        (settled,) = _grow(settled, axis, [layout.setting(axis.name)], work)
         if refusal(settled, work, rules_at(axis.name, engine)):
             break
     return settled
@@ -82,17 +84,19 @@ def canonical(layout: Layout, work: Workload) -> Layout:
 def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
     """All legal layouts of `axes` (axis -> values to try, its default for others) for one workload.
 
+    Axes of the user's own are among `axes`, and settled after all others, in the order of their names.
     Raises `ValueError` for an engine that there is not, and for more than `MOST_LAYOUTS` layouts.
     """
     refused: Counter[str] = Counter()
     reasons: dict[str, str] = {}
     layouts = [Layout.plain(axes["engine"][0], axes["num_gpus"][0], work.global_batch_size)]
-    for axis in SETTLING:
+    own = (axis_of(name, axes[name]) for name in sorted(axes) if name not in AXES)
+    for axis in (*SETTLING, *own):
         values = axes.get(axis.name, [axis.default])
         parents, layouts = layouts, []
         for parent in parents:
             for layout in _grow(parent, axis, values, work):
-                if (why := refusal(layout, work, rules_at(axis.name, engine_of(layout)))) is None:
+                if (why := refusal(layout, work, rules_at(axis.name, facts_of(layout, work)))) is None:
                     layouts.append(layout)
                     if len(layouts) > MOST_LAYOUTS:
                         raise ValueError(
@@ -107,7 +111,7 @@ def enumerate_space(axes: Mapping[str, Sequence[Any]], work: Workload) -> Space:
 
 def _grow(layout: Layout, axis: Axis, values: Sequence[Any], work: Workload) -> list[Layout]:
     """`layout` with each of the values of `axis` that differ in effect."""
-    name, engine = axis.name, engine_of(layout)
+    name, engine = axis.name, facts_of(layout, work)
     if not (axis.matters(layout) and engine.has_use(name, layout)):
         values = [axis.idle]
     else:
@@ -115,5 +119,5 @@ def _grow(layout: Layout, axis: Axis, values: Sequence[Any], work: Workload) -> 
             values = [same(value, layout, work) for value in values]
         if (own := engine.same.get(name)) is not None:
             values = [own(value, layout) for value in values]
-    now = getattr(layout, name)
-    return [layout if value == now else replace(layout, **{name: value}) for value in dict.fromkeys(values)]
+    now = getattr(layout, name, None)  # None of an axis of the user's own, which is not settled yet
+    return [layout if value == now else layout.having(name, value) for value in dict.fromkeys(values)]

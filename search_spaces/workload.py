@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.models import ModelShape
+from search_spaces.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,11 @@ class Workload:
     `sequence_length` counts tokens, `global_batch_size` sequences. `depths`: the numbers of layers, in ascending order,
     that trials run with in place of the model's; none for its own. `gpus_per_node`: those with fast links among them.
     `gpus_per_switch`, `oversubscription`: of the network between nodes, see `search_spaces.network.Network`.
-    `refuse_borderline`: whether a layout that may run out of memory is not tried.
+    `refuse_borderline`: whether a layout that may run out of memory is not tried. `trainer`: the program that trains,
+    None for Wattune's own engines. `model` is None where a trainer has one of which nothing is known.
     """
 
-    model: ModelShape
+    model: ModelShape | None
     sequence_length: int
     global_batch_size: int
     accelerator: Accelerator = ACCELERATORS["gpu"]
@@ -27,18 +29,25 @@ class Workload:
     gpus_per_switch: int | None = None
     oversubscription: float = 1.0
     refuse_borderline: bool = False
+    trainer: Trainer | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model, where one is known: of a trainer's without, nobody may ask."""
+        assert self.model is not None, "nothing is known of the model"
+        return self.model
 
     def speed(self, tokens_per_s: float, gpus: int) -> dict[str, float | None]:
         """The metrics that follow from the tokens a second of so many GPUs.
 
-        MFU is the model's FLOPs over the GPUs' peak (Chowdhery et al. 2022, appendix B), None where that is not known.
+        MFU is the model's FLOPs over the GPUs' peak (Chowdhery et al. 2022, appendix B), None where one is not known.
         """
-        peak_flops = self.accelerator.peak_flops
-        flops = self.model.flops_per_token(self.sequence_length) * tokens_per_s
+        peak_flops, model = self.accelerator.peak_flops, self.model
+        flops = None if model is None else model.flops_per_token(self.sequence_length) * tokens_per_s
         return {
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_gpu": tokens_per_s / gpus,
-            "mfu": None if peak_flops is None else flops / (gpus * peak_flops),
+            "mfu": None if peak_flops is None or flops is None else flops / (gpus * peak_flops),
         }
 
     @property
@@ -46,4 +55,4 @@ class Workload:
         """The work of the largest model that trials really run: the deeper proxy, or the model itself."""
         if not self.depths:
             return self
-        return replace(self, model=replace(self.model, layers=max(self.depths)), depths=())
+        return replace(self, model=replace(self.shape, layers=max(self.depths)), depths=())

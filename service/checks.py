@@ -74,15 +74,21 @@ def check_machine(cluster: Cluster) -> None:
     _check_trace()
     workers = f"cluster: {cluster.nodes} x {cluster.gpus_per_node} {cluster.accelerator} workers"
     elsewhere = "set RAY_ADDRESS to run on a Ray cluster"
+    if (most := workers_here(cluster)) == cluster.size:
+        return
+    if cluster.device.platform == "cpu":
+        raise InputError(f"{workers} are too many for this machine's {most} CPUs; {elsewhere}")
+    raise InputError(f"{workers} need {cluster.size} GPU, NVML and AMD SMI show {most} here; {elsewhere}")
+
+
+def workers_here(cluster: Cluster) -> int:
+    """How many workers of `cluster` this machine can have: all of them, or one on each GPU or each CPU that it has."""
     if cluster.device.platform == "cpu":
         cpus = os.cpu_count() or 1
-        if cluster.size > WORKERS_PER_CPU * cpus:
-            raise InputError(f"{workers} are too many for this machine's {cpus} CPUs; {elsewhere}")
-        return
+        return cluster.size if cluster.size <= WORKERS_PER_CPU * cpus else cpus
     from telemetry.devices import count_gpus
 
-    if (gpus := count_gpus()) < cluster.size:
-        raise InputError(f"{workers} need {cluster.size} GPU, NVML and AMD SMI show {gpus} here; {elsewhere}")
+    return min(cluster.size, count_gpus())
 
 
 def _check_trace() -> None:
@@ -108,7 +114,7 @@ def _faults(problem: Problem) -> Iterator[str]:
             better = "less" if direction is Direction.MAXIMIZE else "more"
             yield f"objectives.{metric}: {direction} would look for the worst: {better} of it is better"
     if problem.measurement.explore != "gang":
-        yield from _unsliced(problem)
+        yield from unsliced(problem)
     lacking = _lacking(problem)
     if all(metric in lacking for metric in problem.goals.objectives):
         yield "; ".join(f"objectives.{metric}: {lacking[metric]}" for metric in problem.goals.objectives)
@@ -167,7 +173,7 @@ def _times(problem: Problem) -> Iterator[str]:
             )
 
 
-def _unsliced(problem: Problem) -> Iterator[str]:
+def unsliced(problem: Problem) -> Iterator[str]:
     """Why layouts cannot be explored by slices."""
     name, both = problem.cluster.accelerator, {"link_bytes_per_s", "network_bytes_per_s"}
     if data_sheet(name) is None and not both <= set(problem.cluster.stated):

@@ -6,13 +6,14 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
+from service.answers.exports import names as formats
 from service.client import Wattune
 from service.errors import InputError, NoAnswerError, SearchError
 
@@ -263,35 +264,57 @@ def pareto(search: str, tracking_uri: str | None, as_json: bool) -> None:
     click.echo(json.dumps(front.to_dict(), indent=2) if as_json else text(front))
 
 
+QUERY = (
+    click.option("--maximize", metavar="METRIC", help="Metric to rank by; default: the first objective of the search."),
+    click.option("--minimize", metavar="METRIC", help="As --maximize, the other way."),
+    click.option("--where", multiple=True, metavar="'METRIC<=X'", help="Condition; may be given several times."),
+    click.option(
+        "--within",
+        multiple=True,
+        metavar="'METRIC X%'",
+        help="No more than X% off the best; may be given several times.",
+    ),
+    click.option("--knee", is_flag=True, help="The point at which the Pareto front bends most."),
+)
+
+
+def querying(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` the options that say which layout is best, which are the arguments of `Wattune.best`."""
+    for option in reversed(QUERY):
+        command = option(command)
+    return command
+
+
+STYLES = ("json", "yaml", "table")
+
+
 @main.command()
 @click.argument("search")
-@click.option("--maximize", metavar="METRIC", help="Metric to rank by; default: the first objective of the search.")
-@click.option("--minimize", metavar="METRIC", help="As --maximize, the other way.")
-@click.option("--where", multiple=True, metavar="'METRIC<=X'", help="Condition; may be given several times.")
+@querying
 @click.option(
-    "--within", multiple=True, metavar="'METRIC X%'", help="No more than X% off the best; may be given several times."
+    "--format",
+    "style",
+    type=click.Choice([*STYLES, *formats()]),
+    default="yaml",
+    show_default=True,
+    help="All that is known of it, or the layout as a framework takes it.",
 )
-@click.option("--knee", is_flag=True, help="The point at which the Pareto front bends most.")
-@click.option("--format", "style", type=click.Choice(["json", "yaml", "table"]), default="yaml", show_default=True)
 @TRACKING
 @refusing_bad_input
-def best(
-    search: str,
-    maximize: str | None,
-    minimize: str | None,
-    where: tuple[str, ...],
-    within: tuple[str, ...],
-    knee: bool,
-    style: str,
-    tracking_uri: str | None,
-) -> None:
+def best(search: str, style: str, tracking_uri: str | None, **query: Any) -> None:
     """The best layout, for the program that launches the real run.
 
     Least energy within 2% of the best speed: --minimize joules_per_token --within 'tokens_per_s 2%'
     """
     from service.answers.front import figures
 
-    choice = Wattune(tracking_uri).best(search, maximize, minimize, where, within, knee)
+    client = Wattune(tracking_uri)
+    choice = client.best(search, **query)
+    if style not in STYLES:
+        formatted = client.formatted(search, choice.candidate, style)
+        click.echo(formatted.text, nl=False)
+        _print_notes(choice.notices, formatted.not_expressible)
+        return
     if style == "table":
         click.echo(figures(choice.search, [choice.candidate]))
     elif style == "json":
@@ -300,8 +323,43 @@ def best(
         import yaml
 
         click.echo(yaml.safe_dump(choice.to_dict(), sort_keys=False), nl=False)
-    for notice in choice.notices:
-        click.echo(f"note: {notice}", err=True)
+    _print_notes(choice.notices)
+
+
+@main.command()
+@click.argument("search")
+@querying
+@click.option("--for", "target", required=True, metavar="TARGET", help="A framework, or slurm; see docs/answers.md.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make.")
+@TRACKING
+@refusing_bad_input
+def export(search: str, target: str, out: Path, tracking_uri: str | None, **query: Any) -> None:
+    """Make a folder that starts the real run of the best layout: a script, and the files that it needs."""
+    client = Wattune(tracking_uri)
+    choice = client.best(search, **query)
+    written = client.write_folder(search, choice.candidate, target, out)
+    for name in written.files:
+        click.echo(out / name)
+    _print_notes(choice.notices, written.not_expressible)
+
+
+@main.command()
+@click.argument("search")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with all axes and metrics.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def trials(search: str, as_csv: bool, as_json: bool, tracking_uri: str | None) -> None:
+    """All trials of a search, failed ones included, in the order of their start."""
+    from service.answers.tables import trials_csv, trials_table
+
+    recorded = Wattune(tracking_uri).trials(search)
+    if as_csv:
+        click.echo(trials_csv(recorded), nl=False)
+    elif as_json:
+        click.echo(json.dumps([trial.to_dict() for trial in recorded], indent=2))
+    else:
+        click.echo(trials_table(recorded))
 
 
 @main.command()
@@ -358,6 +416,12 @@ def ui(port: int, tracking_uri: str | None) -> None:
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Wattune(tracking_uri).pages(port)) as pages:
         click.echo(f"{pages.url}    (Ctrl-C ends it)")
         sys.exit(pages.wait())
+
+
+def _print_notes(notices: Iterable[str], not_expressible: Mapping[str, str] | None = None) -> None:
+    """What a reader of an answer must know, on standard error."""
+    for notice in [*notices, *(f"{name}: {how}" for name, how in (not_expressible or {}).items())]:
+        click.echo(f"note: {notice}", err=True)
 
 
 def _print_outcome(client: Wattune, search: str) -> None:

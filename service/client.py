@@ -15,9 +15,11 @@ from service.errors import InputError
 
 if TYPE_CHECKING:
     from service.answers.candidates import Candidate
+    from service.answers.exports import Formatted
     from service.answers.front import Choice, Front
     from service.answers.overview import SearchInfo
     from service.answers.report import Report
+    from service.answers.start import Written
     from service.answers.why import Explanation
     from service.calibrate import Calibrated
     from service.jobs import Submission
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from service.record.results import Results, SearchRecord, TrialRecord
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
+    from trainables.launch import Launch
 
 _OPEN = ("queued", "running", "interrupted")  # statuses of a search in whose record no end is written
 
@@ -194,6 +197,27 @@ class Wattune:
 
         return export(self._record(search), candidate)
 
+    def formatted(self, search: str, candidate: Candidate, format: str) -> Formatted:
+        """A layout of a search as a framework takes it, such as ``megatron-lm``; see `service.answers.exports`."""
+        from service.answers import exports
+
+        export = exports.named(format)
+        launch = self._launch(self._record(search), candidate)
+        return exports.Formatted(export.text(launch), export.not_expressible(launch))
+
+    def write_folder(self, search: str, candidate: Candidate, target: str, out: str | Path) -> Written:
+        """Make the folder `out`, which starts a run of a layout of a search; see `service.answers.start`.
+
+        `target` is a format that has a program, such as ``megatron-lm``, or ``slurm``.
+        """
+        from service.answers import start
+
+        record = self._record(search)
+        title = f"search {record.id} ({record.name})"
+        written = start.folder(target, self._launch(record, candidate), title)
+        start.write(written.files, Path(out))
+        return written
+
     def report(self, search: str) -> Report:
         """How a search got to its answers, what mattered, what failed and whether its machine drifted."""
         from service.answers.report import report
@@ -225,10 +249,6 @@ class Wattune:
         `address` is that of the Ray cluster, such as ``head:6379``; default: `RAY_ADDRESS`, else the Ray of this
         machine. Raises `InputError` if no cluster answers there, or no search runs in the beginning.
         """
-        from service.jobs import cluster_token
-
-        if cluster_token():  # a cluster that asks for one; Ray looks at this when it is imported
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
         from service.top import watch
 
         return watch(address)
@@ -275,6 +295,16 @@ class Wattune:
     def _record(self, search: str) -> SearchRecord:
         _check_name(search)
         return self._results.search(search)
+
+    def _launch(self, record: SearchRecord, candidate: Candidate) -> Launch:
+        from service.spec import parse_spec
+        from trainables.data import located
+        from trainables.launch import Launch
+        from trainables.training import Training
+
+        problem = parse_spec(self._results.spec_of(record))
+        training = Training(problem.shape, located(problem.data), problem.sequence_length, problem.seed)
+        return Launch(candidate.layout, training, problem.cluster.accelerator, problem.cluster.gpus_per_node)
 
     @property
     def _cluster(self) -> str:

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # left out of its stub
 from ray.exceptions import RayError
 
+from service.checks import workers_here
 from service.errors import InputError, SearchError
 from service.home import Home
 from service.problem import Cluster
 from service.trials.gang import resources_per_worker
 
+KNOCK_S = 5.0
 CLEANING_S = 5.0
 SCRATCH, LOCK = "wattune-ray-", "search.lock"
 
@@ -46,11 +49,13 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
                 knock(address)
                 # Ray Train's helpers look for their cluster by this variable, and die where a host runs several.
                 ray.init(runtime_env={"env_vars": {"RAY_ADDRESS": address}}, **quiet)
+            except InputError:
+                raise
             except (OSError, RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
         else:
-            cpus = max(os.cpu_count() or 1, math.ceil(cluster.size * cluster.cpus_per_worker))
+            cpus = max(os.cpu_count() or 1, math.ceil(workers_here(cluster) * cluster.cpus_per_worker))
             folder = ending.enter_context(_scratch())
             ending.callback(ray.shutdown)
             try:
@@ -112,10 +117,33 @@ def _reason(error: Exception) -> str:
 
 
 def knock(address: str) -> None:
-    """Raise `OSError` if nothing listens at HOST:PORT; Ray itself would go on trying for minutes."""
+    """See whether there is a cluster at HOST:PORT that this process may join; Ray itself would go on for minutes.
+
+    A token that Ray finds is used, which does no harm where none is asked for. Raises `OSError` if nothing listens
+    there, `InputError` if the cluster wants another token. Of any other address, such as `auto`, nothing is asked.
+    """
+    if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        Config.initialize("")  # reads it anew
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=5).close()
+    if not (host and port.isdigit()):
+        return
+    socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
+    import grpc
+
+    token = AuthenticationTokenLoader.instance().get_token_for_http_header()
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", metadata=list(token.items()), timeout=KNOCK_S)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                return  # Ray has more to say of it
+            wants = "the token in use is not its own" if token else "it wants its token"
+            raise InputError(
+                f"the Ray cluster at {address} refuses to be joined: {wants}; "
+                "put the cluster's into ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            ) from None
 
 
 def check_cluster(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from service.answers.candidates import Candidate, candidates
 from service.answers.ranking import leaders
@@ -49,6 +50,7 @@ class Display:
         """Take a trial in, without a word."""
         self.over += 1
         self.results.append(result)
+        vars(self).pop("compared", None)
 
     def retried(self, result: TrialResult) -> None:
         """Say that the machines failed a trial, which is run again and does not count."""
@@ -79,7 +81,7 @@ class Display:
         doubt = self.compared.doubt(metric)
         return with_unit(metric, value, doubt.method if doubt else None)
 
-    @property
+    @cached_property
     def compared(self) -> Comparison[Candidate]:
         """All that is ranked so far, held against each other."""
         return self.goals.among(candidates(self.results))

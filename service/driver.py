@@ -121,10 +121,10 @@ class Driver:
     def _measure(self, parts: Sequence[Phase], telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
-        layouts = self.problem.legal.layouts
+        layouts, probes = self.problem.legal.layouts, self.problem.borderline == "probe"
         try:
             for part in parts:
-                preload = Slice.preload(layouts) if part.sliced else Training.preload(layouts)
+                preload = Slice.preload(layouts) if part.sliced or probes else Training.preload(layouts)
                 close_gangs(gangs)
                 gangs.clear()
                 self._clear_spool()  # Ray would go on with the files of the part before, or of a driver that was killed
@@ -137,9 +137,11 @@ class Driver:
         except RayActorError:
             raise SearchError("the process that lends gangs to trials died: resume the search") from None
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
-            reason = f"the state directory {self.home.path} cannot be written ({first_line(error.__cause__ or error)})"
+            reason = first_line(error.__cause__ or error)
+            if not isinstance(error, OSError) or self.home.is_why(error):
+                reason = f"the state directory {self.home.path} cannot be written ({reason})"
             self.display.say(f"failed: {reason}")  # before gangs are closed, which may take half a minute
-            raise SearchError(f"{reason}: resume the search once it can") from error
+            raise SearchError(f"{reason}: resume the search once that is mended") from error
         finally:
             # Of one that can be resumed, it is still to come what is undecided in the end.
             open_ends = contests(self.display.compared) if status == "finished" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.errors import InputError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What writing to a file that is open fails with when its disk takes no more."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Home:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()
+            self.check_writable()
         except OSError as error:
             raise InputError(f"WATTUNE_HOME: {self.path} is no directory to write to: {error.strerror}") from None
         return self
@@ -46,6 +50,12 @@ class Home:
         """Raise `OSError` if nothing can be written here any more."""
         with tempfile.TemporaryFile(dir=self.path) as file:
             file.write(bytes(4096))
+
+    def is_why(self, error: OSError) -> bool:
+        """Whether an error is that this directory cannot be written, by the file that it names or else by its kind."""
+        if isinstance(error.filename, str | bytes):
+            return Path(os.fsdecode(error.filename)).is_relative_to(self.path)
+        return error.errno in _NO_SPACE
 
     @property
     def tracking_uri(self) -> str:

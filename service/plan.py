@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,17 +14,26 @@ from search_spaces import cost, memory
 from search_spaces.coefficients import is_unproven
 from search_spaces.doubt import Doubt, doubt
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.kinds import kinds
 from search_spaces.layout import Layout
 from service.answers.tables import render
+from service.checks import unsliced
 from service.goals import Comparison
 from service.metrics import ALWAYS, Direction, heading, number
-from service.problem import Problem
+from service.problem import Explore, Measurement, Problem
+from service.trials import short
 
 OF_TIME = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "joules_per_token", "energy_per_step_j")
 """Metrics that are off as step times are."""
 
 ROWS = 10
 """Layouts that a table shows unless all are asked for."""
+
+SAMPLED = 16
+"""Layouts by which it is told what slices take."""
+
+START_S = 3.0
+"""Seconds that a rank alone takes beside its steps: its process, its model, and the power of waiting; on H200."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +60,25 @@ class Forecast:
 
 
 @dataclass(frozen=True)
+class Slices:
+    """What a layout takes when it is explored by slices, on one GPU: the fewest and the most kinds of ranks, and about
+    how many seconds; None where the time of a step is not predicted."""
+
+    fewest: int
+    most: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
     nothing is known of the machine. `notices`: why that is in more doubt than elsewhere, and what a search would lack
-    here."""
+    here. `slices`: None where layouts cannot be explored by them."""
 
     problem: Problem
     forecasts: tuple[Forecast, ...]
     source: str | None
+    slices: Slices | None = None
     notices: tuple[str, ...] = ()
 
     @cached_property
@@ -102,6 +123,7 @@ class Plan:
             "depth_proxy": self.problem.depth_proxy,
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
+            "slices": None if self.slices is None else asdict(self.slices),
             "notices": list(self.notices),
             "points": [
                 forecast.to_dict() | {"on_predicted_front": forecast.layout in front} for forecast in self.forecasts
@@ -112,10 +134,38 @@ class Plan:
 def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: Sequence[str] = ()) -> Plan:
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
+    slices = _slices(problem, forecasts)
     if calibration is None:
-        return Plan(problem, forecasts, None, tuple(notices))
+        return Plan(problem, forecasts, None, slices, tuple(notices))
     doubts = _doubts(problem.cluster.accelerator, calibration)
-    return Plan(problem, forecasts, calibration.source, (*doubts, *notices))
+    return Plan(problem, forecasts, calibration.source, slices, (*doubts, *notices))
+
+
+def _slices(problem: Problem, forecasts: Sequence[Forecast]) -> Slices | None:
+    """By a few of the layouts of several GPUs, spread over them all."""
+    several = [one for one in forecasts if one.layout.num_gpus > 1]
+    if not several or any(unsliced(problem)):
+        return None
+    some = several[:: -(-len(several) // SAMPLED)]
+    counts = [len(kinds(one.layout, problem.workload.run)) for one in some]
+    times = [one.metrics.get("step_time_s") for one in some]
+    alone = [
+        count * _alone_s(problem.measurement, one.layout, step_s)
+        for one, count, step_s in zip(some, counts, times, strict=True)
+        if step_s is not None
+    ]
+    return Slices(min(counts), max(counts), statistics.median(alone) if alone else None)
+
+
+def _alone_s(measurement: Measurement, layout: Layout, step_s: float) -> float:
+    """About the seconds of one kind of rank, by the predicted time of the layout's step."""
+    sizes = short.sizes(layout, alone=True) if measurement.short_trials else ()
+    each = [step_s * size / layout.global_batch_size for size in sizes] or [step_s]
+    window_s = measurement.window_s / len(each)
+    steps = [
+        (1 + measurement.steady_steps) * one_s + max(window_s, measurement.window_min_steps * one_s) for one_s in each
+    ]
+    return START_S + sum(steps)
 
 
 def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:
@@ -136,7 +186,7 @@ def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients |
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
     off = None if calibration is None else doubt(layout, work, problem.cluster.accelerator, calibration)
-    return Forecast(layout, share, memory.band_of(layout, work.model, share), metrics, off)
+    return Forecast(layout, share, memory.band_of(layout, work, share), metrics, off)
 
 
 def _close(one: Forecast, other: Forecast, metric: str) -> bool:
@@ -196,6 +246,8 @@ def _counts(plan: Plan) -> str:
     ]
     if doubtful := sum(forecast.band == "borderline" for forecast in plan.forecasts):
         lines.append(f"memory: {doubtful} of the legal ones may run out of it (borderline: {problem.borderline})")
+    if plan.slices is not None:
+        lines.append(_sliced(plan.slices, problem.measurement.explore))
     if problem.depth_proxy:
         shallow, deep = problem.depth_proxy
         lines.append(
@@ -203,6 +255,14 @@ def _counts(plan: Plan) -> str:
             f"and its figures are extrapolated to {problem.shape.layers}"
         )
     return "\n".join(lines)
+
+
+def _sliced(slices: Slices, explore: Explore) -> str:
+    fewest, most = slices.fewest, slices.most
+    kinds = f"{fewest} to {most} kinds" if fewest < most else f"{most} kind{'s' * (most > 1)}"
+    took = "" if slices.seconds is None else f", in about {slices.seconds:.0f} s"
+    how = " (measurement.explore: slices)" if explore == "gang" else ""
+    return f"slices: one GPU explores a layout by {kinds} of its ranks{took}{how}"
 
 
 def _table(plan: Plan, forecasts: Sequence[Forecast], every: bool = False) -> str:

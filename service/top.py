@@ -134,12 +134,13 @@ def _joined(address: str | None) -> Iterator[None]:
         yield
         return
     try:
-        if address:
-            knock(address)
+        knock(address or "auto")
         init = partial(ray.init, address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
         _within(CONNECT_S, init)
     except TimeoutError:
-        raise InputError(f"{_shown(address)}: no Ray cluster that takes our token answers") from None
+        raise InputError(f"{_shown(address)}: no Ray cluster answers") from None
+    except InputError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"{_shown(address)}: no Ray cluster answers: {str(error).splitlines()[0]}") from None
     try:

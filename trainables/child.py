@@ -32,7 +32,7 @@ from trainables.status import Status
 
 ABORTED: Final = "aborted"
 POLL_S = 0.1
-STACK_S = 1.0
+STACK_S = 5.0  # of a busy machine; a child that answers at all does at once
 PROGRESS_S = 0.5
 _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  # CUDA's words, and the host's
 
@@ -133,6 +133,8 @@ def _watch(
             break
         if elapsed_s() > deadline_s:
             cause = f"no result after {deadline_s:.0f} s, in phase {phase}"
+            if progress.awaits is not None:
+                cause = f"{cause}: {progress.awaits}"
             outcome = Outcome(Status.HANG, cause, phase, traceback=_where(child, stack))
             break
         follow(progress)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.autograd import DeviceType
@@ -25,6 +25,45 @@ from trainables.breakdown import (
     own_times,
 )
 from trainables.platforms.base import Platform
+
+
+class Event(NamedTuple):
+    """What is read of one of the profiler's events. Times are in ns, of the profiler's own clock.
+
+    `correlation` is the id of an operator on the host, `linked_correlation` that of the one which launched a kernel.
+    """
+
+    name: str
+    on_host: bool
+    start_ns: int
+    duration_ns: int
+    thread: int
+    correlation: int
+    linked_correlation: int
+    is_async: bool
+    is_annotation: bool
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+def recorded(events: Iterable[Any]) -> list[Event]:
+    """The events of torch's profiler (`kineto_results.events()`)."""
+    return [
+        Event(
+            e.name(),
+            e.device_type() == DeviceType.CPU,
+            e.start_ns(),
+            e.duration_ns(),
+            e.start_thread_id(),
+            e.correlation_id(),
+            e.linked_correlation_id(),
+            e.is_async(),
+            e.is_user_annotation(),
+        )
+        for e in events
+    ]
 
 
 def profile_step(
@@ -61,8 +100,8 @@ def profile_step(
     span_s = slowest(own_s)
     try:
         if recorder is not None:
-            events = recorder.kineto_results.events()  # type: ignore[union-attr]
-            breakdown = _of_operators(events, span_s) if device is None else _of_kernels(events, exchange, span_s)
+            events = recorded(recorder.kineto_results.events())  # type: ignore[union-attr]
+            breakdown = of_events(events, device, exchange, span_s)
     except Exception as error:
         problem = _problem(error)
     return Profile(breakdown, problem, time.monotonic() - began)
@@ -84,51 +123,59 @@ def _problem(error: Exception) -> str:
     return f"the profiler failed: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
-def _of_kernels(events: list[Any], exchange: str | None, span_s: float) -> Breakdown:
-    """From what ran on the GPU. `exchange` is what send-receive kernels are; None: as the host's record says."""
-    kernels = [e for e in events if e.device_type() != DeviceType.CPU and not e.is_user_annotation()]
+def of_events(events: Sequence[Event], device: str | None, exchange: str | None, span_s: float) -> Breakdown:
+    """The breakdown of a step of `span_s` seconds on a device as the profiler calls it, None for the host.
+
+    `exchange` is what send-receive kernels are; None: as the host's record says. Raises `RuntimeError` where the
+    profiler saw nothing.
+    """
+    return _of_operators(events, span_s) if device is None else _of_kernels(events, exchange, span_s)
+
+
+def _of_kernels(events: Sequence[Event], exchange: str | None, span_s: float) -> Breakdown:
+    kernels = [e for e in events if not e.on_host and not e.is_annotation]
     if not kernels:
         raise RuntimeError("it saw no kernel")
-    categories = [kernel_category(e.name()) for e in kernels]
+    categories = [kernel_category(e.name) for e in kernels]
     unclear = [i for i, category in enumerate(categories) if category in (GENERIC, "send_recv")]
-    recorded = _recorded_collectives(events) if exchange is None else {}
+    launched_by = _recorded_collectives(events) if exchange is None else {}
     for i in unclear:
         known = exchange if categories[i] == "send_recv" else None
         fallback = "send_recv" if categories[i] == "send_recv" else "other_communication"
-        categories[i] = known or recorded.get(kernels[i].linked_correlation_id(), fallback)
-    starts = np.array([e.start_ns() for e in kernels], dtype=np.int64)
-    return break_down(categories, starts, starts + np.array([e.duration_ns() for e in kernels], dtype=np.int64), span_s)
+        categories[i] = known or launched_by.get(kernels[i].linked_correlation, fallback)
+    starts = np.array([e.start_ns for e in kernels], dtype=np.int64)
+    return break_down(categories, starts, starts + np.array([e.duration_ns for e in kernels], dtype=np.int64), span_s)
 
 
-def _recorded_collectives(events: list[Any]) -> dict[int, str]:
+def _recorded_collectives(events: Sequence[Event]) -> dict[int, str]:
     """The collective by the correlation id of each host operator that ran within one of c10d's on the same thread."""
-    host = [e for e in events if e.device_type() == DeviceType.CPU and e.correlation_id() and not e.is_async()]
+    host = [e for e in events if e.on_host and e.correlation and not e.is_async]
     calls: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for e in host:
-        if e.name().startswith("c10d::"):
-            calls[e.start_thread_id()].append((e.start_ns(), e.end_ns(), e.name()))
+        if e.name.startswith("c10d::"):
+            calls[e.thread].append((e.start_ns, e.end_ns, e.name))
     for of_thread in calls.values():
         of_thread.sort()
     by_correlation = {}
     for e in host:
-        of_thread = calls[e.start_thread_id()]
-        before = bisect_right(of_thread, (e.start_ns() + 1,)) - 1
-        if before >= 0 and e.end_ns() <= of_thread[before][1]:
-            by_correlation[e.correlation_id()] = collective_category(of_thread[before][2])
+        of_thread = calls[e.thread]
+        before = bisect_right(of_thread, (e.start_ns + 1,)) - 1
+        if before >= 0 and e.end_ns <= of_thread[before][1]:
+            by_correlation[e.correlation] = collective_category(of_thread[before][2])
     return by_correlation
 
 
-def _of_operators(events: list[Any], span_s: float) -> Breakdown:
+def _of_operators(events: Sequence[Event], span_s: float) -> Breakdown:
     """From the operators' own times on the CPU, and the collectives that gloo's threads carry out meanwhile."""
-    background = [e for e in events if e.is_async() and e.name().startswith("gloo:")]
+    background = [e for e in events if e.is_async and e.name.startswith("gloo:")]
     categories, starts, ends = own_times(
-        (e.start_thread_id(), e.start_ns(), e.end_ns(), e.name())
+        (e.thread, e.start_ns, e.end_ns, e.name)
         for e in events
-        if not e.is_async() and (not e.is_user_annotation() or e.name().startswith(COMPILED))
+        if not e.is_async and (not e.is_annotation or e.name.startswith(COMPILED))
     )
     if not categories:
         raise RuntimeError("it saw no operator")
-    categories += [collective_category(e.name()) for e in background]
-    starts = np.append(starts, np.array([e.start_ns() for e in background], dtype=np.int64))
-    ends = np.append(ends, np.array([e.end_ns() for e in background], dtype=np.int64))
+    categories += [collective_category(e.name) for e in background]
+    starts = np.append(starts, np.array([e.start_ns for e in background], dtype=np.int64))
+    ends = np.append(ends, np.array([e.end_ns for e in background], dtype=np.int64))
     return break_down(categories, starts, ends, span_s)

@@ -16,13 +16,17 @@ from trainables.platforms.base import Platform
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: its rank, its device on the node, and the key-value store at which the ranks meet."""
+    """Where a rank runs: its rank, its device on the node, and the key-value store at which the ranks meet.
+
+    `node` is the node's id, None where all ranks are on one.
+    """
 
     rank: int
     local_rank: int
     store_host: str
     store_port: int
     platform: Platform
+    node: str | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Progress:
     """How far a rank is: its phase, its GPU's UUID (None on CPU and before it has one) and the trial's latest speed.
 
     `steady` are the latest steps that ended a warm-up by agreeing. `report` is there once all is measured that a trial
-    cannot do without, and stands whatever comes after.
+    cannot do without, and stands whatever comes after. `awaits` is what a rank waits for that may hang for it.
     """
 
     phase: str = "start"
@@ -38,6 +42,7 @@ class Progress:
     tokens_per_s: float | None = None
     steady: Stretch | None = None
     report: RankReport | None = None
+    awaits: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ class RankReport:
     batch size in the order of time. Losses are those of the global batch; `profile` is that of one more step of the
     first size, None if none was asked for. `environment` are names of devices and versions of libraries. `slice` is of
     ranks that ran alone; their losses are their own contributions. `curves`: of collectives, by a program that measures
-    these.
+    these. `tokens_per_step`: of all ranks in the window on average, by a program that counts them. `problems`: why what
+    it measured wants looking at, a line each.
     """
 
     rank: int
@@ -90,6 +96,8 @@ class RankReport:
     profile: Profile | None = None
     slice: SliceReport | None = None
     curves: tuple[Curve, ...] = ()
+    tokens_per_step: float | None = None
+    problems: tuple[str, ...] = ()
 
 
 class RankProgram(ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import time
 import warnings
@@ -21,10 +20,11 @@ from trainables.breakdown import Profile
 from trainables.data import open_tokens
 from trainables.engines.base import Job, StepOutput
 from trainables.engines.build import build_engine
+from trainables.losses import check_learning
 from trainables.measure import Stretch, Timing, time_steps
 from trainables.passes import Observer
 from trainables.profiling import profile_step
-from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
+from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
 from trainables.world import GangWorld, World
 
@@ -156,20 +156,6 @@ class Rank:
             _settle()
             self.step_began_ns = time.monotonic_ns()
         return seconds, self.step_began_ns
-
-
-def check_finite(name: str, values: tuple[float, ...]) -> None:
-    """Raise `InvalidTrial` unless all of `values`, which are called `name`, are finite."""
-    if not all(math.isfinite(value) for value in values):
-        raise InvalidTrial(f"the {name} is not finite: {values[0]:.4g} at first, {values[-1]:.4g} at last")
-
-
-def check_learning(losses: tuple[float, ...]) -> None:
-    """Raise `InvalidTrial` unless all losses are finite and the last third lies below the first loss on average."""
-    check_finite("loss", losses)
-    tail = losses[-max(1, len(losses) // 3) :]
-    if sum(tail) / len(tail) >= losses[0]:
-        raise InvalidTrial(f"the loss does not fall: {losses[0]:.4f} at first, {sum(tail) / len(tail):.4f} at last")
 
 
 def _settle() -> None:

@@ -17,12 +17,15 @@ class Slice(RankProgram):
     """Runs `training` as rank `rank` of a request's layout, in one process, with a stand-in for all other ranks.
 
     Collectives take the time that `network` says, messages between stages none. `share` is of a mixture's tokens.
+    `usable_bytes` is what torch may reserve on the device, where that is more than a GPU of the layout's has; None
+    leaves it all.
     """
 
     training: Training
     rank: int
     network: Network
     share: Share = Share.EVEN
+    usable_bytes: float | None = None
 
     @staticmethod
     def preload(layouts: Iterable[Layout]) -> list[str]:

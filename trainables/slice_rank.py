@@ -14,10 +14,11 @@ from search_spaces.composition import pauses
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
 from trainables.engines.base import StepOutput
+from trainables.losses import check_finite
 from trainables.measure import Timing
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
-from trainables.rank import Rank, check_finite
+from trainables.rank import Rank
 from trainables.slice import Slice
 from trainables.standin.join import join
 from trainables.standin.ledger import Call
@@ -42,6 +43,8 @@ class StandInWorld(World):
 
     def __init__(self, program: Slice, request: TrialRequest, place: Place) -> None:
         super().__init__(request, place)
+        if program.usable_bytes is not None:
+            place.platform.limit_memory(self.device, program.usable_bytes)
         self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share)
 
     def slowest(self, seconds: float) -> float:

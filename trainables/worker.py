@@ -96,7 +96,7 @@ def worker_loop(config: dict[str, Any]) -> None:
         number, began = order.number, time.monotonic()
         over = mailbox.aborted.remote(number)
         store_host, store_port = order.store
-        place = Place(order.request.ranks[worker], member.local_rank, store_host, store_port, platform)
+        place = Place(order.request.ranks[worker], member.local_rank, store_host, store_port, platform, member.node_id)
         follower = Follower(
             order.request,
             watching,

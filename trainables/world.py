@@ -14,6 +14,16 @@ from torch.distributed import PrefixStore, TCPStore
 from trainables.program import Place, TrialRequest
 
 
+def join_trial(request: TrialRequest, place: Place, backend: str, device: torch.device | None = None) -> PrefixStore:
+    """Make the trial's ranks the default process group. The key-value store that is the trial's own. Collective."""
+    timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash
+    shared = TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
+    store = PrefixStore(request.trial_id, shared)
+    size = request.layout.num_gpus
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, timeout=timeout, device_id=device)
+    return store
+
+
 class World(ABC):
     """The rank's own device, and the default process group of the trial once the rank has joined it."""
 
@@ -43,16 +53,8 @@ class GangWorld(World):
     def __init__(self, request: TrialRequest, place: Place) -> None:
         """Join the other ranks. Collective."""
         super().__init__(request, place)
-        timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash
-        shared = TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
-        self.store = PrefixStore(request.trial_id, shared)
-        dist.init_process_group(
-            place.platform.backend,
-            store=self.store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout,
-            device_id=None if self.device.index is None else self.device,
+        self.store = join_trial(
+            request, place, place.platform.backend, None if self.device.index is None else self.device
         )
 
     def slowest(self, seconds: float) -> float:

@@ -67,7 +67,7 @@ def table(measured: Sequence[Observation], coefficients: Coefficients) -> str:
     """One row a measurement."""
     rows = []
     for one in measured:
-        model, prediction = one.work.model, predict(one.layout, one.work, coefficients)
+        model, prediction = one.work.shape, predict(one.layout, one.work, coefficients)
         slower, hotter = relative_errors(one, coefficients)
         parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
         rows.append(

@@ -96,7 +96,7 @@ def idle_buffers(layout: Layout, work: Workload, rank: int) -> float:
     stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
     if layout.engine != "megatron" or stages == 1:
         return 0.0
-    hidden = 2 * layout.micro_batch_size * work.sequence_length * hidden_between(layout, work.model)
+    hidden = 2 * layout.micro_batch_size * work.sequence_length * hidden_between(layout, work.shape)
     activations = 0 if rank == 0 else rounds - passes_in_flight(layout, rank)
     gradients = 0 if rank == stages - 1 else rounds - 1
     return (activations + gradients) * hidden
@@ -111,7 +111,7 @@ def tabled(path: Path) -> list[MeasuredMemory]:
     """The points of a table that ran or ran out of memory."""
     work = load_spec(path.with_suffix(".yaml")).workload
     results = Table(path).results
-    fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.model else {}
+    fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.shape else {}
     ran = {layout: result.metrics.get("peak_memory_gib") for layout, result in results.items() if result.status == "ok"}
     fitting = [MeasuredMemory(layout, work, None, gib, layout in fitted) for layout, gib in ran.items()]
     out = [layout for layout, result in results.items() if result.status == "oom"]
@@ -135,7 +135,7 @@ def table(measured: Iterable[MeasuredMemory]) -> str:
     """One row a point."""
     rows = []
     for point in measured:
-        model, stage, error = point.work.model, point.pipeline_rank, point.error
+        model, stage, error = point.work.shape, point.pipeline_rank, point.error
         shape = f"{model.layers} x {model.hidden}" + (" moe" if model.num_experts else "")
         rows.append(
             [

@@ -20,7 +20,7 @@ import argparse
 import csv
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +54,8 @@ class Table:
     Raises ValueError, which names the row, if it cannot be read.
     """
 
-    def __init__(self, path: Path, blind: bool = False) -> None:
-        """`blind`: without the spec."""
+    def __init__(self, path: Path, blind: bool = False, among: Collection[Layout] | None = None) -> None:
+        """`blind`: without the spec. `among`: of these layouts alone, whatever their global batch."""
         beside = path.with_suffix(".yaml")
         self.spec = load_spec(beside) if beside.exists() and not blind else None
         with path.open(newline="") as file:
@@ -67,9 +67,13 @@ class Table:
                 layout, result, seconds = _parse(str(number), row, self.spec)
             except (TypeError, ValueError, yaml.YAMLError) as error:
                 raise ValueError(f"{path}: row {number}: {error}") from None
+            if among is not None and of_any_batch(layout) not in among:
+                continue
             if layout in self.results:
                 raise ValueError(f"{path}: row {number}: the same layout as row {self.results[layout].trial_id}")
             self.results[layout], self.gpu_seconds[layout] = result, seconds
+        if not self.results and among is not None:
+            raise ValueError(f"{path}: no row of the table is among the layouts asked for")
         self.good = [layout for layout, result in self.results.items() if result.status == Status.OK]
         self.objectives: dict[str, Direction] = {}
         for name, way in (OBJECTIVES | ALONE).items():
@@ -146,17 +150,53 @@ class Effort:
     out_of_memory: int
 
 
-def replay(table: Table, sampler: str, seed: int) -> Effort:
-    study = table.study(sampler, seed)
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A trial of a search that is replayed. Only what was run in full counts as found."""
+
+    layout: Layout
+    gpu_seconds: float
+    full: bool = True
+
+
+def effort(table: Table, launches: Iterator[Launch]) -> Effort:
+    """What a search takes of a table that makes these trials; of those in full it counts how many and which fail."""
     tried: list[Layout] = []
+    spent_s = 0.0
     trials, spent = [], []
     for share in SHARES:
-        while table.reached(tried) < share * table.full and (layout := study.ask()) is not None:
-            study.tell(layout, table.results[layout])
-            tried.append(layout)
+        while table.reached(tried) < share * table.full and (launch := next(launches, None)) is not None:
+            spent_s += launch.gpu_seconds
+            if launch.full:
+                tried.append(launch.layout)
         trials.append(len(tried))
-        spent.append(sum(table.gpu_seconds[layout] for layout in tried))
+        spent.append(spent_s)
     return Effort(trials, spent, sum(table.results[layout].status == Status.OOM for layout in tried))
+
+
+def replay(table: Table, sampler: str, seed: int) -> Effort:
+    return effort(table, by_gang(table, sampler, seed))
+
+
+def by_gang(table: Table, sampler: str, seed: int) -> Iterator[Launch]:
+    """Every trial by all ranks of its layout."""
+    study = table.study(sampler, seed)
+    while (layout := study.ask()) is not None:
+        study.tell(layout, table.results[layout])
+        yield Launch(layout, table.gpu_seconds[layout])
+
+
+def medians(efforts: Sequence[Effort]) -> tuple[list[float], list[float]]:
+    """Of the trials and of the GPU-seconds to each of `SHARES`."""
+    return (
+        [statistics.median(counts) for counts in zip(*(effort.trials for effort in efforts), strict=True)],
+        [statistics.median(spent) for spent in zip(*(effort.gpu_seconds for effort in efforts), strict=True)],
+    )
+
+
+def of_any_batch(layout: Layout) -> Layout:
+    """The layout whatever its global batch: a table without a spec beside it does not tell that."""
+    return dataclasses.replace(layout, global_batch_size=0)
 
 
 def comparison(table: Table, name: str, samplers: Sequence[str], seeds: int) -> Iterator[str]:
@@ -174,8 +214,7 @@ def comparison(table: Table, name: str, samplers: Sequence[str], seeds: int) -> 
     among_random: float | None = None
     for sampler in sorted(samplers, key=lambda name: name != "random"):
         efforts = [replay(table, sampler, seed) for seed in range(seeds)]
-        trials = list(map(statistics.median, zip(*(effort.trials for effort in efforts), strict=True)))
-        spent = list(map(statistics.median, zip(*(effort.gpu_seconds for effort in efforts), strict=True)))
+        trials, spent = medians(efforts)
         among_random = trials[1] if sampler == "random" else among_random
         ratio = f"{among_random / trials[1]:.1f}x" if among_random else "-"
         launches, failed = sum(effort.trials[-1] for effort in efforts), sum(effort.out_of_memory for effort in efforts)

@@ -1,10 +1,11 @@
-"""One warm gang for as long as a benchmark lasts."""
+"""Warm gangs for as long as a benchmark lasts."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -13,12 +14,12 @@ from search_spaces.layout import Layout
 from service.cluster import ray_session
 from service.fitting import network
 from service.home import Home
-from service.problem import Problem
+from service.problem import Cluster, Problem
 from service.result import TrialResult
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
-from service.trials.gang import Gang, close_gangs
-from telemetry.actor import start_telemetry, stop_telemetry
+from service.trials.gang import Gang, close_gangs, room
+from telemetry.actor import Fleet, start_telemetry, stop_telemetry
 from trainables.slice import Slice
 
 RunTrial = Callable[[str, Layout, Problem], TrialResult]
@@ -28,17 +29,30 @@ RunTrial = Callable[[str, Layout, Problem], TrialResult]
 @contextlib.contextmanager
 def one_gang(spec: Problem, size: int) -> Iterator[RunTrial]:
     """Ray, telemetry and a gang of `size` workers on the spec's cluster, up before the first trial."""
-    with tempfile.TemporaryDirectory() as storage, ray_session(spec.cluster):
-        telemetry = start_telemetry()
-        gang = Gang("benchmark", size, spec.cluster, Path(storage), telemetry, Slice.preload(spec.legal.layouts))
-        ray.get(gang.mailbox.ready.remote())
+    with some_gangs(spec.cluster, size, spec.legal.layouts, most=1) as (run,):
+        yield run
+
+
+@contextlib.contextmanager
+def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> Iterator[list[RunTrial]]:
+    """Ray, telemetry and as many gangs of `size` workers as there is room for, but at least one and `most` at most, on
+    a cluster, for trials of `layouts`; up before the first trial. Each may be used by a thread of its own."""
+    with tempfile.TemporaryDirectory() as storage, ray_session(cluster):
+        telemetry, preload = start_telemetry(), Slice.preload(layouts)
+        count = max(1, min(most, room(cluster) // size))
+        gangs = [Gang(f"benchmark-{i}", size, cluster, Path(storage), telemetry, preload) for i in range(count)]
+        for gang in gangs:
+            ray.get(gang.mailbox.ready.remote())
         try:
-            yield lambda trial_id, layout, of: run_trial(
-                Bench(of, gang.mailbox, telemetry, {}, network(Home.locate(), of.cluster)), trial_id, layout
-            )
+            yield [partial(_run, telemetry, gang) for gang in gangs]
         finally:
-            close_gangs([gang])
+            close_gangs(gangs)
             stop_telemetry(telemetry)
+
+
+def _run(telemetry: Fleet, gang: Gang, trial_id: str, layout: Layout, of: Problem) -> TrialResult:
+    bench = Bench(of, gang.mailbox, telemetry, {}, network(Home.locate(), of.cluster))
+    return run_trial(bench, trial_id, layout)
 
 
 def require_ok(result: TrialResult) -> dict[str, float]:

@@ -1,14 +1,15 @@
 """Slices against layouts that were really run, or are run beside them.
 
-    python -m benchmarks.measure.slices TABLE.csv [--layouts N] [--seconds S] [--seed SEED]
-    python -m benchmarks.measure.slices SPEC.yaml [--layouts N] [--seconds S] [--seed SEED]
+    python -m benchmarks.measure.slices TABLE.csv [--layouts N] [--seconds S] [--seed SEED] [--part I/N]
+    python -m benchmarks.measure.slices SPEC.yaml [--layouts N] [--seconds S] [--seed SEED] [--part I/N]
 
 A table is one of benchmarks/data, with the spec of its sweep beside it, of the same name in YAML; its layouts that
 ended well are run by slices, on one GPU. Of a spec, legal layouts are run by all their ranks and then by slices, in one
 gang.
-There are N of them, drawn by the seed, or as many as begin within S seconds. Prints the results of each as a line of
-JSON; then a table of how far slices are off, in percent, worst first, and what each took. Layouts on a single GPU have
-nothing to stand in for and are left out.
+There are N of them, drawn by the seed, or as many as begin within S seconds; of part I of N, every N-th from the I-th
+on, for sweeps in several goes. Prints the results of each as a line of JSON as it comes; then a table of how far slices
+are off, in percent, worst first, and what each took. Layouts on a single GPU have nothing to stand in for and are left
+out.
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ from typing import Any
 
 from benchmarks.judge.search import Table
 from benchmarks.measure.gang import RunTrial, one_gang
+from benchmarks.measure.off import COMPARED, errors, over, percent, worst_first
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.metrics import heading
 from service.problem import Problem
 from service.spec import load_spec
-
-COMPARED = ("step_time_s", "joules_per_token", "mean_power_w", "peak_memory_gib")
-
 
 Measured = Mapping[str, Any]
 
@@ -60,30 +59,29 @@ def compare(
         began = time.monotonic()
         result = run(f"slices-{number}", layout, problem)
         seconds = time.monotonic() - began
-        error = {
-            name: sliced / real - 1
-            for name in COMPARED
-            if (sliced := result.metrics.get(name)) and (real := measured.get(name))
-        }
+        error = errors(result.metrics, measured)
         results = {"result": result.to_dict()} | ({} if full is None else {"full": full.to_dict()})
         yield {"layout": layout.label, "seconds": seconds, "error": error} | results
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One row a layout, the worst first, then the means and the largest of the errors' sizes."""
-    ok = sorted((row for row in rows if row["error"]), key=lambda row: -abs(row["error"]["step_time_s"]))
+    ok = worst_first(rows)
     lines = [
-        [row["layout"], *(_percent(row["error"].get(name)) for name in COMPARED), f"{row['seconds']:.1f}"] for row in ok
+        [row["layout"], *(percent(row["error"].get(name)) for name in COMPARED), f"{row['seconds']:.1f}"] for row in ok
     ]
     for name, of in (("mean", statistics.fmean), ("largest", max)):
-        columns = [[abs(row["error"][metric]) for row in ok if metric in row["error"]] for metric in COMPARED]
-        seconds = of(row["seconds"] for row in ok)
-        lines.append([name, *(f"{of(column):.2%}" if column else "" for column in columns), f"{seconds:.1f}"])
+        seconds = of([row["seconds"] for row in ok])
+        lines.append([name, *over([row["error"] for row in ok], of), f"{seconds:.1f}"])
     return render(["error of", *map(heading, COMPARED), "s"], lines)
 
 
-def _percent(error: float | None) -> str:
-    return "" if error is None else f"{error:+.2%}"
+def part(text: str) -> slice:
+    """Which of some rows are part I of N, from `I/N`, both counted from 1."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 1/4, the first of four")
+    return slice(int(number) - 1, None, int(count))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,6 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layouts", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1e6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", type=part, default=slice(None), metavar="I/N")
     arguments = parser.parse_args(argv)
     spec = load_spec(arguments.source.with_suffix(".yaml")).located()
     problem = replace(spec, measurement=replace(spec.measurement, explore="slices"))
@@ -102,8 +101,9 @@ def main(argv: list[str] | None = None) -> None:
         rows, size = [(layout, None) for layout in problem.legal.layouts if layout.num_gpus > 1], problem.gang_size
     random.Random(arguments.seed).shuffle(rows)
     done = []
+    rows = rows[: arguments.layouts][arguments.part]
     with one_gang(problem, size) as run:
-        for row in compare(run, problem, rows[: arguments.layouts], time.monotonic() + arguments.seconds):
+        for row in compare(run, problem, rows, time.monotonic() + arguments.seconds):
             print(json.dumps(row), flush=True)
             done.append(row)
     if any(row["error"] for row in done):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from search_spaces.engines.base import EngineFacts
 from search_spaces.engines.deepspeed import DeepSpeed
+from search_spaces.engines.foreign import facts_of_trainer
 from search_spaces.engines.megatron import Megatron
 from search_spaces.engines.others import Composer, InternEvo, MegatronLM, MegatronLM2022, Torchtitan
 from search_spaces.layout import Layout
+from search_spaces.workload import Workload
 
 ENGINES: dict[str, EngineFacts] = {
     Megatron.name: Megatron(),
@@ -25,3 +27,13 @@ def engine_of(layout: Layout | str) -> EngineFacts:
     if (facts := ENGINES.get(name) or OTHERS.get(name)) is None:
         raise ValueError(f"unknown engine {name!r}; must be one of {', '.join(ENGINES)}")
     return facts
+
+
+def facts_of(layout: Layout, work: Workload) -> EngineFacts:
+    """The facts of what trains a layout: the program of the work's trainer, or the engine that the layout names.
+
+    Raises `ValueError` for an engine that there is not.
+    """
+    if work.trainer is not None and work.trainer.name == layout.engine:
+        return facts_of_trainer(work.trainer)
+    return engine_of(layout)

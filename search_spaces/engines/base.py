@@ -61,6 +61,10 @@ class EngineFacts(ABC):
     fp8: ClassVar[bool] = False
     """Whether it has matrix products in 8-bit floats."""
 
+    is_ours: ClassVar[bool] = True
+    """Whether it trains models of `search_spaces.models` as `trainables` does: else only what holds for any program
+    is a rule for it."""
+
     fp8_everywhere: ClassVar[bool] = False
     """Whether it has them with tensor parallelism and in experts, too."""
 

@@ -52,20 +52,20 @@ def deepspeed_tensor_parallel_sums_in_place(layout: Layout, work: Workload) -> s
 
 
 def deepspeed_ulysses_heads_divide(layout: Layout, work: Workload) -> str | None:
-    size, model = layout.context_parallel_size * layout.tensor_parallel_size, work.model
+    size, model = layout.context_parallel_size * layout.tensor_parallel_size, work.shape
     if layout.context_parallel_size > 1 and model.kv_heads % size:
         return f"Ulysses cannot deal {model.kv_heads} key-value heads out to {size} GPUs"
     return None
 
 
 def deepspeed_experts_alone(layout: Layout, work: Workload) -> str | None:
-    if not work.model.num_experts:
+    if not work.shape.num_experts:
         return None
     if layout.zero_stage == 3:
         return "DeepSpeed's experts are not sharded by ZeRO-3"
     if layout.tensor_parallel_size > 1 or layout.pipeline_parallel_size > 1:
         return "DeepSpeed's groups of experts are of data-parallel ranks, with neither tensor nor pipeline parallelism"
-    if work.model.experts_per_token == 1:
+    if work.shape.experts_per_token == 1:
         return "DeepSpeed weighs a single expert by its probability, not by one"
     return None
 

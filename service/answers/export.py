@@ -6,8 +6,16 @@ from typing import Any
 
 from search_spaces.layout import Layout
 from service.answers.candidates import Candidate
-from service.answers.exports import exports_of
+from service.answers.exports import megatron_lm
 from service.record.results import SearchRecord
+from trainables.engines.deepspeed import configuration as deepspeed
+
+BESIDE = {
+    "deepspeed": ("deepspeed", deepspeed.configuration, deepspeed.not_expressible),
+    "megatron": ("megatron_lm", megatron_lm.arguments, megatron_lm.not_expressible),
+}
+"""Engine -> what an answer holds of its layouts beside their axes: a key, its value, and what that does not say. All
+other formats of `service.answers.exports` are for who asks."""
 
 
 def export(search: SearchRecord, candidate: Candidate) -> dict[str, Any]:
@@ -20,21 +28,15 @@ def export(search: SearchRecord, candidate: Candidate) -> dict[str, Any]:
         "trials": [trial.trial_id for trial in candidate.trials],
         "workload": search.params,
         "config": candidate.layout.to_dict(),
-        **_launch(candidate.layout),
+        **_beside(candidate.layout),
         "metrics": candidate.metrics,
         "intervals": candidate.intervals,
         "methods": {metric: method.value for metric, method in candidate.methods.items()},
     }
 
 
-def _launch(layout: Layout) -> dict[str, Any]:
-    """The layout as each framework takes it that can launch it, and what of it they have no word for."""
-    settings: dict[str, Any] = {}
-    otherwise: dict[str, list[str]] = {}
-    for export in exports_of(layout):
-        settings[export.key] = export.settings(layout)
-        for field, how in export.not_expressible(layout).items():
-            otherwise.setdefault(field, []).append(how)
-    if not settings:
-        otherwise["engine"] = [f"layouts of the engine {layout.engine} have no export"]
-    return {**settings, "not_expressible": {field: "; ".join(ways) for field, ways in otherwise.items()}}
+def _beside(layout: Layout) -> dict[str, Any]:
+    if layout.engine not in BESIDE:
+        return {"not_expressible": {"engine": f"layouts of the engine {layout.engine} have no export"}}
+    key, settings, not_expressible = BESIDE[layout.engine]
+    return {key: settings(layout), "not_expressible": not_expressible(layout)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from search_spaces.layout import AXES, Layout
+from search_spaces.layout import Layout, axis_of
 from search_spaces.space import varying
 from service.answers import fanova
 from service.answers.candidates import explored
@@ -117,7 +117,7 @@ def report(search: SearchRecord, space: Space | None = None) -> Report:
     """All of it from the record; `space` is that of the search's spec, for what its rules refused."""
     layout, runs = _sentinel(search)
     mattered = importance(search)
-    names = dict.fromkeys(name for shares in mattered.values() for name in shares)
+    groups = dict.fromkeys(group for shares in mattered.values() for group in shares)
     refusals = None
     if space is not None:
         refusals = tuple(Refusal(rule, count, space.reasons[rule]) for rule, count in space.refused.items())
@@ -126,8 +126,10 @@ def report(search: SearchRecord, space: Space | None = None) -> Report:
         trials=_counts(search.trials),
         gpu_hours=sum(_gpu_hours(trial) for trial in search.trials),
         advances=tuple(advances(search)),
-        importance=mattered,
-        together=tuple(group for name in names if len(group := tuple(name.split(AND))) > 1),
+        importance={
+            metric: {AND.join(group): share for group, share in shares.items()} for metric, shares in mattered.items()
+        },
+        together=tuple(group for group in groups if len(group) > 1),
         sentinel=layout,
         sentinel_runs=tuple(runs),
         failures=tuple(_failures(search.trials)),
@@ -189,11 +191,11 @@ def advances(search: SearchRecord) -> list[Advance]:
     return grown
 
 
-def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
+def importance(search: SearchRecord) -> dict[str, dict[tuple[str, ...], float]]:
     """Objective -> axis -> its share of the variance over the space that single axes explain (Hutter et al. 2014).
 
     By `fanova`, on the explored trials that ended well, of the axes on which these differ. Axes that change together
-    count as one, named `A + B`, that with the most values first.
+    count as one, that with the most values first.
     """
     comparison = search.goals.among(explored(search.trials))
     shares = {}
@@ -205,24 +207,22 @@ def importance(search: SearchRecord) -> dict[str, dict[str, float]]:
     return shares
 
 
-def _importance(values: Sequence[tuple[Layout, float]]) -> dict[str, float]:
-    """Axis -> its share, of the values of layouts."""
-    places = _places([layout for layout, _ in values])
+def _importance(values: Sequence[tuple[Layout, float]]) -> dict[tuple[str, ...], float]:
+    """Axes that count as one -> their share, the most first, of the values of layouts."""
+    axes = varying(layout for layout, _ in values)
+    places = {axis: [settings.index(one.setting(axis)) for one, _ in values] for axis, settings in axes.items()}
     groups = _together(places)
     columns = []
     for group in groups:
         seen = list(zip(*(places[axis] for axis in group), strict=True))
         kinds = sorted(set(seen))
         columns.append([kinds.index(one) for one in seen])
-    sizes, ordered = [max(column) + 1 for column in columns], [AXES[group[0]].ordered for group in groups]
+    sizes, ordered = (
+        [max(column) + 1 for column in columns],
+        [axis_of(group[0], axes[group[0]]).ordered for group in groups],
+    )
     shares = fanova.shares(list(zip(*columns, strict=True)), [value for _, value in values], sizes, ordered)
-    return dict(sorted(zip(map(AND.join, groups), shares, strict=True), key=lambda one: -one[1]))
-
-
-def _places(layouts: Sequence[Layout]) -> dict[str, list[int]]:
-    """Axis -> where the value of each layout stands among its values, of the axes on which the layouts differ."""
-    axes = varying(layouts)
-    return {axis: [choices.index(getattr(one, axis)) for one in layouts] for axis, choices in axes.items()}
+    return dict(sorted(zip(map(tuple, groups), shares, strict=True), key=lambda one: -one[1]))
 
 
 def _together(places: Mapping[str, Sequence[int]]) -> list[list[str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from io import StringIO
 
 from service.answers.candidates import Candidate
 from service.answers.overview import SearchInfo
 from service.metrics import ALWAYS, heading, number, with_unit
-from service.record.results import SearchRecord
+from service.record.results import SearchRecord, TrialRecord
 
 # Metric -> heading, of the breakdown of a step; what these leave is hidden behind or beside one of them.
 SHARES = {
@@ -58,6 +60,33 @@ def breakdown_table(candidates: Sequence[Candidate]) -> str | None:
         if span_s:
             rows.append([one.label, *(f"{one.metrics[metric] / span_s:.1%}" for metric in SHARES)])
     return render(["share of a step", *SHARES.values()], rows) if rows else None
+
+
+def trials_table(trials: Sequence[TrialRecord]) -> str:
+    """One row a trial: why it ran, how it ended and its main figures. A dash is a missing figure."""
+    metrics = [metric for metric in ALWAYS if any(metric in trial.metrics for trial in trials)]
+    rows = []
+    for trial in trials:
+        known = trial.metrics
+        figures = (number(m, known[m], trial.methods.get(m)) if m in known else "-" for m in metrics)
+        rows.append([trial.label, trial.purpose.value, trial.status, *figures])
+    return render(["layout", "purpose", "status", *map(heading, metrics)], rows)
+
+
+def trials_csv(trials: Sequence[TrialRecord]) -> str:
+    """A header, and a line a trial: what it is, its axes, its metrics by their names, and how these were obtained where
+    that is not plain, as `METRIC_method`. What a trial lacks is empty."""
+    flat = []
+    for trial in trials:
+        values = trial.to_dict()
+        config, metrics, methods = (values.pop(key) for key in ("config", "metrics", "methods"))
+        flat.append(values | config | metrics | {f"{metric}_method": how for metric, how in methods.items()})
+    columns = dict.fromkeys(name for row in flat for name in row)
+    text = StringIO()
+    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
 
 
 def searches_table(searches: Sequence[SearchInfo]) -> str:

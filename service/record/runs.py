@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
+from service.home import Home
 from service.record import store
 
 if TYPE_CHECKING:
@@ -105,14 +106,14 @@ class _File:
         self._file = file
 
     def experiment(self) -> str | None:
-        if not self._file.exists():
+        if not self._exists():
             return None
         with self._tables() as tables:
             row = tables.execute("SELECT experiment_id FROM experiments WHERE name = ?", [store.EXPERIMENT]).fetchone()
         return None if row is None else str(row[0])
 
     def find(self, tags: Mapping[str, str], params: Mapping[str, Any]) -> list[Run]:
-        if not self._file.exists():
+        if not self._exists():
             return []
         wanted = [("tags", key, value) for key, value in tags.items()]
         wanted += [("params", key, store.to_param(value)) for key, value in params.items()]
@@ -142,6 +143,13 @@ class _File:
             raise OSError(f"{uri} is no folder of this machine")
         file = Path(unquote(place.path), path)
         return file.read_text(encoding="utf-8") if file.exists() else None
+
+    def _exists(self) -> bool:
+        """Raises `FileNotFoundError` where its folder does not either, unless that is the state directory."""
+        folder = self._file.absolute().parent
+        if not folder.is_dir() and folder != Home.locate().path:
+            raise FileNotFoundError(folder)
+        return self._file.exists()
 
     @contextmanager
     def _tables(self) -> Iterator[sqlite3.Connection]:

@@ -18,6 +18,7 @@ from service.goals import Comparison, Goals
 from service.pareto import dominating, scaled
 from service.problem import Finalists
 from service.result import Purpose, TrialResult
+from service.sampling.correction import corrected
 from trainables.status import Status
 
 CLOSE = 0.02
@@ -31,7 +32,8 @@ def due(results: Sequence[TrialResult], goals: Goals, chosen: Finalists, seed: i
     """What is to be measured again after these results of a search that has ended exploring, in this order.
 
     One batch after the other: rounds of all `contenders`, then `further` ones until nothing is open, of which at most
-    as many trials as `chosen` has for the contenders. Batches follow from the results before them alone, so that what
+    as many trials as `chosen` has for the contenders. What slices explored is corrected by how far they were off in the
+    batches before (`service.sampling.correction`). Batches follow from the results before them alone, so that what
     is left of one follows from the results too.
     """
     exploring = [result for result in results if result.purpose == Purpose.SEARCH]
@@ -41,19 +43,21 @@ def due(results: Sequence[TrialResult], goals: Goals, chosen: Finalists, seed: i
     most, begun = len(batch) + chosen.count * chosen.repeats, 0
     while batch and begun + len(batch) <= len(again):
         begun += len(batch)
-        batch = further([*exploring, *again[:begun]], goals, chosen.repeats, seed + begun)[: most - begun]
+        seen = corrected([*exploring, *again[:begun]])
+        batch = further(seen, goals, chosen.repeats, most - begun, seed + begun)
     for done in again[begun:]:
         if done.layout in batch:
             batch.remove(done.layout)
     return batch
 
 
-def further(results: Sequence[TrialResult], goals: Goals, repeats: int, seed: int) -> list[Layout]:
+def further(results: Sequence[TrialResult], goals: Goals, repeats: int, most: int, seed: int) -> list[Layout]:
     """What results with finalists among them leave open, in rounds: layouts of which it is `undecided` which is the
     best on an objective, and those of the front that were measured once and beat one that was measured again.
 
     Layouts that were measured again already take part in the first round alone, the others in all `repeats`. One that
-    came to no result when it was measured again is not asked once more.
+    came to no result when it was measured again is not asked once more. Of more than `most` trials those of layouts
+    that were measured once come first, of which more is learnt.
     """
     comparison = goals.among(candidates(results))
     asked = {result.layout for result in results if result.purpose == Purpose.FINALIST}
@@ -64,7 +68,8 @@ def further(results: Sequence[TrialResult], goals: Goals, repeats: int, seed: in
     can = [group for group in groups if all(one.confirmed or one.layout not in asked for one in group)]
     layouts = list(dict.fromkeys(one.layout for group in can for one in group))
     fresh = [layout for layout in layouts if layout not in asked]
-    return rounds(layouts, 1, seed) + rounds(fresh, repeats - 1, seed + 1)
+    batch = rounds(layouts, 1, seed) + rounds(fresh, repeats - 1, seed + 1)
+    return batch if len(batch) <= most else sorted(batch, key=asked.__contains__)[:most]
 
 
 def contenders(results: Sequence[TrialResult], goals: Goals, count: int) -> list[TrialResult]:

@@ -14,7 +14,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from search_spaces.layout import AXES, Layout
+from search_spaces.layout import Layout, axis_of
 from search_spaces.memory import MemoryModel
 from search_spaces.space import varying
 from service.errors import InputError
@@ -138,9 +138,10 @@ class SearchStudy:
         """
         self.goals, self.memory = goals, memory
         self.axes = varying(layouts)
+        self.rows = {axis: axis_of(axis, values) for axis, values in self.axes.items()}
         self.distributions: dict[str, BaseDistribution] = {
-            axis: FloatDistribution(AXES[axis].place(values[0]), AXES[axis].place(values[-1]))
-            if AXES[axis].ordered
+            axis: FloatDistribution(self.rows[axis].place(values[0]), self.rows[axis].place(values[-1]))
+            if self.rows[axis].ordered
             else CategoricalDistribution(range(len(values)))
             for axis, values in self.axes.items()
         }
@@ -281,9 +282,9 @@ class SearchStudy:
 
     def _coordinates(self, layout: Layout) -> Coordinates:
         return tuple(
-            AXES[axis].place(getattr(layout, axis))
-            if isinstance(self.distributions[axis], FloatDistribution)
-            else values.index(getattr(layout, axis))
+            self.rows[axis].place(layout.setting(axis))
+            if self.rows[axis].ordered
+            else values.index(layout.setting(axis))
             for axis, values in self.axes.items()
         )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import cycle, islice
 
 from search_spaces.coefficients import Coefficients
 from search_spaces.cost import predicted_metrics
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
+from search_spaces.space import varying
 from search_spaces.workload import Workload
 from service.answers.ranking import pareto
 from service.metrics import Direction
@@ -114,5 +115,4 @@ def _is_safe(layout: Layout, memory: MemoryModel) -> bool:
 
 def _differ(one: Layout, other: Layout) -> bool:
     """Whether two layouts are not just neighbours."""
-    differing = [field for field in fields(Layout) if getattr(one, field.name) != getattr(other, field.name)]
-    return len(differing) >= APART
+    return len(varying([one, other])) >= APART

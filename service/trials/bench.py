@@ -170,6 +170,7 @@ class Bench:
         """The first of a trial's runs, with what is of the trial as a whole."""
         ranks = rank_records(outcomes, members)
         reports = [outcome.report for outcome in outcomes if outcome.report is not None]
+        said = dict.fromkeys(problem for report in reports for problem in report.problems)
         problems = [
             run.cause if len(runs) == 1 else f"at {run.layout.global_batch_size} sequences: {run.cause}"
             for run in runs
@@ -178,7 +179,7 @@ class Bench:
         return replace(
             runs[0],
             layout=request.layout,
-            cause="; ".join([*problems, *breakdown_problems(outcomes)]) or None,
+            cause="; ".join([*problems, *said, *breakdown_problems(outcomes)]) or None,
             metrics=runs[0].metrics | trial_metrics(reports, gang_s) | breakdown_metrics(ranks),
             losses=reports[0].losses,
             environment=dict(self.environment) | reports[0].environment,
@@ -204,7 +205,14 @@ class Bench:
                 layout=replace(request.layout, global_batch_size=batch),
                 status=Status.OK,
                 cause="; ".join(telemetry_problems(summary, idle)) or None,
-                metrics=metrics(batch * self.problem.sequence_length, reports, timing, summary, idle, self.problem),
+                metrics=metrics(
+                    reports[0].tokens_per_step or batch * self.problem.sequence_length,
+                    reports,
+                    timing,
+                    summary,
+                    idle,
+                    self.problem,
+                ),
                 methods=methods(summary, idle),
                 step_times_s=timing.window_steps_s,
                 windows=worked[i],

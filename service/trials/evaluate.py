@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -21,9 +22,9 @@ from service.result import Proxy, Purpose, TrialResult
 from service.step import Step
 from service.trials import probe, short
 from service.trials.bench import Bench
-from service.trials.extrapolation import SPENT, over_depth
+from service.trials.extrapolation import over_depth
 from service.trials.pool import Pool
-from service.trials.slices import run_slices
+from service.trials.slices import run_kind, run_slices, runs_alone
 from service.trials.windows import Nodes
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
@@ -32,6 +33,11 @@ from trainables.training import Training
 
 LEASE_S = 60.0
 """How long a trial waits for a gang. It is started only when one is up."""
+
+
+Probe = Callable[[Bench, str, Layout], TrialResult | None]
+"""A few steps that say whether a layout fits, under the id of its trial: the trial's result if it does not. Whatever
+else goes wrong with them shows in the trial itself."""
 
 
 def evaluate(
@@ -82,15 +88,14 @@ def run_trial(
     `front`: the objectives of layouts that a trial which explores should not be far behind. Where the problem asks for
     it, a trial that explores and may not fit in memory is probed before: `probe_time_s` is what that took.
     """
-    probed = purpose == Purpose.SEARCH and not bench.problem.measurement.sliced
-    depths = probe.depths(layout, bench.problem) if probed else None
-    if depths is None:
+    run_probe = _probe_of(bench, layout) if purpose == Purpose.SEARCH else None
+    if run_probe is None:
         return run_at_depths(bench, trial_id, layout, purpose, front)
-    refused, seconds = run_probe(bench, trial_id, layout, depths)
-    if refused is not None:
-        return refused
-    result = run_at_depths(bench, trial_id, layout, purpose, front)
-    return replace(result, metrics=result.metrics | {"probe_time_s": seconds})
+    began = time.monotonic()
+    refused = run_probe(bench, trial_id, layout)
+    spent: dict[str, float | None] = {"probe_time_s": time.monotonic() - began}
+    result = refused or run_at_depths(bench, trial_id, layout, purpose, front)
+    return replace(result, metrics=result.metrics | spent)
 
 
 def run_at_depths(
@@ -123,28 +128,48 @@ def _launch(
     return bench.run(request, front if purpose == Purpose.SEARCH else ())
 
 
-def run_probe(bench: Bench, trial_id: str, layout: Layout, depths: tuple[int, int]) -> tuple[TrialResult | None, float]:
-    """Run a few steps at two depths, deeper first. The trial's result if it does not fit, and the seconds they took.
+def _probe_of(bench: Bench, layout: Layout) -> Probe | None:
+    """How to find out by a few steps whether a layout fits; None where there is no need to, or no way."""
+    if not probe.due(layout, bench.problem):
+        return None
+    if runs_alone(bench, layout):
+        return _probe_alone
+    return _probe_at_depths if probe.depths(layout, bench.problem) else None
 
-    Whatever else goes wrong with them shows in the trial itself.
-    """
+
+def _probe_alone(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | None:
+    """By the fullest rank, on one worker."""
+    if bench.problem.depth_proxy is not None:
+        bench = bench.at_depth(max(bench.problem.depth_proxy))
+    request = make_request(f"{trial_id}-probe", layout, bench.problem)
+    kind = probe.fullest(layout, bench.problem.workload)
+    one = run_kind(bench, probe.probing(request, short.sizes(layout, alone=True)), kind)
+    if not isinstance(one, TrialResult):
+        reason = probe.lack(layout, bench.problem, kind, one)
+        return None if reason is None else TrialResult(trial_id, layout, Status.OOM, reason)
+    if one.status != Status.OOM:
+        return None
+    return replace(one, trial_id=trial_id, cause=f"probe: {one.cause}")
+
+
+def _probe_at_depths(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | None:
+    """By the whole gang, deeper first."""
+    depths = probe.depths(layout, bench.problem)
+    assert depths is not None
     proxies: list[Proxy] = []
-    seconds = 0.0
     for layers in reversed(depths):
         smaller = bench.at_depth(layers)
         request = make_request(f"{trial_id}-probe-{layers}-layers", layout, smaller.problem)
-        result = smaller.run(probe.probing(request))
+        result = smaller.run(probe.probing(request, request.batches))
         proxies.insert(0, Proxy(layers, result))
         if result.status == "oom":
             cause = f"probe: at {layers} layers: {result.cause}"
-            return replace(result, trial_id=trial_id, cause=cause, proxies=tuple(proxies)), seconds
+            return replace(result, trial_id=trial_id, cause=cause, proxies=tuple(proxies))
         if result.status != "ok":
-            return None, seconds
-        seconds += sum(result.metrics[name] or 0.0 for name in SPENT)
+            return None
     if (reason := probe.overflow(layout, bench.problem, *proxies)) is None:
-        return None, seconds
-    spent: dict[str, float | None] = {"probe_time_s": seconds}
-    return TrialResult(trial_id, layout, Status.OOM, reason, spent, proxies=tuple(proxies)), seconds
+        return None
+    return TrialResult(trial_id, layout, Status.OOM, reason, proxies=tuple(proxies))
 
 
 def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpose = Purpose.SEARCH) -> TrialRequest:
@@ -155,7 +180,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
     """
     timing = asdict(problem.measurement)
     deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
-    sizes = (short.batches(layout) if short_trials else None) or ()
+    sizes = short.sizes(layout, problem.measurement.sliced) if short_trials else ()
     if purpose == Purpose.FINALIST:
         timing["window_s"] = problem.finalists.window_s
         deadline_s *= layout.global_batch_size / max(sizes, default=layout.global_batch_size)

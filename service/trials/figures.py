@@ -64,7 +64,7 @@ def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> li
 
 
 def of_step(
-    problem: Problem, gpus: int, tokens: int, *, mean_s: float, median_s: float | None, energy_j: float | None
+    problem: Problem, gpus: int, tokens: float, *, mean_s: float, median_s: float | None, energy_j: float | None
 ) -> dict[str, float | None]:
     """The metrics made of the time and energy of a step of so many `tokens` on so many GPUs; None is missing.
 
@@ -79,7 +79,7 @@ def of_step(
 
 
 def metrics(
-    tokens: int,
+    tokens: float,
     reports: Sequence[RankReport],
     timing: Timing,
     summary: WindowSummary,
@@ -122,7 +122,7 @@ def trial_metrics(reports: Sequence[RankReport], gang_s: float) -> dict[str, flo
     return spent | {
         "trial_overhead_s": gang_s - sum(spent.values()),
         "peak_memory_gib": max(memory, default=None),
-        "final_loss": reports[0].losses[-1],
+        "final_loss": reports[0].losses[-1] if reports[0].losses else None,
     }
 
 

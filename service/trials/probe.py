@@ -1,16 +1,21 @@
-"""Whether a layout on the edge of memory fits: what a few steps take at two smaller depths, followed to the full one.
+"""Whether a layout on the edge of memory fits: by a few steps of its fullest rank, alone and at full depth.
 
-The memory of a GPU is a constant and a share for every layer (docs/memory.md), each rank's another.
+Where ranks cannot be alone, by what a few steps of all of them take at two smaller depths, followed to the full one:
+the memory of a GPU is a constant and a share for every layer (docs/memory.md), each rank's another.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
-from search_spaces.memory import band, estimate
+from search_spaces.memory import band, estimate, usable_bytes
+from search_spaces.stretching import kept_bytes
+from search_spaces.workload import Workload
 from service.problem import Problem
 from service.result import Proxy
+from service.trials.bench import Alone
 from service.trials.extrapolation import line
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
@@ -23,27 +28,55 @@ STEPS = Procedure(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=1.0, window
 """Three steps: the first makes the optimizer's states, without which the peak of those after it is not reached."""
 
 
+def due(layout: Layout, problem: Problem) -> bool:
+    """Whether a layout is to be probed before it is tried."""
+    return problem.borderline == "probe" and band(layout, problem.workload) == "borderline"
+
+
 def depths(layout: Layout, problem: Problem) -> tuple[int, int] | None:
-    """The depths at which to probe a layout; None where there is no need to, or none such below the model's own."""
-    if (
-        problem.borderline != "probe"
-        or layout.stage_layers is not None
-        or band(layout, problem.workload) != "borderline"
-    ):
+    """The depths at which to probe a layout; None where there are none such below the model's own."""
+    if layout.stage_layers is not None:
         return None
     shallow, deep = (layers * layout.pipeline_stages for layers in LAYERS_PER_STAGE)
-    return (shallow, deep) if deep < problem.workload.run.model.layers else None
+    return (shallow, deep) if deep < problem.workload.run.shape.layers else None
 
 
-def probing(request: TrialRequest) -> TrialRequest:
-    """The trial cut down to a few steps, of the smallest batch to which it would come."""
-    return replace(request, procedure=STEPS, batches=request.batches[-1:])
+def fullest(layout: Layout, work: Workload) -> RankKind:
+    """The kind of a layout's ranks that needs most by the memory model."""
+    memory = estimate(layout, work, range(layout.pipeline_parallel_size)).ranks
+    return max(kinds(layout, work), key=lambda kind: (memory[kind.pipeline_rank].needed, kind.share is Share.FULLEST))
+
+
+def probing(request: TrialRequest, sizes: tuple[int, ...]) -> TrialRequest:
+    """The trial cut down to a few steps, of the smallest of the global batch `sizes` that may stand for its own."""
+    return replace(request, procedure=STEPS, batches=sizes[-1:])
+
+
+def lack(layout: Layout, problem: Problem, kind: RankKind, one: Alone) -> str | None:
+    """Why a layout does not fit of which one rank ran alone, and did in a step of fewer microbatches; None if it may.
+
+    What torch reserves and does not use it gives back where memory is short, so that it does not count.
+    """
+    work, run = problem.workload.run, one.runs[0]
+    kept = kept_bytes(run.layout, layout, kind.pipeline_rank, work)
+    usable, peak_gib = usable_bytes(work.accelerator), one.report.peak_memory_gib
+    if not kept or usable is None or peak_gib is None:
+        return None
+    slack = estimate(layout, work, [kind.pipeline_rank]).ranks[kind.pipeline_rank].slack
+    needed_gib = peak_gib + (kept - slack) / 2**30
+    if needed_gib <= usable / 2**30:
+        return None
+    few, many = run.layout.gradient_accumulation_steps, layout.gradient_accumulation_steps
+    return (
+        f"probe: rank {kind.rank} takes {peak_gib:.1f} GiB in a step of {few} microbatches: in one of {many} it needs "
+        f"{needed_gib:.0f} GiB of {usable / 2**30:.0f}"
+    )
 
 
 def overflow(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> str | None:
-    """Why a layout does not fit, by two probes that ended well; None if it may.
+    """Why a layout does not fit, by two probes of all its ranks that ended well; None if it may.
 
-    What torch reserves and does not use it gives back where memory is short, so that it does not count.
+    What torch reserves and does not use does not count here either.
     """
     work = problem.workload.run
     estimated = estimate(layout, work, range(layout.pipeline_parallel_size))
@@ -53,12 +86,12 @@ def overflow(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> s
     for before, after in zip(shallow.result.ranks, deep.result.ranks, strict=True):
         if before.peak_memory_gib is None or after.peak_memory_gib is None:
             continue
-        reserved_gib = line(places, (before.peak_memory_gib, after.peak_memory_gib), work.model.layers)
+        reserved_gib = line(places, (before.peak_memory_gib, after.peak_memory_gib), work.shape.layers)
         needed_gib = reserved_gib - estimated.ranks[after.coordinates["pp"]].slack / 2**30
         if needed_gib > usable_gib:
             return (
                 f"probe: rank {after.rank} takes {before.peak_memory_gib:.1f} GiB with {places[0]} layers and "
-                f"{after.peak_memory_gib:.1f} with {places[1]}: with {work.model.layers} it needs {needed_gib:.0f} GiB "
+                f"{after.peak_memory_gib:.1f} with {places[1]}: with {work.shape.layers} it needs {needed_gib:.0f} GiB "
                 f"of {usable_gib:.0f}"
             )
     return None

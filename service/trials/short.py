@@ -1,13 +1,20 @@
 """Short trials: which numbers of microbatches stand for the whole global batch.
 
-Time and energy of a step are linear in its microbatches from the first full pipeline on: in 1F1B and its interleaved
-and zero-bubble forms a step takes (m + p - 1) times as long as one of m microbatches does on each of p ranks
-(Narayanan et al. 2021, section 2.2), and everything else once.
+Of a whole gang (`batches`), time and energy of a step are linear in its microbatches from the first full pipeline on:
+in 1F1B and its interleaved and zero-bubble forms a step takes (m + p - 1) times as long as one of m microbatches does
+on each of p ranks (Narayanan et al. 2021, section 2.2), and everything else once.
+
+Of a pipeline whose ranks run alone (`batch_alone`), each pass is measured, and the whole step played from them
+(`search_spaces.stretching`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from search_spaces.layout import Layout
+from search_spaces.stretching import overlap
 
 FILL = 2
 """The smaller number, in full pipelines: with one, interleaved schedules hold less in flight than with more, and ZeRO-1
@@ -19,6 +26,18 @@ microbatches; with twice as many it would be 2.2%, with four times 1.4% at more 
 
 SAVED = 3
 """The least by which the whole batch must exceed both together for short trials to be worth their error."""
+
+STEADY = 4
+"""The least of each kind of passes of a full pipeline by whose mean a rank alone stands for all others like them."""
+
+
+def sizes(layout: Layout, alone: bool) -> tuple[int, ...]:
+    """The global batch sizes to time in place of the layout's own, larger first, by a gang or by ranks that run alone;
+    none where that saves too little."""
+    if alone and layout.pipeline_parallel_size > 1:
+        size = batch_alone(layout)
+        return () if size is None else (size,)
+    return batches(layout) or ()
 
 
 def batches(layout: Layout) -> tuple[int, int] | None:
@@ -34,3 +53,27 @@ def batches(layout: Layout) -> tuple[int, int] | None:
         return None
     microbatch = layout.global_batch_size // layout.gradient_accumulation_steps
     return many * microbatch, few * microbatch
+
+
+@lru_cache(maxsize=1024)
+def batch_alone(layout: Layout) -> int | None:
+    """The global batch size to time in place of the layout's own, where ranks of a pipeline run alone: the smallest
+    that shows each of them every kind of pass. None where that saves nothing, and without a pipeline.
+
+    Nor is GPipe cut short, which keeps all microbatches of a step in memory.
+    """
+    if layout.pipeline_parallel_size == 1 or layout.pipeline_schedule == "gpipe":
+        return None
+    microbatch = layout.global_batch_size // layout.gradient_accumulation_steps
+    for count in range(layout.pipeline_parallel_size, layout.gradient_accumulation_steps):
+        few = replace(layout, global_batch_size=count * microbatch)
+        if all(_shows_all(few, layout, rank) for rank in range(layout.pipeline_parallel_size)):
+            return few.global_batch_size
+    return None
+
+
+def _shows_all(few: Layout, many: Layout, pipeline_rank: int) -> bool:
+    """Whether a rank goes through enough passes of each kind, with the pipeline full, in the shorter of two steps."""
+    found = overlap(few, many, pipeline_rank)
+    kinds = {(action.stage, action.step) for action in found.many}
+    return all(len(found.steady.get(kind, ())) >= STEADY for kind in kinds)

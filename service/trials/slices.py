@@ -13,7 +13,9 @@ from dataclasses import replace
 from search_spaces.composition import Composed, RankTimes, compose
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
+from search_spaces.memory import usable_bytes
 from search_spaces.network import Network
+from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
 from service.result import Proxy, Purpose, SliceRecord, TrialResult
@@ -47,6 +49,11 @@ def network_of(bench: Bench, layout: Layout) -> Network:
     return replace(bench.network, rank_order=layout.rank_order)
 
 
+def runs_alone(bench: Bench, layout: Layout) -> bool:
+    """Whether ranks of the layout can run without the others, for which the bench must know the network."""
+    return bench.network is not None and not layout.async_tensor_parallel
+
+
 def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
     """The result of a layout whose ranks run alone, kind after kind, on one GPU of the bench.
 
@@ -54,25 +61,37 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
     status and cause.
     """
     work, network = bench.problem.workload.run, network_of(bench, request.layout)
-    training = request.program
-    assert isinstance(training, Training)
     seen: dict[RankKind, Alone] = {}
     # torch's profiler would take the stand-in's kernels for computation.
     procedure = replace(request.procedure, breakdown=False)
     for number, kind in enumerate(kinds(request.layout, work)):
-        program = Slice(training, kind.rank, network, kind.share)
         name = f"{request.trial_id}-rank{number}"
-        one = bench.alone(replace(request, trial_id=name, program=program, procedure=procedure))
+        one = run_kind(bench, replace(request, trial_id=name, procedure=procedure), kind)
         if isinstance(one, TrialResult):
             return replace(one, trial_id=request.trial_id, ranks=())
         seen[kind] = one
     return _together(bench.problem, request, network, seen)
 
 
+def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | TrialResult:
+    """Run one rank of a layout with the memory that the problem's GPUs have. The trial's result if it did not end well.
+
+    `request` is a trial of the whole layout.
+    """
+    training, usable = request.program, usable_bytes(bench.problem.workload.accelerator)
+    assert isinstance(training, Training)
+    program = Slice(training, kind.rank, network_of(bench, request.layout), kind.share, usable)
+    one = bench.alone(replace(request, program=program))
+    if isinstance(one, TrialResult) and one.status == Status.OOM and usable is not None:
+        name = bench.problem.cluster.accelerator
+        return replace(one, cause=f"{one.cause} (of {usable / 2**30:.1f} GiB that torch can reserve on {name})")
+    return one
+
+
 def _together(problem: Problem, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
     """The trial's result from what was seen of each kind of its ranks."""
     first = next(iter(seen.values()))
-    runs = [_composed(problem, network, seen, index) for index in range(len(first.runs))]
+    runs = [_composed(problem, request.layout, network, seen, index) for index in range(len(first.runs))]
     spent: dict[str, float | None] = {
         name: sum(one.whole.metrics.get(name) or 0.0 for one in seen.values()) for name in SPENT
     }
@@ -95,12 +114,16 @@ def _together(problem: Problem, request: TrialRequest, network: Network, seen: M
     return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
 
 
-def _composed(problem: Problem, network: Network, seen: Mapping[RankKind, Alone], index: int) -> TrialResult:
-    """A step with one of the trial's batch sizes."""
-    first = next(iter(seen.values())).runs[index]
-    layout = first.layout
+def _composed(
+    problem: Problem, whole: Layout, network: Network, seen: Mapping[RankKind, Alone], index: int
+) -> TrialResult:
+    """A step with one of the trial's batch sizes; with a pipeline, which is played whole, with that of `whole`."""
+    first, work = next(iter(seen.values())).runs[index], problem.workload.run
+    few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
     times = {kind: rank_times(one, index) for kind, one in seen.items()}
-    step = compose(layout, problem.workload.run, times, network)
+    if few != layout:
+        times = {kind: stretch(alone, few, layout, kind.pipeline_rank, work) for kind, alone in times.items()}
+    step = compose(layout, work, times, network)
     metrics = _figures(problem, layout, step, seen, index)
     return TrialResult(
         trial_id=first.trial_id,

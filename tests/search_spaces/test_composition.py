@@ -78,7 +78,7 @@ def test_a_kind_stands_for_others() -> None:
     layout = Layout(
         "megatron", 8, 16, pipeline_parallel_size=8, pipeline_schedule="zbv_zero_bubble", virtual_pipeline_stages=2
     )
-    work = replace(WORK, model=replace(WORK.model, layers=16))
+    work = replace(WORK, model=replace(WORK.shape, layers=16))
     found = kinds(layout, work)
     times = {}
     for kind, seconds in zip(found, (1.0, 3.0), strict=True):

@@ -120,7 +120,7 @@ def test_nothing_is_slower_for_more_bandwidth(drawn: tuple[Workload, Layout], ra
 
 def test_matrix_products_and_attention_take_the_models_flops() -> None:
     """PaLM's count, appendix B, with the causal half of attention."""
-    model, length = WORK.model, WORK.sequence_length
+    model, length = WORK.shape, WORK.sequence_length
     causal = model.flops_per_token(length) - 6 * model.layers * model.hidden * length
     tokens = WORK.global_batch_size * length
     weights_in_norms = 6.0 * (2 * model.layers + 1) * model.hidden
@@ -160,7 +160,7 @@ def test_full_recomputation_runs_blocks_forward_once_more() -> None:
 )
 def test_bubble_of_even_stages(settings: dict[str, Any], expected: float) -> None:
     """Narayanan et al. 2021, section 2.2: (p - 1) / (v m); zero bubble leaves a third of it, or none."""
-    headless = replace(WORK, model=replace(WORK.model, vocab=8))
+    headless = replace(WORK, model=replace(WORK.shape, vocab=8))
     layout = layout_of(pipeline_parallel_size=4, **settings)
     prediction = predict(layout, headless, IDEAL)
     assert layout.gradient_accumulation_steps == 32

@@ -109,7 +109,7 @@ def test_a_third_engine_is_tried_judged_and_predicted(plain: EngineFacts) -> Non
         (rank, *_) = memory.estimate(layout, WORK).ranks.values()
         assert rank.optimizer == 2 * rank.parameters
         assert predict(layout, WORK, data_sheet("h200")).step_time_s > 0  # type: ignore[arg-type]
-        assert not plain.memory_is_measured(layout, WORK.model)
+        assert not plain.memory_is_measured(layout, WORK.shape)
 
 
 def test_who_has_fp8_is_said_by_the_engines(plain: EngineFacts, monkeypatch: pytest.MonkeyPatch) -> None:

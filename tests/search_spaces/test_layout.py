@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.layout import AXES, SETTLING, Layout
+from search_spaces.layout import AXES, SETTLING, Layout, axis_of
 from search_spaces.models import PRESETS
 from search_spaces.space import canonical
 from search_spaces.workload import Workload
@@ -56,15 +56,55 @@ def test_a_record_wants_engine_size_and_batch() -> None:
         Layout.from_dict(values)
 
 
+def test_axes_of_the_user_s_own_are_settings_like_others() -> None:
+    layout = CONFIG.having("nccl_algo", "Tree").having("buckets", 4).having("fused", True).having("dropout", 0.5)
+    assert layout == CONFIG.having("fused", True).having("dropout", 0.5).having("buckets", 4).having(
+        "nccl_algo", "Tree"
+    )
+    assert [layout.setting(axis) for axis in ("nccl_algo", "buckets", "fused", "tensor_parallel_size")] == [
+        "Tree",
+        4,
+        True,
+        2,
+    ]
+    assert layout.having("buckets", 8).setting("buckets") == 8 != layout.setting("buckets")
+    assert layout.having("zero_stage", 3) == replace(layout, zero_stage=3)
+    assert layout.label == f"{CONFIG.label} buckets=4 dropout=0.5 fused=true nccl_algo=Tree"
+    with pytest.raises(KeyError, match="fused"):
+        CONFIG.setting("fused")
+    values = json.loads(json.dumps(layout.to_dict()))
+    assert {"nccl_algo": "Tree", "buckets": 4, "fused": True, "dropout": 0.5}.items() <= values.items()
+    assert Layout.from_dict(values | {"foreign": 1}) == layout
+    assert "own" not in CONFIG.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("values", "ordered", "places"),
+    [
+        (["Ring", "Tree"], False, None),
+        ([1, 2, 8], True, [0, 1, 3]),
+        ([0, 2, 8], True, [0, 2, 8]),
+        ([0.5, 2.0], True, [-1, 1]),
+        ([False, True], True, [0, 1]),
+    ],
+)
+def test_where_values_of_the_user_s_own_lie_to_a_sampler(
+    values: list[Any], ordered: bool, places: list[float] | None
+) -> None:
+    axis = axis_of("mine", values)
+    assert (axis.name, axis.ordered) == ("mine", ordered)
+    assert places is None or [axis.place(value) for value in values] == places
+
+
 def test_label() -> None:
     assert CONFIG.label == "megatron 8gpu dp2 tp2 pp2 zero1 mbs4 sp"
     other = Layout("deepspeed", 2, 8, zero_stage=3, recompute="full", compile=True, precision="fp32")
     assert other.label == "deepspeed 2gpu dp2 zero3 mbs1 recompute compile fp32"
 
 
-def test_every_field_but_the_batch_is_an_axis() -> None:
+def test_every_field_but_the_batch_and_the_user_s_own_is_an_axis() -> None:
     names = [field.name for field in fields(Layout)]
-    assert list(AXES) == [name for name in names if name != "global_batch_size"]
+    assert list(AXES) == [name for name in names if name not in ("global_batch_size", "own")]
     assert all(axis.name == name and axis.meaning for name, axis in AXES.items())
     assert len({axis.settled for axis in SETTLING}) == len(AXES) == len(SETTLING)
 

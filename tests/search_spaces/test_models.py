@@ -18,6 +18,7 @@ from trainables.model import Parts
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
         ("mixtral-8x7b", 46_702_792_704),
         ("mixtral-8x22b", 140_620_634_112),
     ],

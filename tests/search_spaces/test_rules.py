@@ -41,7 +41,7 @@ class Case:
     @property
     def workload(self) -> Workload:
         work = replace(WORK, **self.work)
-        return replace(work, model=replace(work.model, **self.model))
+        return replace(work, model=replace(work.shape, **self.model))
 
 
 CASES: dict[str, list[Case]] = {

@@ -87,7 +87,7 @@ def brute_force(axes: dict[str, list[Any]], work: Workload) -> list[Layout]:
 
 
 def test_every_axis_is_tried() -> None:
-    assert {*VALUES, "global_batch_size"} == {field.name for field in fields(Layout)}
+    assert {*VALUES, "global_batch_size", "own"} == {field.name for field in fields(Layout)}
     assert set(VALUES) == set(AXES)
 
 
@@ -104,10 +104,10 @@ def test_legal_points(axes: dict[str, list[Any]], work: Workload) -> None:
         )
         assert dp * tp * pp * cp == point.num_gpus
         assert dp * point.micro_batch_size * point.gradient_accumulation_steps == work.global_batch_size
-        assert work.model.kv_heads % tp == work.model.ffn_hidden % tp == work.model.vocab % tp == 0
-        stages = point.layers_by_stage(work.model.layers)
+        assert work.shape.kv_heads % tp == work.shape.ffn_hidden % tp == work.shape.vocab % tp == 0
+        stages = point.layers_by_stage(work.shape.layers)
         assert len(stages) == point.pipeline_stages
-        assert [*itertools.chain(*stages)] == list(range(work.model.layers))
+        assert [*itertools.chain(*stages)] == list(range(work.shape.layers))
         assert min(map(len, stages)) >= 1
         assert pp == 1 or (point.gradient_accumulation_steps >= pp and point.zero_stage <= 1)
         shard_group = dp * cp // point.data_parallel_replicate_size
@@ -166,7 +166,7 @@ def effect(layout: Layout, work: Workload) -> dict[str, Any]:
         "mesh": [layout.coordinates(rank) for rank in range(layout.num_gpus)],
         "experts": layout.expert_parallel_size,
         "microbatch": layout.micro_batch_size,
-        "stages": [list(layers) for layers in layout.layers_by_stage(work.model.layers)] if pipeline else None,
+        "stages": [list(layers) for layers in layout.layers_by_stage(work.shape.layers)] if pipeline else None,
         "schedule": (layout.pipeline_schedule, layout.virtual_pipeline_stages) if pipeline else None,
         "shards": layout.shard_ranks // layout.data_parallel_replicate_size if sharded else 1,
         "parameters": sharded and layout.zero_stage == 3,

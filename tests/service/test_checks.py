@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from service.checks import check, check_data, check_machine, data_from_afar, notices
+from service.checks import check, check_data, check_machine, data_from_afar, notices, workers_here
 from service.errors import InputError
 from service.metrics import METRICS, Needs, known
 from service.problem import Cluster
@@ -171,6 +172,14 @@ def test_a_machine_without_the_gpus_is_refused_unless_there_is_a_cluster(monkeyp
         check_machine(Cluster(gpus_per_node=1_000_000, accelerator="cpu"))
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     check_machine(many)
+
+
+def test_a_cluster_that_is_not_here_has_no_more_workers_than_this_machine_can_have() -> None:
+    cpus = os.cpu_count() or 1
+    afar = Cluster(nodes=128, gpus_per_node=8, accelerator="h100")
+    assert workers_here(afar) == count_gpus()
+    assert workers_here(replace(afar, accelerator="cpu", nodes=1000 * cpus)) == cpus
+    assert workers_here(Cluster(gpus_per_node=cpus + 1, accelerator="cpu")) == cpus + 1
 
 
 def test_a_trace_that_cannot_be_played_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,6 +351,13 @@ def test_list_of_an_empty_home_says_so(empty: Path) -> None:
     assert json.loads(call("list", "--json").stdout) == []
 
 
+def test_list_of_a_database_whose_folder_is_not_there_is_refused(empty: Path) -> None:
+    there, missing = (f"sqlite:///{empty}/{folder}mlflow.db" for folder in ("", "gone/"))
+    assert "no searches" in call("list", "--tracking-uri", there).stdout
+    assert_refused(call("list", "--tracking-uri", missing), f"there is no directory {empty}/gone")
+    assert list(empty.iterdir()) == []
+
+
 def test_the_command_line_asks_the_client_alone_and_prints() -> None:
     """It imports the client, what prints answers, and what parses arguments."""
     imported = {
@@ -359,7 +366,7 @@ def test_the_command_line_asks_the_client_alone_and_prints() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ROOMS
         for alias in node.names
     }
-    printing = {"text", "figures", "searches_table", "show"}
+    printing = {"text", "figures", "searches_table", "trials_table", "trials_csv", "show", "names"}
     assert imported == {"Wattune", "InputError", "NoAnswerError", "SearchError", "parse_choices"} | printing
 
 

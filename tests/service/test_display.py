@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from search_spaces.layout import Layout
+from service.answers.candidates import Candidate, candidates
 from service.display import Display
 from service.goals import Goals
 from service.metrics import DIRECTIONS, Method
@@ -41,7 +43,9 @@ def test_a_trial_starts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     make().finished(ok(1234.5, 0.0665), 9)
     trial, search = lines_of(capsys)
-    assert re.fullmatch(r"\[  0:00\] ok     megatron 4gpu dp2 tp2 zero1 mbs2 sp: 1,234 tokens/s, 0.0665 J/token", trial)
+    assert re.fullmatch(
+        r"\[  0:0\d\] ok     megatron 4gpu dp2 tp2 zero1 mbs2 sp: 1,234 tokens/s, 0.0665 J/token", trial
+    )
     assert "trial 1 of at most 10; best so far: 1,234 tokens/s, 0.0665 J/token; about" in search
 
 
@@ -51,6 +55,22 @@ def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: Status) -> No
     trial, search = lines_of(capsys)
     assert re.search(rf"\] {status} +megatron 4gpu .*: rank 1 ran out of memory$", trial)
     assert "trial 1 of at most 10; best so far: none yet" in search
+
+
+def test_a_trial_is_ranked_among_all_once_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked: list[int] = []
+
+    def counted(results: Sequence[TrialResult]) -> list[Candidate]:
+        ranked.append(len(results))
+        return candidates(results)
+
+    monkeypatch.setattr("service.display.candidates", counted)
+    progress = make()
+    for trials in (1, 2):
+        progress.finished(ok(100.0 * trials, 0.1 * trials), 7)
+        assert progress.best == {"tokens_per_s": 100.0 * trials, "joules_per_token": 0.1}
+        progress.figure("tokens_per_s", 1.0)
+    assert ranked == [1, 2]
 
 
 def test_best_so_far_is_by_each_objective(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,28 @@ def test_a_lock_stays_where_a_search_did_not_come_to_its_end(tmp_path: Path) -> 
     assert home.driven("s") is False, "as it was before"
     drive(home)
     assert not home.spool("s").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),  # a file that is open
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "HOME/spool/s/unsent/t"), True),
+        (PermissionError(errno.EACCES, "Permission denied", b"HOME/mlflow.db"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/elsewhere/tokens.bin"), False),
+        (ConnectionError("Failed to connect to Ray cluster"), False),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), False),
+        (TimeoutError("it took too long"), False),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_told_from_other_errors(
+    error: OSError, why: bool, tmp_path: Path
+) -> None:
+    if isinstance(error.filename, bytes):
+        error.filename = error.filename.replace(b"HOME", bytes(tmp_path))
+    elif error.filename is not None:
+        error.filename = error.filename.replace("HOME", str(tmp_path))
+    assert Home(tmp_path).is_why(error) == why
 
 
 def test_a_directory_that_cannot_be_written_is_told_and_a_look_leaves_nothing(tmp_path: Path) -> None:

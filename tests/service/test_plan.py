@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,49 @@ def test_every_legal_layout_is_predicted() -> None:
         assert 0 < found["mfu"] < 1
         assert forecast.share is not None
         assert forecast.band == ("borderline" if forecast.share >= 0.8 else "fits")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "1 to 3 kinds of its ranks, in about N s (measurement.explore: slices)"),
+        ({"measurement": {"explore": "auto"}}, "1 to 3 kinds of its ranks, in about N s"),
+        ({"space": {"tensor_parallel_size": 8, "zero_stage": [0, 1]}, "measurement": {"explore": "slices"}}, "1 kind "),
+        ({"space": {"pipeline_parallel_size": 2, "zero_stage": [0, 1]}}, "2 kinds of its ranks, in about N s ("),
+        ({"cluster": {"gpus_per_node": 8, "accelerator": "gpu"}}, None),  # of whose network nothing is known
+        ({"model": "llama3-1b", "space": {"num_gpus": 1}}, None),
+    ],
+)
+def test_what_slices_would_take_is_told_in_a_line(changes: dict[str, Any], said: str | None) -> None:
+    lines = [line for line in text(planned(**changes)).splitlines() if line.startswith("slices: ")]
+    seconds = [re.sub(r"about [1-9]\d* s", "about N s", line) for line in lines]
+    assert [line.startswith(f"slices: one GPU explores a layout by {said}") for line in seconds] == [True] * bool(said)
+
+
+def example(path: Path) -> Any:
+    """A row of a table."""
+    marks = [pytest.mark.slow] if path.stem == "gpt3_175b_1024xh100" else []  # of ten thousand layouts
+    return pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.parametrize("path", map(example, sorted(EXAMPLES.glob("*.yaml"))))
+def test_examples_are_planned(path: Path) -> None:
+    spec = load_spec(path)
+    plan = make_plan(spec, expected(spec.cluster))
+    assert plan.front or plan.source is None
+    assert plan.slices is None or plan.slices.fewest <= plan.slices.most <= 4
+
+
+@pytest.mark.parametrize("name", ["gpt3_175b", "llama3_405b"])
+def test_models_for_a_thousand_gpus_are_explored_in_minutes_by_one(name: str) -> None:
+    spec = load_spec(EXAMPLES / f"{name}_1024xh100_by_slices.yaml")
+    assert spec.measurement.explore == "slices"
+    assert spec.least.size == 1
+    plan = make_plan(spec, expected(spec.cluster))
+    assert plan.slices is not None
+    assert plan.slices.seconds is not None
+    assert plan.slices.seconds < (spec.budget.wall_time_s or 0.0) / 5
+    assert 50 < len(plan.promising) < 500
 
 
 def test_the_front_is_what_nothing_promising_beats() -> None:

@@ -86,7 +86,6 @@ def test_depth_proxies_are_run_and_extrapolated(ray_session: Any, home: Home, to
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_slices_explore_and_the_whole_gang_measures_the_finalists(
     ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +116,6 @@ def test_slices_explore_and_the_whole_gang_measures_the_finalists(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_cluster_that_is_not_there_is_explored_by_slices_alone(ray_session: Any, home: Home, tokens: str) -> None:
     cluster = {"nodes": 16, "gpus_per_node": 8, "accelerator": "cpu", "cpus_per_worker": 2}
     space = {"tensor_parallel_size": [2], "pipeline_parallel_size": [2], "precision": "fp32"}

@@ -91,7 +91,6 @@ def test_a_fleet_finds_elsewhere_what_it_does_not_hold(actors: Fleet, monkeypatc
         sent.awaited("n")
 
 
-@pytest.mark.timeout(120)
 def test_an_actor_that_is_killed_answers_again_for_what_was_before_and_subscribers_are_told(
     actors: Fleet, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ class Exporting:
 
 def scraped(port: int) -> dict[tuple[str, str], tuple[float, dict[str, str]]]:
     """Values and labels by metric and device."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
         families = text_string_to_metric_families(page.read().decode())
         return {
             (sample.name, sample.labels["device"]): (sample.value, sample.labels)
@@ -52,7 +52,7 @@ def test_rays_endpoint_shows_the_latest_row(ray_session: Any) -> None:
     ray.get(actor.publish.remote({"GPU-0": row, "GPU-1": row | {"device": "GPU-1"}}))
     ray.get(actor.publish.remote({"GPU-0": row | {"power_w": None, "energy_mj": 2**52 + 3}}))
     (node,) = (node for node in ray.nodes() if node["Alive"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (seen := scraped(node["MetricsExportPort"])) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert {(name, device): value for (name, device), (value, _) in seen.items()} == {

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -36,9 +37,9 @@ WAITING_FOREVER = replace(REQUEST, trial_id="lonely", layout=replace(LAYOUT, num
 
 
 def trial_processes(worker: psutil.Process) -> list[psutil.Process]:
-    """What the fork server of a worker process has started."""
+    """What the fork server of a worker process has started and is still there."""
     servers = [child for child in worker.children() if "forkserver" in " ".join(child.cmdline())]
-    return [process for server in servers for process in server.children()]
+    return [process for server in servers for process in server.children() if not is_gone(process)]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -50,26 +51,34 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 def is_training(worker: psutil.Process) -> bool:
     """By then a child of these tests has left the build behind, which takes a fraction of it."""
-    return any(process.cpu_times().user > 1.5 for process in trial_processes(worker))
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+        return any(process.cpu_times().user > 1.5 for process in trial_processes(worker))
+    return False
 
 
 def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture
 def run(nursery: Nursery, store: TCPStore) -> Iterator[Callable[..., Outcome]]:
     """Run rank 0 of a trial. In the end nothing of it may be left."""
 
-    def run_rank_0(request: TrialRequest, aborted: Callable[[], bool] = lambda: False) -> Outcome:
-        began = time.monotonic()
+    def run_rank_0(
+        request: TrialRequest,
+        elapsed_s: Callable[[], float] = lambda: 0.0,
+        aborted: Callable[[], bool] = lambda: False,
+    ) -> Outcome:
         place = Place(0, 0, "127.0.0.1", store.port, CPU)
-        request = replace(request, trial_id=f"{request.trial_id} {began}")
-        with nursery.trial(request, place, lambda: time.monotonic() - began, aborted) as outcome:
+        request = replace(request, trial_id=f"{request.trial_id} {time.monotonic()}")
+        with nursery.trial(request, place, elapsed_s, aborted) as outcome:
             return outcome
 
     yield run_rank_0
-    wait_until(lambda: not trial_processes(psutil.Process()), timeout_s=5)
+    wait_until(lambda: not trial_processes(psutil.Process()))
 
 
 def test_all_that_use_the_fork_server_run_on_one_worker(nursery: Nursery, request: pytest.FixtureRequest) -> None:
@@ -153,14 +162,19 @@ def test_a_killed_child_is_a_crash_with_signal_and_phase(run: Callable[..., Outc
 def test_the_deadline_ends_a_hang_and_tells_where_it_was(
     request_: TrialRequest, phase: str, function: str, run: Callable[..., Outcome]
 ) -> None:
+    """The deadline has passed once the child is where it stays."""
     began = time.monotonic()
-    outcome = run(replace(request_, deadline_s=6))
+
+    def elapsed_s() -> float:
+        there = is_training(psutil.Process()) if phase == "warmup" else time.monotonic() - began > 6
+        return 7.0 if there else 0.0
+
+    outcome = run(replace(request_, deadline_s=6), elapsed_s)
     assert (outcome.status, outcome.phase) == ("hang", phase)
     assert outcome.cause == f"no result after 6 s, in phase {phase}"
     assert outcome.traceback is not None
     assert f"in {function}" in outcome.traceback
     assert "in run" in outcome.traceback
-    assert time.monotonic() - began < 30
 
 
 def test_a_rank_is_stopped_when_the_trial_is_aborted(run: Callable[..., Outcome]) -> None:
@@ -201,7 +215,7 @@ def test_a_killed_worker_takes_its_children_along(doing: str) -> None:
     finally:
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait()
-    wait_until(lambda: all(is_gone(member) for member in family), timeout_s=10)
+    wait_until(lambda: all(is_gone(member) for member in family))
 
 
 def chained(outer: BaseException, inner: BaseException, suppressed: bool = False) -> BaseException:

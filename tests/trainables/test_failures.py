@@ -18,7 +18,6 @@ CAUSES = {
 }
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("trials", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_failed_trials_leave_nothing_behind(trials: int, capfd: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ def lost(cause: str) -> Outcome:
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
-    return await asyncio.wait_for(awaitable, 5)
+    return await asyncio.wait_for(awaitable, 60)
 
 
 async def settle() -> None:
@@ -340,17 +341,19 @@ async def test_a_gang_is_ready_once_all_have_joined() -> None:
 
 @in_a_loop
 async def test_the_time_on_a_trial_counts_from_when_the_gang_was_free() -> None:
+    freed = time.monotonic()
     mailbox = await gang()
-    await asyncio.sleep(0.3)
     for _ in range(2):
+        await asyncio.sleep(0.3)
         trial = asyncio.create_task(mailbox.evaluate(REQUEST))
         await settle()
         assert mailbox.round is not None
+        handing_in = time.monotonic()
         for rank in range(2):
             await mailbox.hand_in(rank, mailbox.round.order.number, OK)
         *_, seconds = await soon(trial)
-        assert seconds == pytest.approx(0.4, abs=0.25)
-        await asyncio.sleep(0.4)
+        assert 0.29 < seconds <= time.monotonic() - freed
+        freed = handing_in
 
 
 @in_a_loop

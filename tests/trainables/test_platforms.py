@@ -45,6 +45,21 @@ def test_a_rank_on_the_cpu_has_no_device_of_its_own() -> None:
     assert (platform.identity(device), platform.peak_memory_gib(device), platform.versions(device)) == (None, None, {})
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_torch_can_be_given_less_of_a_gpu() -> None:
+    platform = platform_of(ACCELERATORS["gpu"])
+    device = platform.take(0)
+    platform.limit_memory(device, 2**30)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**30 + 1, dtype=torch.uint8, device=device)
+        platform.limit_memory(device, 1e15)  # more than there is leaves what there is
+        torch.empty(2**30 + 1, dtype=torch.uint8, device=device)
+    finally:
+        platform.limit_memory(device, 1e15)
+
+
 def test_tasks_race_beside_each_other_once_the_first_is_done() -> None:
     """Two that wait for each other are done, neither before it was begun."""
     begun, done = threading.Barrier(2, timeout=60), []

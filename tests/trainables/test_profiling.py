@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 from torch.distributed import TCPStore
 from torch.nn.functional import scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,7 +24,7 @@ from trainables.measure import Procedure
 from trainables.platforms.base import Platform
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.platforms.cuda import PLATFORM as CUDA
-from trainables.profiling import profile_step
+from trainables.profiling import Event, profile_step
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
 
@@ -204,47 +203,10 @@ def test_a_step_that_fails_fails() -> None:
     torch.autograd._disable_profiler()
 
 
-@dataclass
-class Event:
-    """What the profiler says of one kernel or operator."""
-
-    label: str
-    start: int
-    end: int
-    thread: int = 1
-    correlation: int = 0
-    linked: int = 0
-    device: DeviceType = DeviceType.CPU
-
-    def name(self) -> str:
-        return self.label
-
-    def start_ns(self) -> int:
-        return self.start
-
-    def end_ns(self) -> int:
-        return self.end
-
-    def duration_ns(self) -> int:
-        return self.end - self.start
-
-    def start_thread_id(self) -> int:
-        return self.thread
-
-    def correlation_id(self) -> int:
-        return self.correlation
-
-    def linked_correlation_id(self) -> int:
-        return self.linked
-
-    def device_type(self) -> DeviceType:
-        return self.device
-
-    def is_async(self) -> bool:
-        return False
-
-    def is_user_annotation(self) -> bool:
-        return False
+def event(
+    name: str, start: int, end: int, thread: int = 1, correlation: int = 0, linked: int = 0, on_host: bool = True
+) -> Event:
+    return Event(name, on_host, start, end - start, thread, correlation, linked, is_async=False, is_annotation=False)
 
 
 def test_kernels_of_one_name_are_told_apart_by_the_call_that_launched_them() -> None:
@@ -252,14 +214,14 @@ def test_kernels_of_one_name_are_told_apart_by_the_call_that_launched_them() -> 
     exchange = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
     kernels = [(exchange, 2), (exchange, 4), (exchange, 0), ("ncclDevKernel_Generic_1(...)", 6)]
     events = [
-        Event("c10d::alltoall_base_", 10, 20, correlation=1),
-        Event("record_param_comms", 12, 18, correlation=2),
-        Event("c10d::send", 30, 40, correlation=3),
-        Event("record_param_comms", 32, 38, correlation=4),
-        Event("c10d::allreduce_", 10, 40, thread=2, correlation=5),
-        Event("record_param_comms", 12, 38, thread=2, correlation=6),
+        event("c10d::alltoall_base_", 10, 20, correlation=1),
+        event("record_param_comms", 12, 18, correlation=2),
+        event("c10d::send", 30, 40, correlation=3),
+        event("record_param_comms", 32, 38, correlation=4),
+        event("c10d::allreduce_", 10, 40, thread=2, correlation=5),
+        event("record_param_comms", 12, 38, thread=2, correlation=6),
         *(
-            Event(name, i * second, (i + 1) * second, linked=linked, device=DeviceType.CUDA)
+            event(name, i * second, (i + 1) * second, linked=linked, on_host=False)
             for i, (name, linked) in enumerate(kernels)
         ),
     ]

@@ -24,15 +24,19 @@ from search_spaces.network import Collective
 from tests.trainables.conftest import RunRanks
 from tests.trainables.ledgers import CPU, Written, calls_of, no_time
 from tests.trainables.test_parity import (
+    GPIPE,
     INTERLEAVED,
     LLAMA,
     MIXTURE,
     ROWS,
     SEQUENCE_LENGTH,
+    V_SHAPED,
+    ZERO_BUBBLE,
     cases,
     deep,
     deepspeed,
     megatron,
+    reference,
     reports,
     request,
     tied,
@@ -40,6 +44,7 @@ from tests.trainables.test_parity import (
 from trainables.program import RankReport, TrialRequest
 from trainables.standin.join import join
 from trainables.standin.ledger import Call, Ledger
+from trainables.standin.moves import GRADIENT
 
 RANK, SIZE = 1, 4
 WORLD = tuple(range(SIZE))
@@ -218,11 +223,13 @@ def test_a_message_is_normal_and_others_draws_stay_the_same(world: Ledger) -> No
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    hidden, count = torch.full((64, 64), math.nan, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
-    dist.recv(hidden, 0)
-    dist.recv(count, 0)
-    assert hidden.float().mean().abs() < 0.1
-    assert hidden.float().std() == pytest.approx(1, abs=0.1)
+    hidden, gradient = (torch.full((64, 64), math.nan, dtype=torch.bfloat16, requires_grad=of) for of in (True, False))
+    count = torch.zeros(1, dtype=torch.int32)
+    for received in (hidden, gradient, count):
+        dist.recv(received, 0)
+    for received, scale in ((hidden.detach(), 1.0), (gradient, GRADIENT)):
+        assert received.float().mean().abs() < 0.1 * scale
+        assert received.float().std() == pytest.approx(scale, rel=0.1)
     assert count.item() == 1
     torch.testing.assert_close(torch.rand(3), expected)
 
@@ -360,3 +367,31 @@ def test_a_rank_alone_calls_for_what_it_calls_for_among_others(
         assert is_finite(report)
         for mine, real in zip(calls_of(report), calls_of(among), strict=True):
             assert comparable(mine, model) == comparable(real, model) != []
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        (megatron(2, **V_SHAPED, mbs=1), 1),
+        (deepspeed(4, pp=4, mbs=1), 2),
+        *[
+            pytest.param(layout, rank, marks=pytest.mark.slow)
+            for layout, rank in [
+                (megatron(2, pp=2, mbs=1), 0),
+                (megatron(2, **GPIPE, mbs=1), 0),
+                (megatron(2, **INTERLEAVED, mbs=1), 0),
+                (megatron(2, **ZERO_BUBBLE, mbs=1), 1),
+                (megatron(4, pp=4, mbs=1), 1),
+                (deepspeed(2, pp=2, mbs=1), 0),
+            ]
+        ],
+    ],
+)
+def test_gradients_that_arrive_are_no_larger_than_those_of_the_model(
+    layout: Layout, rank: int, run_ranks: RunRanks
+) -> None:
+    model = deep(LLAMA)
+    (report,) = reports(run_ranks(written(model, layout, rank)))
+    assert is_finite(report)
+    assert max(report.grad_norms) < 2 * max(reference(model)[1])
+    assert max(report.grad_norms) < 10 * min(report.grad_norms)

@@ -15,10 +15,10 @@ from search_spaces.models import ModelShape
 from tests.trainables.conftest import RunRanks
 from trainables.child import Nursery
 from trainables.data import SYNTHETIC
+from trainables.losses import check_learning
 from trainables.measure import Procedure
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import InvalidTrial, Place, Progress, TrialRequest
-from trainables.rank import check_learning
 from trainables.training import Training
 
 MODEL = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)

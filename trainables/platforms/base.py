@@ -39,8 +39,16 @@ class Platform(ABC):
     environment: ClassVar[Mapping[str, str]]
 
     @abstractmethod
+    def device(self, local_rank: int) -> torch.device:
+        """The node's device number `local_rank`, of which nothing is used for that."""
+
+    @abstractmethod
     def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
         """Make the node's device number `local_rank` this process's own, with its memory mapped as the layout says."""
+
+    @abstractmethod
+    def limit_memory(self, device: torch.device, size: float) -> None:
+        """Let torch reserve no more than `size` bytes of the device's memory, or what there is of it."""
 
     @abstractmethod
     def synchronize(self) -> None:

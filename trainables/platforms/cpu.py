@@ -34,9 +34,15 @@ class Cpu(Platform):
     # On a machine with GPUs, no library may open their driver.
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cpu"}
 
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device("cpu")
+
     def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
         torch.set_num_threads(1)
-        return torch.device("cpu")
+        return self.device(local_rank)
+
+    def limit_memory(self, device: torch.device, size: float) -> None:
+        """Nothing: what torch takes of the host's memory it does not count."""
 
     def synchronize(self) -> None:
         pass

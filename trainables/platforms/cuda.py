@@ -24,12 +24,19 @@ class Cuda(Platform):
     # The server must not touch CUDA, or its forks could not: no check may open the driver.
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
 
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device("cuda", local_rank)
+
     def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
         if expandable_segments:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        device = torch.device("cuda", local_rank)
+        device = self.device(local_rank)
         torch.cuda.set_device(device)
         return device
+
+    def limit_memory(self, device: torch.device, size: float) -> None:
+        share = size / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -9,8 +9,9 @@ Nothing is left as it was allocated: the time and the power of what is computed 
 - Exchanged: each rank sends what this rank would send to a rank like itself: its own piece for itself, over and over
   where more is to come.
 - Broadcast by another rank: what this rank has in its place.
-- Received from another rank: normal values of unit scale, as hidden states between two layers have it; all that follows
-  is linear in gradients. Integers are ones, by which the stages of a pipeline agree to go on.
+- Received from another rank: normal values, of unit scale where autograd will come back to them (`requires_grad`), as
+  hidden states between two layers have it, else of the scale `GRADIENT`. Integers are ones, by which the stages of a
+  pipeline agree to go on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from search_spaces.kinds import Share
+
+GRADIENT = 1e-6
+"""Scale of the gradients that a stage of a pipeline receives: of a mean over thousands of tokens, each of hundreds of
+values. With unit scale, the norm of the gradients of a first stage overflows (seen with Llama-3 405B)."""
 
 
 class Move(NamedTuple):
@@ -62,7 +67,7 @@ def fill(move: Move) -> None:
     """Do it, by operations of torch on the current stream."""
     target = move.target.data  # behind autograd's back, as collectives are: no version is counted
     if move.source is None:
-        _receive(target)
+        _receive(target, 1 if move.target.requires_grad else GRADIENT)
         return
     source = move.source.data.reshape(-1)
     _repeat(target, source)
@@ -70,9 +75,9 @@ def fill(move: Move) -> None:
         target.mul_(move.factor)
 
 
-def _receive(target: Tensor) -> None:
+def _receive(target: Tensor, scale: float) -> None:
     if target.is_floating_point():
-        target.normal_(generator=_generator(target.device))
+        target.normal_(0.0, scale, generator=_generator(target.device))
     else:
         target.fill_(1)
 

@@ -6,8 +6,17 @@ at github.com/NVIDIA/Megatron-LM, commit d98e8a6.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from search_spaces.layout import Layout
-from service.answers.exports import Export
+from search_spaces.models import ModelShape
+from service.answers.exports import LEARNING_RATE, TRAIN_STEPS, Export, Program, Variable, memory_environment
+from trainables.data import SYNTHETIC
+
+if TYPE_CHECKING:
+    from trainables.launch import Launch
 
 
 def arguments(layout: Layout) -> list[str]:
@@ -49,10 +58,15 @@ def not_expressible(layout: Layout) -> dict[str, str]:
     return otherwise
 
 
+def stages(layers: Sequence[int]) -> str:
+    """So many blocks in each stage, in Megatron-Core's own words: `Et*7|t*9L` has the embedding and the loss at the
+    ends."""
+    return "E" + "|".join("t" if count == 1 else f"t*{count}" for count in layers) + "L"
+
+
 def _pipeline(layout: Layout) -> list[str]:
     if layout.stage_layers is not None:
-        stages = ["t" if layers == 1 else f"t*{layers}" for layers in layout.stage_layers]
-        return ["--pipeline-model-parallel-layout", "E" + "|".join(stages) + "L"]
+        return ["--pipeline-model-parallel-layout", stages(layout.stage_layers)]
     if layout.virtual_pipeline_stages > 1:
         return ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual_pipeline_stages)]
     return []
@@ -91,4 +105,86 @@ def _precision(layout: Layout) -> list[str]:
     return ["--bf16", *fp8, *reduce]
 
 
-EXPORT = Export(("megatron",), "megatron_lm", arguments, not_expressible)
+def settings(launch: Launch) -> list[str]:
+    """The arguments of the model, of its sequences and of the layout."""
+    length = launch.training.sequence_length
+    return [*_model(launch.training.model), "--seq-length", str(length), *arguments(launch.layout)]
+
+
+def render(arguments: list[str]) -> str:
+    """An argument with its values a line, as a shell takes them."""
+    lines: list[str] = []
+    for word in arguments:
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def environment(launch: Launch) -> dict[str, str]:
+    """On GPUs before Blackwell Megatron-LM asks for a single queue to the device where tensor or context parallelism
+    is to overlap with products, and for several where Megatron-FSDP is."""
+    layout = launch.layout
+    needed = memory_environment(launch)
+    if layout.zero_stage < 2 and max(layout.tensor_parallel_size, layout.context_parallel_size) > 1:
+        needed["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return needed
+
+
+def program(launch: Launch) -> Program:
+    """Megatron-LM's own `pretrain_gpt.py`, on the tokens of the search if it trained on any."""
+    source, vocab = launch.training.data, launch.training.model.vocab
+    data: tuple[str | Variable, ...] = ("--mock-data",)
+    if source != SYNTHETIC:
+        prefix = source.removesuffix(".bin").removesuffix(".idx")
+        known = None if source.endswith(".npy") else prefix
+        data = ("--data-path", Variable("DATA", "the prefix of a Megatron-LM indexed dataset", known))
+    return Program(
+        (
+            Variable("PRETRAIN_GPT", "the path of pretrain_gpt.py in a checkout of Megatron-LM"),
+            *settings(launch),
+            *data,
+            # The tokens are there already, and the tokenizer adds one that ends a document.
+            *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab - 1)),
+            *("--lr", LEARNING_RATE, "--train-iters", TRAIN_STEPS),
+        )
+    )
+
+
+def _model(shape: ModelShape) -> list[str]:
+    """The shape; nothing is dropped out at random, and the vocabulary is not padded."""
+    args = [
+        *("--num-layers", str(shape.layers)),
+        *("--hidden-size", str(shape.hidden)),
+        *("--num-attention-heads", str(shape.heads)),
+        *("--ffn-hidden-size", str(shape.ffn_hidden)),
+        *("--max-position-embeddings", str(shape.max_sequence_length)),
+        *("--make-vocab-size-divisible-by", "1"),
+        *("--attention-dropout", "0.0"),
+        *("--hidden-dropout", "0.0"),
+    ]
+    if shape.kv_heads < shape.heads:
+        args += ["--group-query-attention", "--num-query-groups", str(shape.kv_heads)]
+    if not shape.tie_embeddings:
+        args += ["--untie-embeddings-and-output-weights"]
+    if shape.family == "gpt":
+        return [*args, "--position-embedding-type", "learned_absolute", "--normalization", "LayerNorm"]
+    args += ["--position-embedding-type", "rope", "--rotary-base", f"{shape.rope_theta:.0f}"]
+    args += ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]
+    if shape.num_experts:
+        args += ["--num-experts", str(shape.num_experts), "--moe-router-topk", str(shape.experts_per_token)]
+        args += ["--moe-router-load-balancing-type", "seq_aux_loss"]
+        args += ["--moe-aux-loss-coeff", str(shape.router_aux_loss)]
+    return args
+
+
+EXPORT = Export(
+    "megatron-lm",
+    ("megatron",),
+    settings,
+    render,
+    lambda launch: not_expressible(launch.layout),
+    environment=environment,
+    program=program,
+)

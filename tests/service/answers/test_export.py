@@ -1,16 +1,13 @@
-"""What a layout is launched with: by the formats that can express it, each a module that is found."""
+"""What an answer holds beside a layout's axes."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from search_spaces.layout import Layout
-from service.answers import export, exports, ranking
+from service.answers import export, ranking
 from tests.service.records import CONFIG, search, trial
 
 FAST = trial("fast", tokens_per_s=100, joules_per_token=3, throttle_ratio=0)
@@ -53,17 +50,8 @@ def test_a_layout_that_no_format_can_express_says_so() -> None:
     assert not {"deepspeed", "megatron_lm"} & set(made)
 
 
-def test_a_format_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "abacus.py").write_text(
-        "from service.answers.exports import Export\n"
-        "EXPORT = Export(('megatron',), 'abacus', lambda layout: {'beads': layout.num_gpus}, lambda layout: "
-        "{'compile': 'an abacus is compiled by hand', 'engine': 'wood'})\n"
-    )
-    monkeypatch.setattr(exports, "__path__", [*exports.__path__, str(tmp_path)])
-    made = exported(Layout("megatron", 8, 16, compile=True))
-    assert made["abacus"] == {"beads": 8}
-    assert "--micro-batch-size" in made["megatron_lm"]
-    assert made["not_expressible"] == {
-        "compile": "Megatron-LM fuses kernels with Transformer Engine instead; an abacus is compiled by hand",
-        "engine": "wood",
-    }
+def test_an_answer_holds_the_configuration_that_its_engine_is_known_by_and_no_other() -> None:
+    plain = {"search_id", "search", "trial_id", "purpose", "trials", "workload", "config", "not_expressible", "metrics"}
+    plain |= {"intervals", "methods"}
+    assert set(exported(Layout("megatron", 8, 16))) == plain | {"megatron_lm"}
+    assert set(exported(Layout("deepspeed", 8, 16))) == plain | {"deepspeed"}

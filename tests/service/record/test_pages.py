@@ -68,7 +68,7 @@ def test_closing_ends_all_processes_of_the_server() -> None:
     family = psutil.Process(server.pid).children()
     Pages("http://127.0.0.1:1", server).close()
     assert server.returncode == -signal.SIGTERM
-    assert psutil.wait_procs(family, timeout=5)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_the_pages_answer_at_their_link_and_end_with_the_command(signalled: sign
         assert len(family) >= 2
         os.kill(asked.pid, signalled)
         assert asked.wait(30) == 0
-    assert psutil.wait_procs(family, timeout=5)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", port))

@@ -92,22 +92,24 @@ def test_waiting_for_the_first_gang_is_no_time_of_the_search() -> None:
     agenda = agenda_of(spec_of(budget={"wall_time_s": 100}), spent=Spent(wall_time_s=99.9))
     time.sleep(0.2)
     assert agenda.elapsed_s == 99.9
+    began = time.monotonic()
     assert agenda.next("a") is not None
     time.sleep(0.2)
-    assert agenda.elapsed_s == pytest.approx(100.1, abs=0.1)
+    assert 100.05 < agenda.elapsed_s <= 99.9 + time.monotonic() - began
     assert agenda.closed
     assert agenda.next("b") is None
 
 
 def test_ends_when_the_gpu_hours_are_used_up() -> None:
     """A trial of 0.1 s on two GPUs is 0.2 GPU-seconds."""
-    for hours, goes_on in ((0.15 / 3600, False), (10 / 3600, True)):
+    for hours, goes_on in ((0.15 / 3600, False), (1.0, True)):
         agenda = agenda_of(spec_of(budget={"gpu_hours": hours}))
+        began = time.monotonic()
         step = agenda.next("a")
         assert step is not None
         time.sleep(0.1)
         agenda.take(outcome("a", step))
-        assert agenda.gpu_seconds == pytest.approx(0.2, abs=0.1)
+        assert 0.19 < agenda.gpu_seconds <= 2 * (time.monotonic() - began)
         assert (agenda.next("b") is not None) == goes_on
 
 
@@ -281,6 +283,23 @@ def test_a_layout_that_the_finalists_turn_out_worse_than_is_measured_too() -> No
     assert open_ends(results, spec) == []
     record = candidates(results)
     assert max(record, key=lambda one: one.metrics["tokens_per_s"]).layout == next_best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_trials_go_to_who_was_measured_least(seed: int) -> None:
+    """Whoever is measured again turns out half as fast, so that again and again one leads that was measured once."""
+    spec = spec_of(**SPEED, finalists={"count": 2, "repeats": 3}, budget={"trials": 12}, seed=seed)
+
+    def slower(result: TrialResult) -> TrialResult:
+        share = 0.5 if result.purpose == "finalist" else 1.0
+        return replace(result, metrics={"tokens_per_s": share * (result.metrics["tokens_per_s"] or 0.0)})
+
+    again = [result.layout for result in run(agenda_of(spec), change=slower) if result.purpose == "finalist"]
+    planned, first, last = again[:6], again[6:10], again[10:]
+    assert sorted(Counter(first).values()) == [1, 3], "the one that leads, and once more what it is held against"
+    assert len(last) == 2, "as many extra trials as the finalists had are over"
+    assert len(set(last)) == 1
+    assert last[0] not in planned + first
 
 
 def test_layouts_that_cannot_be_told_apart_are_measured_on() -> None:

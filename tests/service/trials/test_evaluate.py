@@ -285,7 +285,6 @@ class NodeTelemetry:
         return WindowSummary(tuple(windows), peak_power_w=300.0)
 
 
-@pytest.mark.timeout(120)
 def test_a_node_without_gpus_is_measured_as_one_device(ray_session: Any) -> None:
     telemetry = {"a": start(NodeTelemetry, {"cpu-of-a": 1.0}, "", "cpu")}
     outcomes = ranks(2, [None] * 2, device=None)
@@ -343,7 +342,6 @@ def answering(outcomes: list[Outcome], idle: int = 0) -> Any:
     return mailbox
 
 
-@pytest.mark.timeout(120)
 def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None:
     spec = make_spec()
     telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)}, "was reset")}
@@ -362,7 +360,6 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
     assert TrialResult.from_dict(result.to_dict()) == result
 
 
-@pytest.mark.timeout(120)
 def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) -> None:
     spec = replace(make_spec(), global_batch_size=128)
     layout = replace(CONFIG, global_batch_size=128)
@@ -384,7 +381,6 @@ def test_a_short_trial_s_result_follows_from_both_its_windows(ray_session: Any) 
     assert TrialResult.from_dict(result.to_dict()) == result
 
 
-@pytest.mark.timeout(120)
 def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
     spec, request = make_spec(), make_request("t1", replace(CONFIG, num_gpus=2), make_spec())
     drawn = {"GPU-0": 3000.0, "GPU-1": 3000.0, "GPU-2": 700.0, "GPU-3": 800.0}
@@ -405,7 +401,6 @@ def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
     assert shared.cause == "GPU-0: was hot; GPU-1: was hot; no idle_energy_j: the node's GPUs are not all the gang's"
 
 
-@pytest.mark.timeout(120)
 def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
     outcomes = [Outcome(ABORTED), Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
     spec, layout = make_spec(), replace(CONFIG, num_gpus=2)
@@ -414,7 +409,6 @@ def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> Non
     assert (result.metrics, result.windows, result.infrastructure) == ({}, (), False)
 
 
-@pytest.mark.timeout(120)
 def test_a_trial_that_failed_in_its_breakdown_keeps_its_figures(ray_session: Any) -> None:
     spec, layout, problem = make_spec(), replace(CONFIG, num_gpus=2), "no result after 99 s, in phase breakdown"
     lacking = [Profile(None, problem, 60.0), Profile(None, None, 60.0)]
@@ -448,7 +442,6 @@ def steady(mailbox: Any, lost: bool = False) -> None:
     work.remote(mailbox)
 
 
-@pytest.mark.timeout(120)
 def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_session: Any) -> None:
     mailbox, layout, front = start(Mailbox, 1), replace(CONFIG, num_gpus=1), [{"tokens_per_s": 300.0}]
     front[0] |= {"joules_per_token": 0.1, "throttle_ratio": 0.0}
@@ -463,7 +456,6 @@ def test_a_trial_that_cannot_reach_the_front_is_ended_and_is_no_measurement(ray_
     assert TrialResult.from_dict(result.to_dict()) == result
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("purpose", [Purpose.FINALIST, Purpose.SENTINEL, Purpose.CALIBRATION])
 def test_only_trials_that_explore_are_ended_early(purpose: Purpose, ray_session: Any) -> None:
     mailbox, layout = start(Mailbox, 1), replace(CONFIG, num_gpus=1)

@@ -191,7 +191,6 @@ def test_both_results_survive_json() -> None:
     assert TrialResult.from_dict(kept) == replace(found, proxies=())
 
 
-@pytest.mark.timeout(120)
 def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> None:
     mailbox: Any = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=100).remote(1)
 

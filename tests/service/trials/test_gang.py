@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -32,7 +33,9 @@ from service.trials.gang import Gang, awaited, close_gangs, resources_per_worker
 from service.trials.pool import Pool, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices.cpu import cpu_uuid
+from tests.trainables.test_child import wait_until
 from trainables.child import Outcome
+from trainables.command import Command, LogPatterns
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Procedure
@@ -78,7 +81,7 @@ def begin(gang: Gang) -> Begin:
     return send
 
 
-def outcomes_of(reference: Any, timeout_s: float = 120) -> list[Outcome]:
+def outcomes_of(reference: Any, timeout_s: float = 240) -> list[Outcome]:
     outcomes, members, seconds = ray.get(reference, timeout=timeout_s)
     assert [member.rank for member in members] == [0, 1]
     assert seconds > 0
@@ -90,8 +93,15 @@ def statuses(reference: Any) -> list[tuple[str, str | None]]:
 
 
 def workers() -> list[psutil.Process]:
-    """The gang's worker processes: those under this session's Ray that keep a fork server for trials."""
-    return [process for process in psutil.Process().children(recursive=True) if is_worker(process)]
+    """The gang's two worker processes: those under this session's Ray that keep a fork server for trials.
+
+    Those of gangs that were closed may take a while to end.
+    """
+    give_up = time.monotonic() + 60
+    while len(found := [one for one in psutil.Process().children(recursive=True) if is_worker(one)]) != 2:
+        assert time.monotonic() < give_up, found
+        time.sleep(0.1)
+    return found
 
 
 def is_worker(process: psutil.Process) -> bool:
@@ -105,22 +115,28 @@ def fork_servers(worker: psutil.Process) -> list[psutil.Process]:
     return [child for child in worker.children() if "trainables.child" in " ".join(child.cmdline())]
 
 
-def trial_process(worker: psutil.Process) -> psutil.Process:
-    """The process in which a worker's rank of the trial under way trains, once it really does."""
-    give_up = time.monotonic() + 60
+def trial_processes(worker: psutil.Process) -> list[psutil.Process]:
+    """What the fork server of a worker has started: the process of a trial under way, those before may still end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return fork_servers(worker)[0].children()
+    return []
+
+
+def trial_process(worker: psutil.Process, before: Collection[psutil.Process]) -> psutil.Process:
+    """The process in which a worker's rank trains, once it really does, of a trial that began after those `before`."""
+    give_up = time.monotonic() + 100
     while time.monotonic() < give_up:
-        for process in fork_servers(worker)[0].children():
-            if process.cpu_times().user > 1.5:
-                return process
+        for process in trial_processes(worker):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process not in before and process.cpu_times().user > 1.5:
+                    return process
         time.sleep(0.05)
     raise AssertionError("no trial is under way")
 
 
-@pytest.mark.timeout(240)
 def test_one_gang_trains_trial_after_trial_on_both_engines(begin: Begin) -> None:
     assert statuses(begin()) == [("ok", None)] * 2
     before = {worker.pid for worker in workers()}
-    assert len(before) == 2
     layouts = [
         replace(LAYOUT, engine="deepspeed", zero_stage=3),
         replace(LAYOUT, pipeline_parallel_size=2),
@@ -154,7 +170,6 @@ SPEC = make_problem(
 )
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("axes", [{"engine": "megatron", "pipeline_parallel_size": 2}, {"engine": "deepspeed"}])
 def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: Gang, telemetry: Any) -> None:
     layout = Layout(num_gpus=2, global_batch_size=96, zero_stage=1, precision="fp32", **axes)
@@ -176,18 +191,22 @@ def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: G
     assert result.metrics["breakdown_span_s"]
 
 
-@pytest.mark.timeout(240)
-def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(gang: Gang, telemetry: Any) -> None:
+@pytest.mark.parametrize(("batch", "short_trials"), [(640, True), (96, False)])
+def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(
+    batch: int, short_trials: bool, gang: Gang, telemetry: Any
+) -> None:
+    """Of 20 microbatches seven are run, or all three."""
     problem = replace(
         SPEC,
+        global_batch_size=batch,
         cluster=replace(CLUSTER, nodes=8, gpus_per_node=8),
-        measurement=replace(SPEC.measurement, explore="slices", short_trials=False, breakdown=False),
+        measurement=replace(SPEC.measurement, explore="slices", short_trials=short_trials, breakdown=False),
     )
     network = data_sheet("cpu")
     assert network is not None
     bench = Bench(problem, gang.mailbox, telemetry, {"python": "3"}, network.network(8))
-    layout = Layout("megatron", 64, 96, pipeline_parallel_size=2, zero_stage=1, precision="fp32")
-    result = run_trial(bench, "sliced", layout)
+    layout = Layout("megatron", 64, batch, pipeline_parallel_size=2, zero_stage=1, precision="fp32")
+    result = run_trial(bench, f"sliced {batch}", layout)
     assert (result.status, result.cause) == ("ok", None)
     assert result.methods["tokens_per_s"] == "slice"
     assert [(one.kind.rank, one.kind.stands_for) for one in result.slices] == [(0, (0,)), (32, (1,))]
@@ -196,18 +215,17 @@ def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(gang: Gang, telemet
     for one in result.slices:
         assert len(one.times.passes) == 2 * layout.gradient_accumulation_steps
         assert min(one.times.passes.values()) > 0
-        assert one.times.waited_s > 0, "for the other stage"
+        assert (one.times.waited_s > 0) != short_trials, "for the other stage"
         assert one.times.busy_s < step_s
-    assert result.metrics["tokens_per_s"] == pytest.approx(96 * SPEC.sequence_length / step_s)
+    assert result.metrics["tokens_per_s"] == pytest.approx(batch * SPEC.sequence_length / step_s)
     assert 0 < (result.metrics["bubble_ratio"] or 0) < 1
     assert len(result.windows) == 2
     assert TrialResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
-    failed = run_trial(bench, "refused", replace(layout, tensor_parallel_size=3))
-    assert (failed.status, failed.trial_id) == ("crash", "refused")
+    failed = run_trial(bench, f"refused {batch}", replace(layout, tensor_parallel_size=3))
+    assert (failed.status, failed.trial_id) == ("crash", f"refused {batch}")
 
 
-@pytest.mark.timeout(240)
 def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang: Gang, telemetry: Any) -> None:
     unbeatable = [{"tokens_per_s": 1e12, "joules_per_token": 1e-12}]
     long = replace(SPEC.measurement, window_s=30, short_trials=False)
@@ -223,7 +241,6 @@ def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang:
     assert run_trial(Bench(SPEC, gang.mailbox, telemetry, {}), "next", LONGER).status == "ok"
 
 
-@pytest.mark.timeout(240)
 def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gang, telemetry: Fleet) -> None:
     watching: Any = telemetry[ray.get_runtime_context().get_node_id()]
     trial = begin(procedure=ENDLESS)
@@ -237,7 +254,6 @@ def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gan
     assert statuses(trial) == [("crash", "seen")]
 
 
-@pytest.mark.timeout(240)
 def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> None:
     stages = replace(LAYOUT, pipeline_parallel_size=2, stage_layers=(1, 1))
     losses = []
@@ -248,72 +264,89 @@ def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> Non
     assert all(found == pytest.approx(losses[0], rel=1e-5) for found in losses)
 
 
-@pytest.mark.timeout(240)
 def test_a_trial_on_one_rank_leaves_the_other_idle(begin: Begin) -> None:
     assert statuses(begin(replace(LAYOUT, num_gpus=1))) == [("ok", None)]
     assert statuses(begin()) == [("ok", None)] * 2
 
 
-@pytest.mark.timeout(240)
 def test_a_rank_that_runs_out_of_memory_alone_ends_the_trial_with_its_cause(begin: Begin) -> None:
     # Only the first of two pipeline stages holds the table of positions; the second waits for what it never gets.
     too_large = replace(MODEL, family="gpt", kv_heads=4, max_sequence_length=2**40)
     pipeline = replace(LAYOUT, pipeline_parallel_size=2)
     assert statuses(begin()) == [("ok", None)] * 2
-    began = time.monotonic()
     ((status, cause),) = statuses(begin(pipeline, program=replace(TRAINING, model=too_large)))
-    assert status == "oom"
+    assert status == "oom", "and the other rank is not left to the deadline"
     assert cause is not None
     assert cause.startswith("rank 0: build: RuntimeError: ")
     assert "can't allocate memory" in cause
-    assert time.monotonic() - began < 30
     assert statuses(begin()) == [("ok", None)] * 2
 
 
-@pytest.mark.timeout(240)
+def test_a_program_of_a_user_s_is_measured_by_its_log_and_ends_with_its_trial(gang: Gang, telemetry: Any) -> None:
+    bench, program = (
+        Bench(SPEC, gang.mailbox, telemetry, {}),
+        Path(__file__).parents[2] / "trainables/foreign_program.py",
+    )
+    steps = LogPatterns(r"step: (?P<step>\d+) ")
+    command = Command(("python", str(program), "--tell", "log"), (), (), None, tokens_per_step=256, steps=steps)
+
+    def run(*arguments: str) -> TrialResult:
+        faulty = replace(command, arguments=(*command.arguments, *arguments))
+        return bench.run(replace(REQUEST, trial_id=f"program-{next(trial_numbers)}", program=faulty))
+
+    result = run()
+    assert (result.status, result.cause) == ("ok", None)
+    assert result.metrics["tokens_per_s"] == pytest.approx(8 * 32 / np.mean(result.step_times_s))
+    assert (result.metrics["joules_per_token"] or 0) > 0
+    assert (result.losses, result.metrics["final_loss"]) == ((), None)  # of which the pattern says nothing
+    failed = run("--fault", "device memory")
+    assert failed.status == "oom"
+    assert re.fullmatch(
+        r"rank 1: \w+: OutOfMemory: exit code 1: RuntimeError: CUDA out of memory\..*", failed.cause or ""
+    )
+    assert "foreign_program.py" in str(failed.traceback)
+    assert run().status == "ok"
+    wait_until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or ())])
+
+
 def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) -> None:
     assert statuses(begin()) == [("ok", None)] * 2
     before = workers()
+    earlier = trial_processes(before[1])
     trial = begin(procedure=ENDLESS)
-    trial_process(before[1]).kill()
-    began = time.monotonic()
+    trial_process(before[1], earlier).kill()
     ((status, cause),) = statuses(trial)
-    assert status == "crash"
+    assert status == "crash", "and the other rank is not left to the deadline"
     # The other rank may see its connection break before the worker of the killed one says what became of it.
     assert cause is not None
     assert re.match(
         r"rank [01]: (the process was killed by SIGKILL in phase warmup$|warmup: RuntimeError: .*gloo)", cause
     )
-    assert time.monotonic() - began < 30
     assert statuses(begin()) == [("ok", None)] * 2
     assert [worker.pid for worker in workers()] == [worker.pid for worker in before]
 
 
-@pytest.mark.timeout(240)
 def test_a_trial_past_its_deadline_is_a_hang_and_the_gang_goes_on(begin: Begin) -> None:
     ((status, cause),) = statuses(begin(procedure=ENDLESS, deadline_s=6))
     assert status == "hang"
     assert cause is not None
-    assert cause.endswith(": no result after 6 s, in phase warmup")
+    assert re.search(r": no result after 6 s, in phase \w+$", cause)
     assert statuses(begin()) == [("ok", None)] * 2
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begin) -> None:
     assert statuses(begin()) == [("ok", None)] * 2
     before = workers()
+    earlier = [process for worker in before for process in trial_processes(worker)]
     trial = begin(procedure=ENDLESS)
-    orphans = [trial_process(worker) for worker in before]
+    orphans = [trial_process(worker, earlier) for worker in before]
     before[1].kill()
-    began = time.monotonic()
     assert statuses(trial) == [("crash", "a worker process of the gang died; the gang was started anew")]
     assert statuses(begin()) == [("ok", None)] * 2
-    assert time.monotonic() - began < 60
     assert not any(process.is_running() for process in (*before, *orphans))
 
 
-@pytest.mark.timeout(60)
 def test_a_pool_lends_each_gang_to_one_trial_at_a_time(ray_session: Any) -> None:
     actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
     mailboxes = [actors[0].remote(1) for _ in range(2)]
@@ -328,7 +361,6 @@ def test_a_pool_lends_each_gang_to_one_trial_at_a_time(ray_session: Any) -> None
     assert ray.get(pool.lease.remote("d", 0.5), timeout=30) is None
 
 
-@pytest.mark.timeout(60)
 def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None:
     actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
     starting = actors[0].remote(2)
@@ -350,13 +382,12 @@ def killed(actor: Any) -> None:
     os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
     pool: Any = start_pool([gang.mailbox])
     mailbox: Any = ray.get(pool.lease.remote("a", 60))
     trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="a", procedure=ENDLESS))
-    trial_process(workers()[0])
+    trial_process(workers()[0], ())
     killed(mailbox)
     with pytest.raises(RayActorError):
         ray.get(trial, timeout=60)
@@ -365,7 +396,6 @@ def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(
     assert run_trial(Bench(SPEC, mailbox, telemetry, {}), "b", LONGER).status == "ok"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fleet) -> None:
     pool: Any = start_pool([gang.mailbox])
@@ -377,7 +407,6 @@ def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fl
     assert run_trial(Bench(SPEC, mailbox, telemetry, {}), "d", LONGER).status == "ok"
 
 
-@pytest.mark.timeout(60)
 def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
     ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,7 +422,7 @@ def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
     monkeypatch.setattr("service.trials.gang.TorchTrainer", Failing)
     gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"), [])
     killed(gang.mailbox)
-    until = time.monotonic() + 40
+    until = time.monotonic() + 120
     while len(starts) < 3 and time.monotonic() < until:
         time.sleep(0.2)
     close_gangs([gang])
@@ -437,7 +466,6 @@ def lose(node: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_gang_on_a_node_that_joined_later_is_measured_there(
     replaced: bool, telemetry: Fleet, join: Callable[[], subprocess.Popen[bytes]], tmp_path: Path

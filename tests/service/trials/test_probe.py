@@ -1,4 +1,5 @@
-"""A layout on the edge of memory is tried at two smaller depths first, and told as out of memory if it does not fit."""
+"""A layout on the edge of memory is tried by one rank, or at two smaller depths, first, and told as out of memory if it
+does not fit."""
 
 from __future__ import annotations
 
@@ -9,19 +10,24 @@ from typing import Any
 import pytest
 import ray
 
+from search_spaces.kinds import Share
 from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
+from search_spaces.models import PRESETS
+from search_spaces.network import Network
 from service.problem import Problem
 from service.result import Proxy, Purpose, RankRecord, TrialResult
 from service.spec import make_problem
-from service.trials.bench import Bench
+from service.trials.bench import Alone, Bench
 from service.trials.evaluate import make_request, run_trial
-from service.trials.probe import depths, overflow, probing
+from service.trials.probe import depths, due, fullest, lack, overflow, probing
 from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
 from trainables.measure import Timing
-from trainables.program import RankReport
+from trainables.passes import PassTimes
+from trainables.program import RankReport, SliceReport
+from trainables.slice import Slice
 from trainables.status import Status
 
 CONFIG = Layout("megatron", 4, 64, micro_batch_size=2, zero_stage=1, compile=True, reduce_precision="bf16")
@@ -50,16 +56,31 @@ SPEC = make_spec()
 @pytest.mark.parametrize(
     ("layout", "spec", "found"),
     [
-        (CONFIG, SPEC, (4, 8)),
-        (CONFIG, make_spec(borderline="risk"), None),
-        (replace(CONFIG, micro_batch_size=1, recompute="full"), SPEC, None),  # it fits
-        (PIPELINE, make_spec(global_batch_size=64), (8, 16)),
-        (CONFIG, make_spec(cluster={"gpus_per_node": 4, "accelerator": "gpu"}), None),  # whose memory nobody knows
-        (CONFIG, make_spec(depth_proxy=[2, 4]), None),  # what runs fits
-        (CONFIG, make_spec(depth_proxy=[15, 30]), (4, 8)),
+        (CONFIG, SPEC, True),
+        (CONFIG, make_spec(borderline="risk"), False),
+        (replace(CONFIG, micro_batch_size=1, recompute="full"), SPEC, False),  # it fits
+        (PIPELINE, SPEC, True),
+        (CONFIG, make_spec(cluster={"gpus_per_node": 4, "accelerator": "gpu"}), False),  # whose memory nobody knows
+        (CONFIG, make_spec(depth_proxy=[2, 4]), False),  # what runs fits
+        (CONFIG, make_spec(depth_proxy=[15, 30]), True),
     ],
 )
-def test_what_may_not_fit_is_probed(layout: Layout, spec: Problem, found: tuple[int, int] | None) -> None:
+def test_what_may_not_fit_is_probed(layout: Layout, spec: Problem, found: bool) -> None:
+    assert due(layout, spec) == found
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "found"),
+    [
+        (CONFIG, SPEC, (4, 8)),
+        (PIPELINE, SPEC, (8, 16)),
+        (replace(PIPELINE, stage_layers=(15, 17)), SPEC, None),
+        (CONFIG, make_spec(depth_proxy=[2, 8]), None),
+    ],
+)
+def test_depths_to_probe_at_are_below_the_model_s_own(
+    layout: Layout, spec: Problem, found: tuple[int, int] | None
+) -> None:
     assert depths(layout, spec) == found
 
 
@@ -67,11 +88,37 @@ def test_only_what_is_on_the_edge_needs_a_probe() -> None:
     assert band(CONFIG, SPEC.workload) == band(PIPELINE, SPEC.workload) == "borderline"
 
 
-def test_a_probe_takes_few_steps_of_few_microbatches() -> None:
-    plain = probing(make_request("t", CONFIG, SPEC))
-    assert (plain.batches, plain.procedure.window_min_steps, plain.procedure.breakdown) == ((), 1, False)
-    many = replace(CONFIG, global_batch_size=512)
-    assert probing(make_request("t", many, SPEC)).batches == (16,)  # two on each of four replicas
+def test_a_probe_takes_few_steps_of_the_smallest_batch_given() -> None:
+    trial = probing(make_request("t", CONFIG, SPEC), ())
+    assert (trial.batches, trial.procedure.window_min_steps, trial.procedure.breakdown) == ((), 1, False)
+    assert probing(trial, (48, 16)).batches == (16,)
+
+
+def test_the_fullest_rank_is_probed() -> None:
+    assert fullest(PIPELINE, SPEC.workload).pipeline_rank == 0  # which keeps two passes, where the last has the head
+    tail = replace(PIPELINE, stage_layers=(8, 24))
+    assert (fullest(tail, SPEC.workload).pipeline_rank, fullest(tail, SPEC.workload).rank) == (1, 2)
+    mixture = replace(SPEC.workload, model=PRESETS["mixtral-8x7b"])
+    assert fullest(replace(CONFIG, expert_parallel_size=4), mixture).share is Share.FULLEST
+
+
+@pytest.mark.parametrize("spare_gib", [0.1, -0.1])
+def test_what_longer_steps_keep_counts(spare_gib: float) -> None:
+    """A rank of several stages that fitted in a step of 8 microbatches, and keeps three messages of each more."""
+    many = replace(PIPELINE, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2)  # 16 microbatches
+    few, kind = replace(many, global_batch_size=32), fullest(many, SPEC.workload)
+    memory = estimate(many, SPEC.workload, [kind.pipeline_rank])
+    assert memory.usable_bytes is not None
+    kept = 8 * 3 * (2 * 8192 * 4096 * 2)
+    peak = (memory.usable_bytes + memory.ranks[kind.pipeline_rank].slack - kept) / 2**30 - spare_gib
+    report = RankReport(kind.rank, {}, "GPU-0", {}, (), (), peak, {})
+    run = TrialResult("t", few, Status.OK)
+    cause = lack(many, SPEC, kind, Alone(report, [run], run, None))
+    assert (cause is None) == (spare_gib > 0)
+    if cause is not None:
+        took = f"takes {peak:.1f} GiB in a step of 8 microbatches"
+        assert cause.startswith(f"probe: rank {kind.rank} {took}: in one of 16 it needs ")
+    assert lack(few, SPEC, kind, Alone(report, [run], run, None)) is None, "it ran"
 
 
 def ran(layers: int, peaks_gib: Sequence[float | None], layout: Layout = CONFIG) -> Proxy:
@@ -88,17 +135,17 @@ def test_each_rank_s_memory_is_followed_to_the_full_depth() -> None:
     usable_bytes = estimated.usable_bytes
     assert usable_bytes is not None
     usable_gib = usable_bytes / 2**30
-    for fullest in range(4):  # two ranks of each stage
-        slack_gib = estimated.ranks[PIPELINE.coordinates(fullest)["pp"]].slack / 2**30
+    for most in range(4):  # two ranks of each stage
+        slack_gib = estimated.ranks[PIPELINE.coordinates(most)["pp"]].slack / 2**30
         for spare_gib, fits in ((0.1, True), (-0.1, False)):
             whole = usable_gib + slack_gib - spare_gib  # with 32 layers; a quarter of it is the same at every depth
             share = 0.75 * whole / 32
             few, more = (whole / 4 + layers * share for layers in (4, 8))
-            peaks = [[peak if rank == fullest else 10.0 for rank in range(4)] for peak in (few, more)]
+            peaks = [[peak if rank == most else 10.0 for rank in range(4)] for peak in (few, more)]
             cause = overflow(PIPELINE, SPEC, ran(4, peaks[0], PIPELINE), ran(8, peaks[1], PIPELINE))
             assert (cause is None) == fits
             if cause is not None:
-                assert cause.startswith(f"probe: rank {fullest} takes {few:.1f} GiB with 4 layers")
+                assert cause.startswith(f"probe: rank {most} takes {few:.1f} GiB with 4 layers")
                 assert cause.endswith(f"with 32 it needs {usable_gib + 0.1:.0f} GiB of {usable_gib:.0f}")
     assert overflow(PIPELINE, SPEC, ran(4, [None] * 4, PIPELINE), ran(8, [None] * 4, PIPELINE)) is None
 
@@ -114,51 +161,83 @@ class Quiet:
 
 
 def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
-    """A mailbox whose workers reserve so much in each trial, and a reference to the depths that they were asked for."""
+    """A mailbox whose workers reserve so much in each trial, and a reference to what they were asked for: the layers,
+    and the rank that ran alone, if one did. Torch has no more than the cluster's GPUs on them."""
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100}
     mailbox: Any = ray.remote(Mailbox).options(**options).remote(4)
     timing = Timing((1.0, 1.0), (1.0, 1.0), 0, 2_000_000_000, 0.0)
+    nothing = PassTimes(0.0, {}, 1.0, 0.0, 0.0)
 
     @ray.remote(num_cpus=0)
-    def work(mailbox: Any) -> list[int]:
+    def work(mailbox: Any) -> list[tuple[int, int | None]]:
         for rank in range(4):
             ray.get(mailbox.join.remote("first", Member(rank, rank, "a", "host", 1 if rank == 0 else None)))
-        asked: list[int] = []
+        asked: list[tuple[int, int | None]] = []
         number = 0
         while (order := ray.get(mailbox.next.remote(0, number))) is not None:
-            number, layers = order.number, order.request.program.model.layers
-            asked.append(layers)
-            timings = dict.fromkeys(order.request.batches or (64,), timing)
-            for rank in range(4):
-                peak = constant_gib + layers * layer_gib
-                place = CONFIG.coordinates(rank)
-                report = RankReport(rank, place, f"GPU-{rank}", timings, (2.0, 1.0), (1.0, 1.0), peak, {})
-                ray.get(mailbox.hand_in.remote(rank, number, Outcome(Status.OK, report=report)))
+            number, program = order.number, order.request.program
+            alone = program if isinstance(program, Slice) else None
+            layers = (alone.training if alone else program).model.layers
+            asked.append((layers, alone.rank if alone else None))
+            batches = order.request.batches or (64,)
+            peak, waited = constant_gib + layers * layer_gib, (2_000_000_000, 2_500_000_000)
+            report = RankReport(
+                rank=0,
+                coordinates=CONFIG.coordinates(0),
+                device="GPU-0",
+                timings=dict.fromkeys(batches, timing),
+                losses=(2.0, 1.0),
+                grad_norms=(1.0, 1.0),
+                peak_memory_gib=peak,
+                environment={},
+                slice=SliceReport(dict.fromkeys(batches, nothing), {}, *waited) if alone else None,
+            )
+            for worker, rank in enumerate(order.request.ranks):
+                own = replace(report, rank=rank, coordinates=CONFIG.coordinates(rank), device=f"GPU-{worker}")
+                outcome = Outcome(Status.OK, report=own)
+                if alone and peak * 2**30 > (alone.usable_bytes or 0):
+                    outcome = Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup")
+                ray.get(mailbox.hand_in.remote(worker, number, outcome))
         return asked
 
     return mailbox, work.remote(mailbox)
 
 
-@pytest.mark.timeout(120)
+NETWORK = Network("a test", 8, 1e12, 1e11, 1e-6, 1e-5)
+WHOLE, ALONE = (32, None), (32, 0)
+"""All ranks of the whole model, and one."""
+
+
 @pytest.mark.parametrize(
-    ("purpose", "layer_gib", "status", "asked"),
+    ("network", "purpose", "layer_gib", "status", "asked"),
     [
-        pytest.param(Purpose.SEARCH, 3.0, "ok", [8, 4, 32], marks=pytest.mark.slow),
-        (Purpose.SEARCH, 9.0, "oom", [8, 4]),
-        pytest.param(Purpose.FINALIST, 9.0, "ok", [32], marks=pytest.mark.slow),  # it has run before
+        (NETWORK, Purpose.SEARCH, 3.0, "ok", [ALONE, WHOLE]),
+        (NETWORK, Purpose.SEARCH, 9.0, "oom", [ALONE]),
+        (None, Purpose.SEARCH, 9.0, "oom", [(8, None), (4, None)]),
+        pytest.param(None, Purpose.SEARCH, 3.0, "ok", [(8, None), (4, None), WHOLE], marks=pytest.mark.slow),
+        pytest.param(NETWORK, Purpose.FINALIST, 9.0, "ok", [WHOLE], marks=pytest.mark.slow),  # it has run before
     ],
 )
 def test_what_does_not_fit_is_not_launched(
-    purpose: Purpose, layer_gib: float, status: str, asked: list[int], ray_session: Any
+    network: Network | None,
+    purpose: Purpose,
+    layer_gib: float,
+    status: str,
+    asked: list[tuple[int, int | None]],
+    ray_session: Any,
 ) -> None:
     mailbox, work = gang(10.0, layer_gib)
     telemetry: Any = {"a": ray.remote(Quiet).options(num_cpus=0).remote()}
-    result = run_trial(Bench(SPEC, mailbox, telemetry, {}), "t", CONFIG, purpose)
+    result = run_trial(Bench(SPEC, mailbox, telemetry, {}, network), "t", CONFIG, purpose)
     ray.get(mailbox.close.remote())
     assert ray.get(work) == asked
     assert (result.trial_id, result.status, result.purpose) == ("t", status, purpose)
     assert ("probe_time_s" in result.metrics) == (purpose == "search")
-    if status == "oom":
+    if status == "oom" and network is None:
         assert result.cause is not None
         assert result.cause.startswith("probe: rank 0 takes 46.0 GiB with 4 layers and 82.0 with 8: with 32 it needs 2")
         assert [proxy.layers for proxy in result.proxies] == [4, 8]
+    elif status == "oom":
+        assert result.cause is not None
+        assert result.cause.startswith("probe: rank 0: warmup: OutOfMemoryError: CUDA out of memory")
+        assert result.cause.endswith("(of 138.6 GiB that torch can reserve on h200)")

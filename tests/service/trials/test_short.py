@@ -13,7 +13,7 @@ from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.rules import refusal
 from search_spaces.workload import Workload
-from service.trials.short import SAVED, batches
+from service.trials.short import SAVED, batch_alone, batches
 
 PLAIN = Layout("megatron", 4, 256, zero_stage=1)  # 64 microbatches on each of four replicas
 PIPELINE = replace(PLAIN, pipeline_parallel_size=4)  # 256 microbatches
@@ -72,3 +72,21 @@ def test_smaller_batches_are_legal_and_save_what_they_should(
         smaller = replace(layout, global_batch_size=size)
         assert smaller.gradient_accumulation_steps >= 2 * pp
         assert refusal(smaller, Workload(PRESETS["llama3-8b"], 8192, size)) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        (PIPELINE, 9),
+        (replace(PIPELINE, micro_batch_size=2), 9),
+        (replace(PIPELINE, num_gpus=8), 9),
+        (replace(PIPELINE, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2), 12),
+        (replace(PIPELINE, pipeline_schedule="zbv_zero_bubble", virtual_pipeline_stages=2), 12),
+        (replace(PIPELINE, global_batch_size=10), 9),
+        (replace(PIPELINE, global_batch_size=9), None),
+        (replace(PIPELINE, pipeline_schedule="gpipe"), None),
+        (PLAIN, None),
+    ],
+)
+def test_ranks_of_a_pipeline_alone_need_few_microbatches(layout: Layout, count: int | None) -> None:
+    assert batch_alone(layout) == (count and count * layout.micro_batch_size * layout.data_parallel_size)

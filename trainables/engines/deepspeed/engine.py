@@ -318,7 +318,10 @@ class DeepSpeedEngine:
         dtype = torch.bfloat16 if self.settings["bf16"]["enabled"] else torch.float32
         self.engine.first_output_send = False
         if not self.engine.is_first_stage():
-            self.engine.pipe_recv_buf = self.engine._allocate_or_extend_buffers(0, shape, dtype)
+            buffer = self.engine._allocate_or_extend_buffers(0, shape, dtype)
+            # As in torch's stages, what is received for a forward pass can be told from gradients, for which DeepSpeed
+            # takes the same memory.
+            self.engine.pipe_recv_buf = buffer.detach().requires_grad_()
         if self.observe is not None:
             _observe_passes(self.engine, self.observe)
 

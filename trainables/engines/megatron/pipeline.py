@@ -86,7 +86,7 @@ class LeanStage(PipelineStage):
         return metadata
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _put_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        _put_buffers(self.args_recv_info[fwd_chunk_id], self.device, requires_grad=True)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -128,12 +128,12 @@ class LeanStage(PipelineStage):
             self.observe(Action(self.stage_index, step, microbatch))
 
 
-def _put_buffers(infos: Iterable[Any], device: torch.device) -> None:
+def _put_buffers(infos: Iterable[Any], device: torch.device, requires_grad: bool = False) -> None:
     """Give what is received new, empty buffers there. Inputs of the whole model have none."""
     for info in infos:
         old = getattr(info, "buffer", None)
         if old is not None:
-            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+            info.buffer = torch.empty_like(old, device=device, requires_grad=requires_grad)
 
 
 def _without_buffers(infos: Sequence[Any], microbatches: int) -> dict[int, tuple[Any, ...]]:

@@ -1,0 +1,241 @@
+"""Layouts that nobody has measured, foretold by slices first and measured on all their GPUs after.
+
+    python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--seconds S]
+    python -m benchmarks.measure.blind measure FILE.jsonl [--out MEASURED.jsonl] [--seconds S]
+
+`predict` draws N legal layouts of each spec, on as many GPUs as its cluster has, spread over all axes, and runs slices
+of each on the GPUs at hand, several at once where there are several. A line of FILE is one layout: its spec, the
+result by slices, its seconds, and what the cost model foretells. `measure` runs the same layouts by all their ranks, on
+as many GPUs, and prints every point, worst first: by how much slices were off, by how much the cost model, and which
+layouts wait for the CPU; then means and largest errors by model and of all.
+
+All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
+command goes on with what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from benchmarks.measure.gang import RunTrial, some_gangs
+from benchmarks.measure.off import errors, over, percent, worst_first
+from search_spaces.cost import predicted_metrics
+from search_spaces.layout import AXES, Layout
+from service.answers.tables import render
+from service.fitting import load as load_calibration
+from service.home import Home
+from service.metrics import heading
+from service.problem import Problem
+from service.result import TrialResult
+from service.spec import load_spec
+
+SHOWN = ("step_time_s", "joules_per_token", "peak_memory_gib")
+
+IDLE = 0.1
+"""Share of a profiled step in which a GPU has nothing to do, from which on its layout is told to wait for the CPU."""
+
+Row = dict[str, Any]
+"""A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `measure` `full`."""
+
+
+def draw(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
+    """So many of some layouts, one after the other the one whose settings are the rarest among those drawn before."""
+    left, drawn = list(layouts), list[Layout]()
+    random.Random(seed).shuffle(left)
+    seen: Counter[tuple[str, Any]] = Counter()
+    while left and len(drawn) < count:
+        rarest = max(left, key=lambda layout: sum(1 / (1 + seen[setting]) for setting in _settings(layout)))
+        left.remove(rarest)
+        drawn.append(rarest)
+        seen.update(_settings(rarest))
+    return drawn
+
+
+def _settings(layout: Layout) -> list[tuple[str, Any]]:
+    return [(name, getattr(layout, name)) for name in AXES]
+
+
+def predict(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path, until: float) -> None:
+    """Append a line to `out` for each layout that has none there yet."""
+    done = {_key(row) for row in read(out)}
+    todo = []
+    for path, spec in specs.items():
+        sliced = replace(spec, measurement=replace(spec.measurement, explore="slices"))
+        whole = [layout for layout in spec.legal.layouts if layout.num_gpus == spec.cluster.size]
+        todo += [(path, sliced, layout) for layout in draw(whole, layouts, seed) if (path, layout) not in done]
+    if not todo:
+        return
+    cluster = todo[0][1].cluster
+    with some_gangs(cluster, 1, [layout for _, _, layout in todo], most=cluster.size) as gangs:
+        free: SimpleQueue[RunTrial] = SimpleQueue()
+        for gang in gangs:
+            free.put(gang)
+
+        def one(number: int, path: str, spec: Problem, layout: Layout) -> Row | None:
+            if time.monotonic() > until:
+                return None
+            run, began = free.get(), time.monotonic()
+            try:
+                result = run(f"slices-{number}", layout, spec)
+            finally:
+                free.put(run)
+            seconds = time.monotonic() - began
+            return _row(path, layout) | {
+                "slices": result.to_dict(),
+                "seconds": seconds,
+                "foretold": foretold(spec, layout),
+            }
+
+        with ThreadPoolExecutor(len(gangs)) as pool:
+            futures = [pool.submit(one, number, *what) for number, what in enumerate(todo)]
+            write(out, _in_order(futures))
+
+
+def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
+    """By the cost model as it is on this machine, calibrated or not."""
+    calibration = load_calibration(Home.locate(), spec.cluster)
+    return {} if calibration is None else predicted_metrics(layout, spec.workload, calibration)
+
+
+def _in_order(futures: Iterable[Future[Row | None]]) -> Iterator[Row]:
+    for future in futures:
+        if (row := future.result()) is not None:
+            yield row
+
+
+def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until: float) -> None:
+    """Append a line to `out` for each of `rows` whose layout has none there yet."""
+    done = {_key(row) for row in read(out)}
+    todo = [row for row in rows if _key(row) not in done]
+    if not todo:
+        return
+    cluster = specs[todo[0]["spec"]].cluster
+    with some_gangs(cluster, cluster.size, [_layout(row) for row in todo], most=1) as (run,):
+        write(out, _measured(run, specs, todo, until))
+
+
+def _measured(run: RunTrial, specs: Mapping[str, Problem], rows: Iterable[Row], until: float) -> Iterator[Row]:
+    """Whole batches by whole gangs, and where the time of a step goes."""
+    for number, row in enumerate(rows):
+        if time.monotonic() > until:
+            return
+        spec = specs[row["spec"]]
+        full = replace(spec.measurement, explore="gang", short_trials=False, breakdown=True)
+        result = run(f"full-{number}", _layout(row), replace(spec, measurement=full, borderline="risk"))
+        yield _row(row["spec"], _layout(row)) | {"full": result.to_dict()}
+
+
+def write(out: Path, rows: Iterable[Row]) -> None:
+    """Append lines to a file as they come, and say so."""
+    with out.open("a") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            result = row.get("full") or row["slices"]
+            step_s = result["metrics"].get("step_time_s")
+            came = f"{step_s:.4g} s a step" if step_s else f"{result['status']}: {result['cause']}"
+            print(f"{row['spec']}: {row['layout']}: {came}", flush=True)
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _row(spec: str, layout: Layout) -> Row:
+    return {"spec": spec, "layout": layout.label, "config": layout.to_dict()}
+
+
+def _layout(row: Row) -> Layout:
+    return Layout.from_dict(row["config"])
+
+
+def _key(row: Row) -> tuple[str, Layout]:
+    return row["spec"], _layout(row)
+
+
+def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
+    """What was foretold and measured, by layout: `error` of slices and `model` of the cost model, as
+    `benchmarks.measure.off.errors` has them, and the share of a step that a GPU was `idle`."""
+    full = {_key(row): TrialResult.from_dict(row["full"]).metrics for row in measured}
+    found = []
+    for row in foretold:
+        if (metrics := full.get(_key(row))) is not None:
+            span_s, idle_s = metrics.get("breakdown_span_s"), metrics.get("breakdown_idle_s")
+            found.append(
+                {name: row[name] for name in ("spec", "layout")}
+                | {"error": errors(row["slices"]["metrics"], metrics), "model": errors(row["foretold"], metrics)}
+                | {"idle": idle_s / span_s if span_s and idle_s is not None else None}
+            )
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Every point that has errors, worst first, then means and largest of each spec, and of all."""
+    ok, lines = worst_first(rows), list[list[str]]()
+    for row in ok:
+        waits = f"waits for the CPU: {row['idle']:.0%} idle" if (row["idle"] or 0.0) >= IDLE else ""
+        cells = [percent(row["error"].get(name)) for name in SHOWN]
+        lines.append([Path(row["spec"]).stem, row["layout"], *cells, percent(row["model"].get("step_time_s")), waits])
+    groups = {name: [row for row in ok if row["spec"] == name] for name in dict.fromkeys(row["spec"] for row in ok)}
+    steady = [row for row in ok if (row["idle"] or 0.0) < IDLE]
+    for name, group in (*groups.items(), ("all but those that wait for the CPU", steady), ("all", ok)):
+        for title, of in (("mean", statistics.fmean), ("largest", max)):
+            cells = over([row["error"] for row in group], of, SHOWN)
+            model = over([row["model"] for row in group], of, ("step_time_s",))
+            lines.append([Path(name).stem, f"{title} of {len(group)}", *cells, *model, ""])
+    return render(["model", "layout", *map(heading, SHOWN), "cost model's s/step", ""], lines)
+
+
+def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
+    """A line for each layout that did not end well, by slices or in full."""
+    for how, rows in (("slices", foretold), ("full", measured)):
+        for row in rows:
+            if (result := row[how])["status"] != "ok":
+                yield f"{row['spec']}: {row['layout']}: {how}: {result['status']}: {result['cause']}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    halves = parser.add_subparsers(dest="half", required=True)
+    first = halves.add_parser("predict")
+    first.add_argument("specs", nargs="+", metavar="SPEC")
+    first.add_argument("--layouts", type=int, required=True)
+    first.add_argument("--seed", type=int, required=True)
+    first.add_argument("--out", type=Path, required=True)
+    second = halves.add_parser("measure")
+    second.add_argument("file", type=Path)
+    second.add_argument("--out", type=Path)
+    for half in (first, second):
+        half.add_argument("--seconds", type=float, default=1e6)
+    arguments = parser.parse_args(argv)
+    until = time.monotonic() + arguments.seconds
+    if arguments.half == "predict":
+        specs = {path: load_spec(path).located() for path in arguments.specs}
+        predict(specs, arguments.layouts, arguments.seed, arguments.out, until)
+        return
+    rows = read(arguments.file)
+    if not rows:
+        parser.error(f"{arguments.file}: there are no lines to measure")
+    out = arguments.out or arguments.file.with_suffix(".measured.jsonl")
+    specs = {path: load_spec(path).located() for path in dict.fromkeys(row["spec"] for row in rows)}
+    measure(specs, rows, out, until)
+    measured = read(out)
+    if compared := [row for row in points(rows, measured) if row["error"]]:
+        print(f"\n{table(compared)}")
+    for line in failures(rows, measured):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Which layouts are foretold blindly, and what is told of them; that both halves run is a test of its own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import SPECS
+from benchmarks.measure.blind import draw, failures, main, points, read, table
+from benchmarks.measure.slices import part
+from search_spaces.layout import SCHEDULES, Layout
+from service.result import TrialResult
+from service.spec import load_spec
+from trainables.status import Status
+
+ONE, OTHER = Layout("megatron", 2, 8), Layout("deepspeed", 2, 8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
+def test_what_is_drawn_is_spread_over_all_axes(name: str) -> None:
+    spec = load_spec(SPECS / f"blind_{name}.yaml")
+    layouts = [layout for layout in spec.legal.layouts if layout.num_gpus == 2]
+    drawn = draw(layouts, 12, seed=1)
+    assert len(set(drawn)) == 12
+    assert drawn == draw(layouts, 12, seed=1) != draw(layouts, 12, seed=2)
+    for axis in ("engine", "compile", "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+        assert {getattr(layout, axis) for layout in drawn} == {getattr(layout, axis) for layout in layouts}
+    schedules = {layout.pipeline_schedule for layout in drawn if layout.pipeline_parallel_size > 1}
+    assert len(schedules) >= len(SCHEDULES) - 1
+    assert (name == "moe") == any(layout.expert_parallel_size > 1 for layout in drawn)
+    assert len(draw(layouts, 10_000, seed=0)) == len(layouts)
+
+
+def result(layout: Layout, step_s: float | None, **metrics: float) -> dict[str, Any]:
+    status = Status.OOM if step_s is None else Status.OK
+    return TrialResult("t", layout, status, "no room" * (step_s is None), {"step_time_s": step_s} | metrics).to_dict()
+
+
+def row(layout: Layout, **more: Any) -> dict[str, Any]:
+    return {"spec": "specs/small.yaml", "layout": layout.label, "config": layout.to_dict()} | more
+
+
+FORETOLD = [
+    row(ONE, slices=result(ONE, 0.98, joules_per_token=2.2), seconds=9.0, foretold={"step_time_s": 0.5}),
+    row(OTHER, slices=result(OTHER, 1.5), seconds=9.0, foretold={}),
+]
+MEASURED = [
+    row(ONE, full=result(ONE, 1.0, joules_per_token=2.0)),
+    row(OTHER, full=result(OTHER, 2.0, breakdown_span_s=2.0, breakdown_idle_s=0.5)),
+]
+
+
+def test_every_point_is_told_worst_first_with_means_and_largest() -> None:
+    found = points(FORETOLD, MEASURED)
+    assert found[0]["error"] == pytest.approx({"step_time_s": -0.02, "joules_per_token": 0.1})
+    assert found[0]["model"] == pytest.approx({"step_time_s": -0.5})
+    lines = [line.split() for line in table(found).splitlines()]
+    text = table(found)
+    assert text.index(OTHER.label) < text.index(ONE.label)
+    assert "-25.00%" in text
+    assert "waits for the CPU: 25% idle" in next(line for line in text.splitlines() if OTHER.label in line)
+    means = [line for line in lines if "mean" in line]
+    assert [line[line.index("mean") + 3] for line in means] == ["13.50%", "2.00%", "13.50%"]
+    largest = [line for line in lines if "largest" in line]
+    assert [line[line.index("largest") + 3] for line in largest] == ["25.00%", "2.00%", "25.00%"]
+
+
+def test_what_is_not_measured_yet_has_no_point_and_what_failed_is_named() -> None:
+    assert [point["layout"] for point in points(FORETOLD, MEASURED[1:])] == [OTHER.label]
+    failed = row(ONE, full=result(ONE, None))
+    assert list(failures(FORETOLD, [failed])) == [f"specs/small.yaml: {ONE.label}: full: oom: no room"]
+
+
+@pytest.mark.parametrize(("text", "rows"), [("1/1", [0, 1, 2, 3, 4]), ("1/2", [0, 2, 4]), ("2/2", [1, 3])])
+def test_a_part_is_every_nth_row(text: str, rows: list[int]) -> None:
+    assert list(range(5))[part(text)] == rows
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2"])
+def test_what_is_no_part_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no part"):
+        part(text)
+
+
+TINY = """
+name: tiny
+model: tiny-llama
+data: synthetic
+sequence_length: 64
+global_batch_size: 16
+cluster: {gpus_per_node: 2, accelerator: cpu, cpus_per_worker: 0.5}
+space: {pipeline_parallel_size: [1, 2], zero_stage: [0, 1], precision: fp32}
+measurement: {window_s: 0.1, window_min_steps: 3, steady_steps: 2, warmup_max_s: 1, deadline_s: 90}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_both_halves_run_and_go_on_where_they_ended(
+    ray_session: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, file = tmp_path / "tiny.yaml", tmp_path / "foretold.jsonl"
+    spec.write_text(TINY)
+    asked = ["predict", str(spec), "--layouts", "2", "--seed", "0", "--out", str(file)]
+    main([*asked, "--seconds", "0"])
+    assert read(file) == []
+    main(asked)
+    foretold = read(file)
+    assert [row["slices"]["status"] for row in foretold] == ["ok", "ok"]
+    main(asked)
+    assert read(file) == foretold, "nothing is left"
+    main(["measure", str(file)])
+    measured = read(tmp_path / "foretold.measured.jsonl")
+    assert [row["layout"] for row in measured] == [row["layout"] for row in foretold]
+    assert "mean of 2" in capsys.readouterr().out

@@ -1,0 +1,336 @@
+"""Formats: each by the parser or the classes of the framework that reads it, where that is installed.
+
+Of what is not here, each test says why it is skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from search_spaces.engines import ENGINES
+from search_spaces.models import PRESETS
+from search_spaces.space import enumerate_space
+from search_spaces.workload import Workload
+from service.answers import exports
+from service.answers.exports import megatron_bridge, megatron_lm, torchtitan
+from service.answers.transformers_model import configuration_of
+from service.errors import InputError
+from trainables.launch import Launch
+from trainables.training import Training
+
+MODEL = replace(PRESETS["llama3-8b"], layers=16)
+AXES: dict[str, list[Any]] = {
+    "engine": ["megatron", "deepspeed"],
+    "num_gpus": [16],
+    "tensor_parallel_size": [1, 2],
+    "context_parallel_size": [1, 2],
+    "pipeline_parallel_size": [1, 2],
+    "pipeline_schedule": ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"],
+    "virtual_pipeline_stages": [1, 2],
+    "stage_layers": [None, (7, 9)],
+    "zero_stage": [0, 1, 2, 3],
+    "data_parallel_replicate_size": [1, 2],
+    "micro_batch_size": [2],
+    "recompute": ["none", "selective", "full"],
+    "offload_optimizer": [False, True],
+}
+
+
+def launches(engine: str, **changes: Any) -> list[Launch]:
+    """Every legal layout of an engine over `AXES`, with `changes` to them."""
+    axes = {name: values for name, values in AXES.items() if name not in changes} | {"engine": [engine]}
+    axes |= {name: [value] for name, value in changes.items()}
+    space = enumerate_space(axes, Workload(MODEL, 4096, 128))
+    return [Launch(layout, Training(MODEL, "synthetic", 4096, 0), "h100", 8) for layout in space.layouts]
+
+
+def expressible(name: str, of: list[Launch]) -> Iterator[Launch]:
+    """Those that a format can express; that it cannot express all is no error."""
+    for launch in of:
+        with contextlib.suppress(InputError):
+            exports.named(name).check(launch)
+            yield launch
+
+
+MEGATRON, DEEPSPEED = launches("megatron"), launches("deepspeed")
+ONE = MEGATRON[0]
+
+
+def test_the_formats_are_the_modules_and_each_has_the_name_that_it_is_asked_for_by() -> None:
+    assert exports.names() == ["deepspeed", "huggingface", "megatron-bridge", "megatron-lm", "torchrun", "torchtitan"]
+    assert [exports.named(name).name for name in exports.names()] == exports.names()
+    with pytest.raises(InputError, match="format 'abacus' is unknown; must be one of deepspeed, huggingface"):
+        exports.named("abacus")
+
+
+@pytest.mark.parametrize("launch", [*MEGATRON, *DEEPSPEED], ids=lambda launch: launch.layout.label)
+def test_every_layout_has_a_format_and_what_is_not_said_is_listed(launch: Launch) -> None:
+    """What differs between layouts shows in the text or is refused: nothing is dropped."""
+    assert exports.named("torchrun").text(launch)
+    for name in exports.names():
+        export = exports.named(name)
+        with contextlib.suppress(InputError):
+            text = export.text(launch)
+            assert all(f"{field}: {how}" in text for field, how in export.not_expressible(launch).items()) or (
+                json.loads(text)["not_expressible"] == export.not_expressible(launch)
+            )
+
+
+@pytest.mark.parametrize("name", exports.names())
+def test_each_axis_changes_the_text_or_is_refused(name: str) -> None:
+    """An axis whose value leaves a format's text as it is was dropped without a word."""
+    changes: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "context_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "zero_stage": 3,
+        "micro_batch_size": 4,
+        "recompute": "full",
+        "compile": True,
+        "precision": "fp8",
+        "reduce_precision": "bf16",
+        "rank_order": tuple(reversed(range(16))),
+        "expandable_segments": True,
+    }
+    export = exports.named(name)
+    plain = replace(
+        ONE.layout, engine=export.engines[0], precision="bf16", zero_stage=2, data_parallel_replicate_size=1
+    )
+    before = export.text(replace(ONE, layout=plain))
+    for axis, value in changes.items():
+        with contextlib.suppress(InputError):
+            assert export.text(replace(ONE, layout=replace(plain, **{axis: value}))) != before, axis
+
+
+def test_layouts_of_other_engines_are_refused() -> None:
+    with pytest.raises(
+        InputError, match="megatron-lm cannot express layouts of the engine deepspeed, only of megatron"
+    ):
+        exports.named("megatron-lm").text(DEEPSPEED[0])
+    assert set(exports.named("torchrun").engines) == set(ENGINES)
+
+
+# Megatron-LM and Megatron-Bridge, by Megatron-Core.
+
+OF_THE_SCRIPT = {
+    # Arguments of `megatron/training/arguments.py` that are no field of a class in Megatron-Core's wheel.
+    *("micro_batch_size", "global_batch_size", "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by"),
+    *("untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "swiglu", "ckpt_format"),
+    *("disable_bias_linear", "group_query_attention", "num_virtual_stages_per_pipeline_rank", "grad_reduce_in_bf16"),
+    *("fp8_format",),
+}
+
+
+def core_fields() -> set[str]:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    return {field.name for one in classes for field in fields(one)}
+
+
+def test_megatron_core_has_the_names_of_megatron_lms_arguments() -> None:
+    known = core_fields()
+    mixtral = replace(ONE, training=replace(ONE.training, model=PRESETS["mixtral-8x7b"]))
+    parted = replace(mixtral, layout=replace(ONE.layout, expert_parallel_size=2, precision="fp8"))
+    named = {
+        word.removeprefix("--").replace("-", "_")
+        for launch in [*MEGATRON, mixtral, parted]
+        for word in megatron_lm.settings(launch)
+        if word.startswith("--")
+    }
+    assert len(named) > 30
+    assert named - known <= OF_THE_SCRIPT
+
+
+def test_megatron_core_takes_the_stages() -> None:
+    core_fields()
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    (launch, *_) = launches("megatron", pipeline_parallel_size=2, stage_layers=(7, 9), pipeline_schedule="1f1b")
+    parsed = PipelineParallelLayerLayout.from_str(megatron_lm.stages(launch.layout.stage_layers), 2)
+    held = [[kind.name for kind in stage[0]] for stage in parsed.layout]
+    assert held == [["embedding", *["decoder"] * 7], [*["decoder"] * 9, "loss"]]
+
+
+def test_megatron_lms_own_parser_takes_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.training", reason="Megatron-LM's parser is in no package, only in its repository")
+    from megatron.training.arguments import parse_args
+
+    for launch in MEGATRON:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *megatron_lm.settings(launch)])
+        parsed, layout = parse_args(), launch.layout
+        assert parsed.tensor_model_parallel_size == layout.tensor_parallel_size
+        assert parsed.pipeline_model_parallel_size == layout.pipeline_parallel_size
+        assert parsed.use_distributed_optimizer == (layout.zero_stage > 0)
+        assert parsed.num_layers == MODEL.layers
+
+
+def test_megatron_bridge_has_the_fields_that_are_overridden() -> None:
+    known = {"model": core_fields(), "mixed_precision": set()}
+    spec = importlib.util.find_spec("megatron.bridge")
+    if spec is None or spec.origin is None:
+        pytest.skip("megatron-bridge is not installed; it needs Transformer Engine, and with it CUDA")
+    # Importing it takes Transformer Engine: its classes are read as text.
+    folder = Path(spec.origin).parent
+    config = ast.parse((folder / "training" / "config.py").read_text())
+    classes = {
+        node.name: {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}  # type: ignore[union-attr]
+        for node in config.body
+        if isinstance(node, ast.ClassDef)
+    }
+    core = known["model"]
+    known |= {
+        "train": classes["TrainingConfig"],
+        "dist": classes["DistributedInitConfig"],
+        "checkpoint": classes["CheckpointConfig"],
+        "dataset": {"sequence_length"},
+        "ddp": core | classes["DistributedDataParallelConfig"],
+        "optimizer": core | classes["OptimizerConfig"],
+    }
+    recipes = (folder / "training" / "mixed_precision.py").read_text()
+    provided = core | {"seq_length"}
+    for launch in MEGATRON:
+        for section, values in megatron_bridge.settings(launch).items():
+            assert section in classes["ConfigContainer"]
+            if section == "mixed_precision":
+                assert f"def {values}()" in recipes
+            else:
+                assert set(values) <= (provided if section == "model" else known[section]), section
+
+
+def test_overrides_are_what_hydra_reads() -> None:
+    parser = pytest.importorskip("hydra.core.override_parser.overrides_parser", reason="hydra is not installed")
+    launch = next(one for one in MEGATRON if one.layout.stage_layers and one.layout.recompute == "selective")
+    read = parser.OverridesParser.create().parse_overrides(
+        exports.named("megatron-bridge").render(megatron_bridge.settings(launch)).splitlines()
+    )
+    values = {one.key_or_group: one.value() for one in read}
+    assert values["model.pipeline_model_parallel_size"] == 2
+    assert values["model.recompute_modules"] == ["layernorm"]
+    assert str(values["model.pipeline_model_parallel_layout"]).strip("'") == "Et*7|t*9L"
+
+
+# torchtitan.
+
+
+@pytest.fixture
+def titan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchtitan's own reader of the file that is made of a launch."""
+    pytest.importorskip("triton", reason="torchtitan needs triton")
+    manager = pytest.importorskip("torchtitan.config.manager", reason="torchtitan is not installed")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def read(launch: Launch) -> Any:
+        (tmp_path / f"{torchtitan.MODULE}.py").write_text(exports.named("torchtitan").text(launch))
+        importlib.invalidate_caches()
+        sys.modules.pop(torchtitan.MODULE, None)
+        return manager.ConfigManager().parse_args(["--module", torchtitan.MODULE, "--config", "run"])
+
+    return read
+
+
+def test_torchtitan_reads_its_configuration(titan: Any) -> None:
+    import torch
+    from torchtitan.distributed.parallel_dims import ParallelDims
+
+    taken = [one for one in expressible("torchtitan", MEGATRON) if one.layout.recompute == "full"]
+    assert len(taken) > 20
+    sys.dont_write_bytecode = True  # one file after the other, of the same second
+    for launch in taken:
+        config, layout = titan(launch), launch.layout
+        dims = ParallelDims.from_config(config.parallelism, layout.num_gpus)
+        assert (dims.tp, dims.pp, dims.cp) == (
+            layout.tensor_parallel_size,
+            layout.pipeline_parallel_size,
+            layout.context_parallel_size,
+        )
+        assert dims.dp_shard * dims.cp == max(layout.shard_group_size, 1)
+        if layout.pipeline_parallel_size > 1:
+            assert config.training.local_batch_size * layout.data_parallel_size == layout.global_batch_size
+            assert len(config.parallelism.module_fqns_per_model_part) == layout.pipeline_stages
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == MODEL.parameters
+
+
+# DeepSpeed and Transformers.
+
+
+def test_deepspeed_takes_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for launch in DEEPSPEED:
+        layout = launch.layout
+        made = json.loads(exports.named("deepspeed").text(launch))
+        replicas = layout.num_gpus // (layout.tensor_parallel_size * layout.pipeline_parallel_size)
+        monkeypatch.setenv("WORLD_SIZE", str(replicas // layout.context_parallel_size))
+        read = DeepSpeedConfig(made)
+        assert read.zero_config.stage == made["zero_optimization"]["stage"]
+        assert read.gradient_accumulation_steps == layout.gradient_accumulation_steps
+        assert read.train_batch_size == layout.global_batch_size
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_model_of_transformers_has_the_parameters_of_its_shape(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import torch
+
+    config = transformers.AutoConfig.for_model(**configuration_of(PRESETS[name]))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS[name].parameters
+
+
+def test_transformers_takes_its_training_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    parallelism = pytest.importorskip("accelerate.parallelism_config", reason="accelerate is not installed")
+    taken = [*expressible("huggingface", MEGATRON), *expressible("huggingface", DEEPSPEED)]
+    assert {launch.layout.engine for launch in taken} == {"megatron", "deepspeed"}
+    for launch in taken:
+        made, layout = yaml.safe_load(exports.named("huggingface").text(launch)), launch.layout
+        sizes = made.pop("parallelism_config", None)
+        chosen = parallelism.ParallelismConfig(**sizes) if sizes else None
+        read = transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, parallelism_config=chosen, report_to="none", **made
+        )
+        model_parallel = layout.tensor_parallel_size * layout.context_parallel_size
+        assert (
+            read.per_device_train_batch_size * read.gradient_accumulation_steps * (layout.num_gpus // model_parallel)
+            == layout.global_batch_size
+        )
+        if layout.engine == "megatron" and chosen is not None:
+            sharded = layout.zero_stage > 0
+            assert chosen.total_size == layout.num_gpus if sharded else chosen.tp_size == layout.tensor_parallel_size
+            assert bool(read.fsdp) == sharded
+        if layout.engine == "deepspeed":
+            assert (
+                read.hf_deepspeed_config.config["zero_optimization"]["stage"]
+                == read.deepspeed["zero_optimization"]["stage"]
+            )
+
+
+# Wattune's own trainer.
+
+
+def test_the_command_of_torchrun_writes_the_file_that_the_trainer_reads(tmp_path: Path) -> None:
+    text = exports.named("torchrun").text(ONE)
+    *writing, command = text.partition("\ntorchrun ")
+    subprocess.run(["bash", "-c", "".join(writing[:1])], cwd=tmp_path, check=True)
+    assert Launch.from_dict(yaml.safe_load((tmp_path / "run.yaml").read_text())) == ONE
+    assert "--nnodes=2" in command
+    assert "--nproc-per-node=8" in command

@@ -1,0 +1,1 @@
+"""Programs of the user's: started, watched and listened to."""
