@@ -126,12 +126,15 @@ def data_sheet(name: str) -> Coefficients | None:
     return _DATA_SHEETS.get(name)
 
 
+def is_fitted(name: str, calibration: Coefficients) -> bool:
+    """Whether `calibration` is more than the data sheet's of the accelerator `name`."""
+    sheet = data_sheet(name)
+    return sheet is None or calibration.source.split(STATED)[0] != sheet.source
+
+
 def is_unproven(name: str, calibration: Coefficients) -> bool:
     """Whether `calibration` is but the data sheet's of the accelerator `name`, on which nothing was ever measured."""
-    sheet = data_sheet(name)
-    if sheet is None or ACCELERATORS[name].published_mfu is None:
-        return False
-    return calibration.source.split(STATED)[0] == sheet.source
+    return ACCELERATORS[name].published_mfu is not None and not is_fitted(name, calibration)
 
 
 def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:

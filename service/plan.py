@@ -12,6 +12,7 @@ from typing import Any
 
 from search_spaces import cost, memory
 from search_spaces.coefficients import is_unproven
+from search_spaces.doubt import Doubt, doubt
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.kinds import kinds
 from search_spaces.layout import Layout
@@ -21,6 +22,9 @@ from service.goals import Comparison
 from service.metrics import ALWAYS, Direction, heading, number
 from service.problem import Explore, Measurement, Problem
 from service.trials import short
+
+OF_TIME = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "joules_per_token", "energy_per_step_j")
+"""Metrics that are off as step times are."""
 
 ROWS = 10
 """Layouts that a table shows unless all are asked for."""
@@ -37,18 +41,21 @@ class Forecast:
     """What is predicted of a layout.
 
     `share`, `band`: see `search_spaces.memory`; None where the machine's memory is not known. `metrics`: those of
-    `service.metrics` that can be predicted, of the whole model; none is in more doubt than another.
+    `service.metrics` that can be predicted, of the whole model; none is in more doubt than another. `doubt`: by how
+    much those of time may be off, None where there are none.
     """
 
     layout: Layout
     share: float | None
     band: memory.Band | None
     metrics: dict[str, float]
+    doubt: Doubt | None = None
     methods: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The layout's fields and what is predicted of it, JSON-safe."""
         predicted = {"memory_share": self.share, "memory_band": self.band, "predicted": self.metrics}
+        predicted |= {"off": None, "apart": None} if self.doubt is None else self.doubt._asdict()
         return {"layout": self.layout.label} | self.layout.to_dict() | predicted
 
 
@@ -96,6 +103,12 @@ class Plan:
     def best(self, metric: str) -> list[Forecast]:
         """The promising layouts, the best on a predicted objective first."""
         return sorted(self.promising, key=lambda forecast: self.objectives[metric].cost(forecast.metrics[metric]))
+
+    def undecided(self, metric: str) -> list[Forecast]:
+        """The promising layouts of which any may be the best on a predicted objective: what is foretold of them differs
+        by less than such predictions are off."""
+        ranked = self.best(metric)
+        return [each for each in ranked if _close(each, ranked[0], metric)]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, JSON-safe; `points` in the order of the legal layouts."""
@@ -172,7 +185,16 @@ def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients |
     share = memory.estimate(layout, work.run).share if work.depths else whole.share
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
-    return Forecast(layout, share, memory.band_of(layout, work, share), metrics)
+    off = None if calibration is None else doubt(layout, work, problem.cluster.accelerator, calibration)
+    return Forecast(layout, share, memory.band_of(layout, work, share), metrics, off)
+
+
+def _close(one: Forecast, other: Forecast, metric: str) -> bool:
+    """Whether which of two is better on a metric of time is in doubt."""
+    if one.doubt is None or other.doubt is None:
+        return False
+    low, high = sorted((abs(one.metrics[metric]), abs(other.metrics[metric])))
+    return high <= low * (1 + max(one.doubt.apart, other.doubt.apart))
 
 
 def text(plan: Plan, every: bool = False) -> str:
@@ -192,9 +214,15 @@ def text(plan: Plan, every: bool = False) -> str:
     else:
         parts.append(f"Predicted front of {', '.join(plan.objectives)}:\n\n{_table(plan, plan.front)}")
         for metric in plan.objectives:
-            parts.append(f"Predicted best on {metric}:\n\n{_table(plan, plan.best(metric))}")
+            parts.append(f"Predicted best on {metric}{_told(plan, metric)}:\n\n{_table(plan, plan.best(metric))}")
     parts += ["\n".join(f"note: {notice}" for notice in plan.notices)] if plan.notices else []
     return "\n\n".join(parts)
+
+
+def _told(plan: Plan, metric: str) -> str:
+    """How many layouts it is open between."""
+    count = len(plan.undecided(metric)) if metric in OF_TIME else 1
+    return "" if count == 1 else f", of which the first {count} are too close to tell apart"
 
 
 def _chosen(problem: Problem) -> str:
@@ -238,7 +266,8 @@ def _sliced(slices: Slices, explore: Explore) -> str:
 
 
 def _table(plan: Plan, forecasts: Sequence[Forecast], every: bool = False) -> str:
-    """One row a layout; `share` is what its trials need of what torch can reserve on a GPU."""
+    """One row a layout; `may be off` is what is foretold of time, and `share` what its trials need of what torch can
+    reserve on a GPU."""
     shown = forecasts if every else forecasts[:ROWS]
     metrics = [metric for metric in dict.fromkeys([*plan.objectives, *ALWAYS]) if metric in shown[0].metrics]
     headings = ["layout", "microbatches", *map(heading, metrics)]
@@ -250,6 +279,10 @@ def _table(plan: Plan, forecasts: Sequence[Forecast], every: bool = False) -> st
         ]
         for forecast in shown
     ]
+    if shown[0].doubt is not None:
+        headings.append("may be off")
+        for row, forecast in zip(rows, shown, strict=True):
+            row.append("" if forecast.doubt is None else f"{forecast.doubt.off:.0%}")
     if shown[0].share is not None:
         headings.append("share")
         for row, forecast in zip(rows, shown, strict=True):

@@ -180,6 +180,21 @@ def test_machines_that_were_never_measured_are_said_to_be() -> None:
     assert planned().notices == ()  # H200
 
 
+def test_predictions_say_how_far_off_they_may_be() -> None:
+    plan = planned()
+    ranked, open_between = plan.best("tokens_per_s"), plan.undecided("tokens_per_s")
+    assert open_between == ranked[: len(open_between)]
+    assert 1 < len(open_between) < len(ranked)
+    speeds = [forecast.metrics["tokens_per_s"] for forecast in ranked]
+    assert speeds[0] / speeds[len(open_between) - 1] <= 1.08 < speeds[0] / speeds[-1]
+    shown = text(plan)
+    assert f"Predicted best on tokens_per_s, of which the first {len(open_between)} are too close" in shown
+    assert "may be off" in shown
+    assert all(0 < point["apart"] <= point["off"] for point in plan.to_dict()["points"])
+    unknown = planned(cluster={"gpus_per_node": 8, "accelerator": "gpu"})
+    assert {point["off"] for point in unknown.to_dict()["points"]} == {None}
+
+
 def test_axes_that_nobody_chose_are_told_with_their_reasons() -> None:
     assert "space: auto" not in text(planned())
     cluster = {"nodes": 64, "gpus_per_node": 8, "accelerator": "h100"}

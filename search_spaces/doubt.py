@@ -1,0 +1,65 @@
+"""How far predictions of the cost model may be off, by what those of their kind were off before.
+
+Nine of ten of the kind were off by no more. Of what was measured here, `python -m benchmarks.judge.cost` says how far
+that was; of several nodes and of machines that were never measured, the layouts of others do
+(`python -m benchmarks.judge.published`), and so the figures of their kinds are wide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from search_spaces.coefficients import Coefficients, is_fitted, is_unproven
+from search_spaces.layout import Layout
+from search_spaces.workload import Workload
+
+
+class Doubt(NamedTuple):
+    """Shares of a predicted step time by which it may be off: `off` in itself, and `apart` once all predictions have a
+    factor in common, which is what matters to the order of two layouts."""
+
+    off: float
+    apart: float
+
+
+MEASURED = Doubt(0.06, 0.05)
+"""159 layouts on up to four H200, by the data sheet."""
+
+FITTED = Doubt(0.05, 0.05)
+"""Of machines on which some trials were run: layouts of the same sweeps, fitted to sixteen of them."""
+
+WAITING = Doubt(0.10, 0.08)
+"""Context parallelism, eager tensor parallelism and products in fp8: 100 layouts on H200, and blind ones in fp8."""
+
+SEVERAL_NODES = Doubt(0.18, 0.15)
+"""136 layouts of others on 16 to 1024 A100 and H100."""
+
+UNPROVEN = Doubt(0.22, 0.15)
+"""94 layouts of others on A100 and B200, which Wattune itself was never measured on."""
+
+FOREIGN = Doubt(0.25, 0.15)
+"""A program of the user's, predicted as if it were one of the engines: what programs of others are off by."""
+
+GUESSED = Doubt(2.0, 0.5)
+"""A CPU, of which nothing is known but that it is one: right within a factor of three."""
+
+SPREAD_EXPERTS = Doubt(0.55, 0.50)
+"""What ranks wait for the fullest one: two layouts on four H200."""
+
+
+def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coefficients) -> Doubt:
+    """Of a layout predicted with `calibration` for the accelerator of this name: the widest of its kinds."""
+    fitted = is_fitted(accelerator, calibration)
+    kinds = [FITTED if fitted else UNPROVEN if is_unproven(accelerator, calibration) else MEASURED]
+    if work.accelerator.platform == "cpu" and not fitted:
+        kinds.append(GUESSED)
+    if work.trainer is not None and not fitted:
+        kinds.append(FOREIGN)
+    eager_tensor_parallel = layout.tensor_parallel_size > 1 and not layout.compile
+    if layout.context_parallel_size > 1 or eager_tensor_parallel or layout.precision == "fp8":
+        kinds.append(WAITING)
+    if layout.num_gpus > work.gpus_per_node and not fitted:
+        kinds.append(SEVERAL_NODES)
+    if layout.expert_parallel_size > 1:
+        kinds.append(SPREAD_EXPERTS)
+    return Doubt(max(kind.off for kind in kinds), max(kind.apart for kind in kinds))

@@ -1,0 +1,49 @@
+"""Predictions are in the more doubt the less their like was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from search_spaces.cost import data_sheet
+from search_spaces.doubt import doubt
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.layout import Layout
+from search_spaces.models import PRESETS
+from search_spaces.workload import Workload
+
+PLAIN = Layout("megatron", 8, 64, zero_stage=1, compile=True)
+
+
+def off(accelerator: str, layout: Layout = PLAIN, fitted: bool = False) -> float:
+    sheet = data_sheet(accelerator)
+    assert sheet is not None
+    known = replace(sheet, source=f"16 trials, from {sheet.source}") if fitted else sheet
+    return doubt(layout, Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS[accelerator]), accelerator, known).off
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"context_parallel_size": 2},
+        {"precision": "fp8"},
+        {"tensor_parallel_size": 2, "compile": False},
+        {"num_gpus": 64},
+        {"expert_parallel_size": 2},
+    ],
+)
+def test_what_was_measured_less_is_in_more_doubt(settings: dict[str, Any]) -> None:
+    assert off("h200", replace(PLAIN, **settings)) > off("h200")
+
+
+def test_machines_that_were_never_measured_are_in_more_doubt_until_they_are() -> None:
+    assert off("h200") < off("a100") < off("cpu")
+    for name in ("h200", "a100", "cpu"):
+        assert off(name, fitted=True) <= off("h200")
+    assert off("a100", replace(PLAIN, num_gpus=64), fitted=True) == off("a100", fitted=True)
+    stated = data_sheet("h200")
+    assert stated is not None
+    work = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h200"])
+    assert doubt(PLAIN, work, "h200", stated.stated(power_limit_w=500)).off == off("h200")
