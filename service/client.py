@@ -201,7 +201,7 @@ class Wattune:
 
         record = self._record(search)
         try:
-            return report(record, parse_spec(self._results.spec_of(record)).legal)
+            return report(record, parse_spec(self._results.spec_of(record)))
         except InputError as error:
             partial = report(record)
             return replace(partial, notices=(*partial.notices, f"what the rules refused is not known: {error}"))
