@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from service.answers.candidates import Candidate
     from service.answers.front import Choice, Front
     from service.answers.overview import SearchInfo
+    from service.answers.page.evidence import Evidence
     from service.answers.report import Report
     from service.answers.why import Explanation
     from service.calibrate import Calibrated
@@ -206,6 +207,25 @@ class Wattune:
             partial = report(record)
             return replace(partial, notices=(*partial.notices, f"what the rules refused is not known: {error}"))
 
+    def page(self, search: str) -> str:
+        """The report as one HTML page, figures included, which loads nothing; see `service.answers.page`.
+
+        Raises `InputError` where the package that draws is not installed, which it names.
+        """
+        from service.answers.page import draw
+        from service.answers.page.document import html
+
+        draw.check()
+        return html(self._evidence(search))
+
+    def figures(self, search: str, folder: str | Path) -> list[Path]:
+        """Write every figure of the page into a folder, as PNG and as SVG. Returns the files. Raises as `page` does."""
+        from service.answers.page import draw
+        from service.answers.page.document import write_figures
+
+        draw.check()
+        return write_figures(self._evidence(search), Path(folder))
+
     def why(self, target: Problem | str | Path, choices: Mapping[str, Any]) -> Explanation:
         """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
 
@@ -275,6 +295,18 @@ class Wattune:
     def _record(self, search: str) -> SearchRecord:
         _check_name(search)
         return self._results.search(search)
+
+    def _evidence(self, search: str) -> Evidence:
+        from service.answers.page.evidence import gather
+        from service.fitting import load
+        from service.spec import parse_spec
+
+        record = self._record(search)
+        try:
+            problem = parse_spec(self._results.spec_of(record))
+        except InputError:
+            return gather(self._results, record, None, None)
+        return gather(self._results, record, problem, load(home.Home.locate(), problem.cluster))
 
     @property
     def _cluster(self) -> str:
