@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from service.answers.front import Choice, Front
     from service.answers.overview import SearchInfo
     from service.answers.page.evidence import Evidence
+    from service.answers.page.view import Search
     from service.answers.report import Report
     from service.answers.why import Explanation
     from service.calibrate import Calibrated
@@ -207,6 +208,13 @@ class Wattune:
             partial = report(record)
             return replace(partial, notices=(*partial.notices, f"what the rules refused is not known: {error}"))
 
+    def search(self, search: str) -> Search:
+        """A search for a notebook: its trials as a frame, its front, its figures; see `service.answers.page.view`."""
+        from service.answers.page.view import Search
+
+        record = self._record(search)
+        return Search(record, lambda: self._gathered(record))
+
     def page(self, search: str) -> str:
         """The report as one HTML page, figures included, which loads nothing; see `service.answers.page`.
 
@@ -216,7 +224,7 @@ class Wattune:
         from service.answers.page.document import html
 
         draw.check()
-        return html(self._evidence(search))
+        return html(self._gathered(self._record(search)))
 
     def figures(self, search: str, folder: str | Path) -> list[Path]:
         """Write every figure of the page into a folder, as PNG and as SVG. Returns the files. Raises as `page` does."""
@@ -224,7 +232,7 @@ class Wattune:
         from service.answers.page.document import write_figures
 
         draw.check()
-        return write_figures(self._evidence(search), Path(folder))
+        return write_figures(self._gathered(self._record(search)), Path(folder))
 
     def why(self, target: Problem | str | Path, choices: Mapping[str, Any]) -> Explanation:
         """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
@@ -296,12 +304,11 @@ class Wattune:
         _check_name(search)
         return self._results.search(search)
 
-    def _evidence(self, search: str) -> Evidence:
+    def _gathered(self, record: SearchRecord) -> Evidence:
         from service.answers.page.evidence import gather
         from service.fitting import load
         from service.spec import parse_spec
 
-        record = self._record(search)
         try:
             problem = parse_spec(self._results.spec_of(record))
         except InputError:

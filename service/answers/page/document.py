@@ -59,7 +59,7 @@ def write_figures(evidence: Evidence, folder: Path) -> list[Path]:
     written = []
     for section in SECTIONS:
         table = section.table(evidence)
-        if section.draw is None or isinstance(table, Lacking):
+        if isinstance(table, Lacking):
             continue
         spec = section.draw(table, ALONE)
         vector, pixels = folder / f"{section.key}.svg", folder / f"{section.key}.png"
@@ -84,7 +84,10 @@ def _facts(evidence: Evidence) -> str:
 
 def _model(evidence: Evidence) -> str:
     model, parameters = evidence.search.params.get("model", ""), evidence.search.params.get("parameters")
-    size = f"{parameters / 1e9:.3g} billion parameters" if isinstance(parameters, int) else ""
+    size = ""
+    if isinstance(parameters, int):
+        scale, unit = (1e9, "billion") if parameters >= 1e9 else (1e6, "million")
+        size = f"{parameters / scale:.3g} {unit} parameters"
     return f"a model of {size}" if model == INLINE and size else f"{model} ({size})" if size else str(model)
 
 
@@ -97,10 +100,8 @@ def _list(title: str, lines: list[str], kind: str) -> str:
 
 def _section(section: Section, table: Table) -> str:
     title = f'<h2 id="{section.key}">{escape(section.title)}</h2>'
-    parts = [title, f'<p class="lead">{escape(section.lead)}</p>']
-    if section.draw is not None:
-        drawn = draw.inline(draw.svg(section.draw(table, IN_PAGE), IN_PAGE), section.key, section.title)
-        parts.append(f"<figure>{drawn}</figure>")
+    drawn = draw.inline(draw.svg(section.draw(table, IN_PAGE), IN_PAGE), section.key, section.title)
+    parts = [title, f'<p class="lead">{escape(section.lead)}</p>', f"<figure>{drawn}</figure>"]
     if table.note:
         parts.append(f'<p class="note">{escape(table.note)}</p>')
     parts.append(f"<details><summary>The numbers</summary>\n{tabulated(table)}\n</details>")

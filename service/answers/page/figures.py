@@ -143,12 +143,12 @@ def axes(table: Table, theme: Theme) -> Spec:
                     "color": {
                         "field": "first",
                         "type": "quantitative",
-                        "scale": {"scheme": SEQUENCE},
+                        "scale": {"scheme": {"name": SEQUENCE, "extent": [0.15, 0.9]}},  # to be seen on any paper
                         "title": first.heading,
                         "legend": {"gradientLength": 240},
                     },
                     "strokeWidth": {"condition": chosen | {"value": 3.5}, "value": 1},
-                    "opacity": {"condition": chosen | {"value": 1}, "value": 0.55},
+                    "opacity": {"condition": chosen | {"value": 1}, "value": 0.7},
                     "description": {"field": "tip"},
                 },
             },
@@ -222,7 +222,8 @@ def sweep(table: Table, theme: Theme) -> Spec:
     metrics = [column for column in table.columns if column.key not in ("layout", "micro_batch_size")]
     rows = [row | {"name": names[row["layout"]]} for row in _told(table)]
     order = list(dict.fromkeys(row["name"] for row in rows))
-    kind = {"field": "name", "type": "nominal", "sort": order, "title": None, "legend": {"columns": 1}}
+    legend = {"columns": max(1, WIDTH // (_beside(order) + 30))}
+    kind: Spec = {"field": "name", "type": "nominal", "title": None, "scale": {"domain": order}, "legend": legend}
     size = {"field": "micro_batch_size", "type": "ordinal", "axis": {"labelAngle": 0}}
     panels = [
         {
@@ -232,18 +233,20 @@ def sweep(table: Table, theme: Theme) -> Spec:
             "encoding": {
                 "x": size | {"title": table.column("micro_batch_size").heading},
                 "y": _q(metric),
+                "description": {"field": "tip"},
             },
             "layer": [
                 {
-                    "mark": {"type": "line"},
+                    "mark": {"type": "line", "point": {"size": 60}},
                     "encoding": {
                         "color": kind,
-                        "strokeDash": kind | {"scale": {"range": list(DASHES)}, "legend": None},
+                        "shape": kind,
+                        "strokeDash": kind | {"scale": {"domain": order, "range": list(DASHES)}},
                     },
                 },
-                {
-                    "mark": {"type": "point", "size": 50},
-                    "encoding": {"color": kind, "fill": kind, "shape": kind, "description": {"field": "tip"}},
+                {  # lines with points have no hollow ones
+                    "transform": [{"filter": f"datum['{metric.key}_how'] !== '{MEASURED}'"}],
+                    "mark": {"type": "point", "filled": True, "size": 18, "color": theme.paper},
                 },
             ],
         }
@@ -325,7 +328,7 @@ def heat(table: Table, theme: Theme) -> Spec:
         values = [row["value"] for row in rows]
         middle = (min(values) + max(values)) / 2
         x: Spec = {"field": "device", "type": "nominal", "sort": devices, "title": None}
-        x |= {"axis": {"labelAngle": -45 if len(devices) > 8 or cell < 50 else 0}}
+        x |= {"axis": {"labelAngle": -45, "labelOverlap": False}}
         y: Spec = {"field": "name", "type": "nominal", "sort": list(names.values()), "title": None}
         layers: list[Spec] = [
             {
@@ -408,10 +411,11 @@ def over_time(table: Table, theme: Theme) -> Spec:
         "title": table.column("time_s").heading,
         "axis": {"grid": False},
     }
-    kind = {"field": "device", "type": "nominal", "sort": devices, "title": None}
+    kind: Spec = {"field": "device", "type": "nominal", "title": None}
     lines: Spec = {"detail": kind}
     if few and len(devices) > 1:
-        lines = {"color": kind, "strokeDash": kind | {"scale": {"range": list(DASHES)}}}
+        dashes = {"domain": devices, "range": [DASHES[i % len(DASHES)] for i in range(len(devices))]}
+        lines = {"color": kind | {"scale": {"domain": devices}}, "strokeDash": kind | {"scale": dashes}}
     panels = []
     for quantity in quantities:
         rows = [row for row in table.rows if row["quantity"] == quantity]
@@ -519,7 +523,7 @@ def predictions(table: Table, theme: Theme) -> Spec:
                             "color": engines,
                             "fill": engines,
                             "shape": engines,
-                            "fillOpacity": _hollow(),
+                            "fillOpacity": _hollow(f"{metric}_how"),
                             "description": {"field": "tip"},
                         },
                     },
@@ -582,7 +586,8 @@ def _told(table: Table) -> list[Spec]:
         cells = [
             f"{column.title} {column.text(row)} {_unit(column)}" for column in titles if row.get(column.key) is not None
         ]
-        told.append(dict(row) | {"tip": f"{row.get('layout', '')}: {'; '.join(cell.strip() for cell in cells)}"})
+        hows = {f"{column.key}_how": _word(row.get(f"{column.key}_method")) for column in titles}
+        told.append(dict(row) | hows | {"tip": f"{row.get('layout', '')}: {'; '.join(cell.strip() for cell in cells)}"})
     return told
 
 
@@ -595,9 +600,9 @@ def _q(column: Column) -> Spec:
     return {"field": column.key, "type": "quantitative", "title": column.heading, "scale": {"zero": False}}
 
 
-def _hollow() -> Spec:
-    """Marks are filled for what was measured."""
-    return {"condition": {"test": f"datum.how === '{MEASURED}'", "value": FILLED}, "value": HOLLOW}
+def _hollow(how: str = "how") -> Spec:
+    """Marks are filled for what was measured, as the field `how` tells."""
+    return {"condition": {"test": f"datum['{how}'] === '{MEASURED}'", "value": FILLED}, "value": HOLLOW}
 
 
 def _word(method: str | None) -> str:

@@ -191,7 +191,7 @@ def predictions(evidence: Evidence) -> Table | Lacking:
         row: dict[str, Any] = {"layout": one.label, "engine": one.layout.engine, "how": how(one, ["tokens_per_s"])}
         for metric in ("tokens_per_s", "joules_per_token"):
             if metric in foretold and evidence.comparison.value(one, metric) is not None:
-                row |= {f"{metric}_predicted": foretold[metric], metric: one.metrics[metric]}
+                row |= {f"{metric}_predicted": foretold[metric]} | _figure(one, metric)
                 row[f"{metric}_off"] = 100 * (foretold[metric] / one.metrics[metric] - 1)
         if len(row) > 3:
             rows.append(row)

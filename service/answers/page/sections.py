@@ -14,13 +14,13 @@ from service.answers.page.theme import Theme
 
 @dataclass(frozen=True)
 class Section:
-    """`key` names its files. `lead`: what the figure shows, and how to read it. Without `draw` it is a table."""
+    """`key` names its figure. `lead`: what that shows, and how to read it."""
 
     key: str
     title: str
     lead: str
     table: Callable[[Evidence], Table | Lacking]
-    draw: Callable[[Table, Theme], Spec] | None = None
+    draw: Callable[[Table, Theme], Spec]
 
 
 HOLLOW = "Hollow marks are not measured: estimated, extrapolated or put together from slices, as the table says."
@@ -53,7 +53,7 @@ SECTIONS = (
     Section(
         "microbatch",
         "Microbatch",
-        "Layouts that differ in the microbatch alone.",
+        f"Layouts that differ in the microbatch alone. {HOLLOW}",
         layouts.sweep,
         figures.sweep,
     ),

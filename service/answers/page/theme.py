@@ -35,7 +35,7 @@ class Theme:
             "view": {"stroke": self.lines},
             "axis": text
             | {"titleFontWeight": "normal", "gridColor": self.lines, "tickColor": self.lines, "domainColor": self.lines}
-            | {"labelLimit": 330, "labelOverlap": True},
+            | {"labelLimit": 330, "labelOverlap": True, "labelSeparation": 6},
             "legend": text | {"orient": "bottom", "labelLimit": 500, "titleLimit": 500, "titleFontWeight": "normal"},
             "header": text,
             "title": {"color": self.ink, "fontSize": 12, "anchor": "start", "fontWeight": "normal"},
@@ -58,7 +58,7 @@ IN_PAGE = Theme(
     "var(--ink)",
     "var(--faint)",
     "var(--lines)",
-    "transparent",
+    "var(--paper)",
     tuple(f"var(--kind{number})" for number in range(1, len(ALONE.palette) + 1)),
 )
 """Of a figure in the page, whose style sheet has the colours, for light, dark and print."""

@@ -25,8 +25,9 @@ ZERO, TENSOR = replace(PLAIN, zero_stage=3), replace(PLAIN, tensor_parallel_size
 RUN = (f"t{number}" for number in itertools.count())
 
 
-def ran(layout: Layout, speed: float, number: int = 0, **metrics: Any) -> TrialRecord:
+def ran(layout: Layout, speed: float, **metrics: Any) -> TrialRecord:
     """A trial of half an hour, the `number`-th of its search."""
+    number = metrics.pop("number", 0)
     changes = {name: metrics.pop(name) for name in ("purpose", "status") if name in metrics}
     start = STARTED + number * timedelta(minutes=30)
     made = trial(next(RUN), tokens_per_s=speed, **metrics)

@@ -20,6 +20,8 @@ import pytest
 from click.testing import CliRunner
 
 from search_spaces.layout import Layout
+from service import InputError, Wattune
+from service.answers.findings import findings
 from service.answers.page import course, devices, layouts
 from service.answers.page.devices import cost_of_slowest
 from service.answers.page.evidence import Evidence, gather, mean_over_time
@@ -355,6 +357,28 @@ def test_a_page_of_many_trials_stays_small() -> None:
     page = html(Evidence(search(*trials, objectives=TWO)))
     assert time.monotonic() - began < 60, "some seconds on an idle core"
     assert len(page) < 4_000_000
+
+
+def test_a_search_in_a_notebook(store: Home, recorded: Evidence, tmp_path: Path) -> None:
+    found = Wattune(store.tracking_uri).search("s1")
+    trials = found.trials
+    assert list(trials.index) == [f"t{number}" for number in range(6)]
+    assert trials.loc["t1", "micro_batch_size"] == 2
+    assert trials["tokens_per_s"].isna().to_list() == [False] * 5 + [True]
+    assert [one.label for one in found.front] == [FAST.label, FRUGAL.label]
+    assert found.best(minimize="joules_per_token").candidate.layout == FRUGAL
+    assert found.findings == tuple(findings(recorded.found))
+    shown = found._repr_html_()
+    assert FAST.label in shown
+    assert "dominated" in shown
+    pytest.importorskip("vl_convert")
+    picture = found.figure("front")
+    assert picture._repr_svg_().startswith("<svg")
+    assert picture.save(tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match="unknown; did you mean front"):
+        found.figure("fronts")
+    with pytest.raises(InputError, match=r"\.svg or \.png"):
+        picture.save(tmp_path / "front.pdf")
 
 
 def test_without_the_package_that_draws_the_command_names_it(

@@ -137,7 +137,7 @@ def test_failures_are_counted_by_status_and_those_of_machines_apart() -> None:
 
 
 def test_a_report_is_plain_json_and_names_what_rules_refused() -> None:
-    asked = problem(space={"tensor_parallel_size": [2, 4], "precision": "fp32"})
+    asked = problem(space={"tensor_parallel_size": 2, "pipeline_parallel_size": [1, 2], "precision": "fp32"})
     told = report(search(timed(0, 1, 1), timed(1, 1, 1, purpose="sentinel"), objectives=TWO), asked)
     ((rule, layouts),) = asked.legal.refused.items()
     reason = asked.legal.reasons[rule]
