@@ -364,14 +364,29 @@ def trials(search: str, as_csv: bool, as_json: bool, tracking_uri: str | None) -
 
 @main.command()
 @click.argument("search")
+@click.option("--html", type=click.Path(path_type=Path), help="Write it as one page, with figures, into this file.")
+@click.option("--figures", type=click.Path(path_type=Path), help="Write every figure, PNG and SVG, into this folder.")
 @TRACKING
 @JSON
 @refusing_bad_input
-def report(search: str, tracking_uri: str | None, as_json: bool) -> None:
-    """How a search got there: hypervolume by GPU hours, what mattered, drift, what failed or was refused."""
+def report(search: str, html: Path | None, figures: Path | None, tracking_uri: str | None, as_json: bool) -> None:
+    """How a search got there: what it found, what mattered, whether the machine drifted, what failed or was refused.
+
+    With --html or --figures it is written there instead, which takes what `pip install 'wattune[report]'` installs.
+    """
     from service.answers.report import text
 
-    reported = Wattune(tracking_uri).report(search)
+    client = Wattune(tracking_uri)
+    if html or figures:
+        try:
+            if html:
+                html.write_text(client.page(search), encoding="utf-8")
+            if figures:
+                client.figures(search, figures)
+        except OSError as error:
+            raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        return
+    reported = client.report(search)
     click.echo(json.dumps(reported.to_dict(), indent=2) if as_json else text(reported))
 
 

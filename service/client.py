@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from service.answers.exports import Formatted
     from service.answers.front import Choice, Front
     from service.answers.overview import SearchInfo
+    from service.answers.page.evidence import Evidence
+    from service.answers.page.view import Search
     from service.answers.report import Report
     from service.answers.start import Written
     from service.answers.whatif import WhatIf
@@ -226,10 +228,36 @@ class Wattune:
 
         record = self._record(search)
         try:
-            return report(record, parse_spec(self._results.spec_of(record)).legal)
+            return report(record, parse_spec(self._results.spec_of(record)))
         except InputError as error:
             partial = report(record)
             return replace(partial, notices=(*partial.notices, f"what the rules refused is not known: {error}"))
+
+    def search(self, search: str) -> Search:
+        """A search for a notebook: its trials as a frame, its front, its figures; see `service.answers.page.view`."""
+        from service.answers.page.view import Search
+
+        record = self._record(search)
+        return Search(record, lambda: self._gathered(record))
+
+    def page(self, search: str) -> str:
+        """The report as one HTML page, figures included, which loads nothing; see `service.answers.page`.
+
+        Raises `InputError` where the package that draws is not installed, which it names.
+        """
+        from service.answers.page import draw
+        from service.answers.page.document import html
+
+        draw.check()
+        return html(self._gathered(self._record(search)))
+
+    def figures(self, search: str, folder: str | Path) -> list[Path]:
+        """Write every figure of the page into a folder, as PNG and as SVG. Returns the files. Raises as `page` does."""
+        from service.answers.page import draw
+        from service.answers.page.document import write_figures
+
+        draw.check()
+        return write_figures(self._gathered(self._record(search)), Path(folder))
 
     def why(self, target: Problem | str | Path, choices: Mapping[str, Any]) -> Explanation:
         """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
@@ -318,6 +346,17 @@ class Wattune:
         problem = parse_spec(self._results.spec_of(record))
         training = Training(problem.shape, located(problem.data), problem.sequence_length, problem.seed)
         return Launch(candidate.layout, training, problem.cluster.accelerator, problem.cluster.gpus_per_node)
+
+    def _gathered(self, record: SearchRecord) -> Evidence:
+        from service.answers.page.evidence import gather
+        from service.fitting import load
+        from service.spec import parse_spec
+
+        try:
+            problem = parse_spec(self._results.spec_of(record))
+        except InputError:
+            return gather(self._results, record, None, None)
+        return gather(self._results, record, problem, load(home.Home.locate(), problem.cluster))
 
     @property
     def _cluster(self) -> str:

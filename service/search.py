@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from search_spaces.coefficients import Coefficients
+from service.answers.page import draw
+from service.answers.page.document import html
+from service.answers.page.evidence import gather
 from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver, phases
@@ -46,6 +49,7 @@ def run(problem: Problem, tracking_uri: str | None = None, search_id: str | None
         study = _study(problem, search_id, home, Results(store_uri(tracking_uri)), calibration)
         agenda = SearchAgenda(study, problem, phases(problem, at_hand)[0].gangs)
         Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster)).run()
+        _keep_page(tracker, search_id, problem, tracking_uri, calibration)
     return search_id
 
 
@@ -86,6 +90,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
             agenda = SearchAgenda(study, problem, phases(problem, room(problem.cluster))[0].gangs, results, spent)
             Driver(problem, record.id, home, tracker, agenda, network(home, problem.cluster)).run(begun=True)
+            _keep_page(tracker, record.id, problem, tracking_uri, calibration)
     return record.id
 
 
@@ -105,6 +110,24 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
         for trial in record.trials
         if trial.status in list(Status)
     ]
+
+
+def _keep_page(
+    tracker: Tracker, search_id: str, problem: Problem, tracking_uri: str | None, calibration: Coefficients | None
+) -> None:
+    """Put the report into the record as a page, if what draws it is installed. Nothing that fails ends the search."""
+    if not draw.available():
+        return
+
+    def page() -> str:
+        results = Results(store_uri(tracking_uri))
+        return html(gather(results, results.search(search_id), problem, calibration))
+
+    told = tracker.notices
+    tracker.attach_page(page)
+    for notice in tracker.notices:
+        if notice not in told:
+            print(f"notice: {notice}", flush=True)
 
 
 def _study(

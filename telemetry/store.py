@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +24,8 @@ def write_samples(table: pa.Table, path: Path) -> None:
     os.replace(partial, path)
 
 
-def read_samples(path: Path) -> pa.Table:
-    """The samples that `write_samples` wrote. Raises ValueError if the file holds something else.
+def read_samples(path: Path | BinaryIO) -> pa.Table:
+    """The samples that `write_samples` wrote, in a file or in memory. Raises ValueError if that holds something else.
 
     A column that came into the schema after the file was written is null.
     """

@@ -14,16 +14,17 @@ from search_spaces.layout import Layout, axis_of
 from search_spaces.space import varying
 from service.answers import fanova
 from service.answers.candidates import explored
+from service.answers.findings import Found, findings
+from service.answers.growth import Advance, advances, end_of, spent_gpu_hours
 from service.answers.overview import notices
 from service.answers.tables import render
 from service.metrics import Method, heading, number
-from service.pareto import REFERENCE, hypervolume, pareto_front, scaled
 from service.record.results import SearchRecord, TrialRecord
 from service.result import Purpose
 from trainables.status import Status
 
 if TYPE_CHECKING:
-    from search_spaces.space import Space
+    from service.problem import Problem
 
 ENOUGH_TRIALS = 8
 """Fewer trials say nothing of the importance of axes."""
@@ -34,19 +35,6 @@ of the other; of two that halve 30 trials alike but for one of them, it is 0.94.
 
 AND = " + "
 """What stands between the names of axes that count as one."""
-
-
-@dataclass(frozen=True)
-class Advance:
-    """A trial by which the front grew: the `trials` and `gpu_hours` that the search had taken when it ended.
-
-    `hypervolume` is the share that the front had reached of what the last one dominates.
-    """
-
-    trials: int
-    gpu_hours: float
-    hypervolume: float
-    label: str
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Report:
-    """`trials`: purpose -> status -> how many; `gpu_hours`: all of them, GPUs times hours.
+    """`findings`: sentences of `service.answers.findings`.
+
+    `trials`: purpose -> status -> how many; `gpu_hours`: all of them, GPUs times hours.
 
     `importance`: objective -> axis -> its share of what single axes explain, see `importance`, the most first; none for
     objectives that do not vary, or where too few trials ended well. `together` are the axes that cannot be told apart
@@ -96,6 +86,7 @@ class Report:
     """
 
     search_id: str
+    findings: tuple[str, ...]
     trials: dict[str, dict[str, int]]
     gpu_hours: float
     advances: tuple[Advance, ...]
@@ -113,18 +104,21 @@ class Report:
         return asdict(self) | {"sentinel_runs": runs}
 
 
-def report(search: SearchRecord, space: Space | None = None) -> Report:
-    """All of it from the record; `space` is that of the search's spec, for what its rules refused."""
+def report(search: SearchRecord, problem: Problem | None = None) -> Report:
+    """All of it from the record; `problem` is that of the search's spec, for what its rules refused and its own
+    layout."""
     layout, runs = _sentinel(search)
     mattered = importance(search)
     groups = dict.fromkeys(group for shares in mattered.values() for group in shares)
     refusals = None
-    if space is not None:
+    if problem is not None:
+        space = problem.legal
         refusals = tuple(Refusal(rule, count, space.reasons[rule]) for rule, count in space.refused.items())
     return Report(
         search_id=search.id,
+        findings=tuple(findings(found(search, problem))),
         trials=_counts(search.trials),
-        gpu_hours=sum(_gpu_hours(trial) for trial in search.trials),
+        gpu_hours=spent_gpu_hours(search),
         advances=tuple(advances(search)),
         importance={
             metric: {AND.join(group): share for group, share in shares.items()} for metric, shares in mattered.items()
@@ -138,6 +132,13 @@ def report(search: SearchRecord, space: Space | None = None) -> Report:
     )
 
 
+def found(search: SearchRecord, problem: Problem | None) -> Found:
+    """What findings are made of."""
+    if problem is None:
+        return Found(search)
+    return Found(search, problem.baseline_layout, len(problem.legal.layouts))
+
+
 def text(report: Report) -> str:
     """For a terminal: a section for each question, of which those with nothing to say are left out."""
     counts = [
@@ -145,6 +146,8 @@ def text(report: Report) -> str:
         for purpose, statuses in report.trials.items()
     ]
     parts = [f"{report.search_id}; {'; '.join(counts) or 'no trials'}; {report.gpu_hours:.3g} GPU hours"]
+    if report.findings:
+        parts.append("\n".join(report.findings))
     if report.advances:
         rows = [[a.label, str(a.trials), f"{a.gpu_hours:.3f}", f"{a.hypervolume:.1%}"] for a in report.advances]
         parts.append(render(["the front grew by", "trials", "GPU hours", "hypervolume"], rows))
@@ -161,34 +164,6 @@ def text(report: Report) -> str:
     refused = [f"{r.layouts} refused by {r.rule}\n    {r.reason}" for r in report.refusals or ()]
     notes = [f"note: {notice}" for notice in report.notices]
     return "\n\n".join([*parts, *("\n".join(lines) for lines in (failures, refused, notes) if lines)])
-
-
-def advances(search: SearchRecord) -> list[Advance]:
-    """How the hypervolume of the explored trials' front grew, trial by trial, in the order in which they ended.
-
-    What was measured again is not counted: it says more about the front but moves it by noise alone.
-    """
-    comparison = search.goals.among(explored(search.trials))
-    ranked = comparison.ranked(comparison.admitted)
-    if not ranked:
-        return []
-    costs = scaled(comparison.costs(ranked))
-    rows = {one.trial_id: row for one, row in zip(ranked, costs, strict=True)}
-    reference = np.full(costs.shape[1], REFERENCE)
-    whole = hypervolume(costs, reference)
-    grown, front, so_far, gpu_hours, trials = [], np.empty((0, costs.shape[1])), 0.0, 0.0, 0
-    over = [trial for trial in search.trials if trial.status not in ("running", "stopped")]
-    for trial in sorted(over, key=_end):
-        gpu_hours += _gpu_hours(trial)
-        trials += 1
-        if trial.trial_id not in rows:
-            continue
-        front = np.vstack([front, rows[trial.trial_id]])
-        front = front[pareto_front(front)]
-        if (reached := hypervolume(front, reference)) > so_far:
-            so_far = reached
-            grown.append(Advance(trials, gpu_hours, reached / whole, trial.label))
-    return grown
 
 
 def importance(search: SearchRecord) -> dict[str, dict[tuple[str, ...], float]]:
@@ -252,7 +227,7 @@ def _sentinel(search: SearchRecord) -> tuple[str | None, list[SentinelRun]]:
     layout = watching[0].layout
     same = [t for t in search.trials if t.status == Status.OK and t.layout == layout]
     runs: list[SentinelRun] = []
-    for trial in sorted((t for t in same if t.purpose in (Purpose.SEARCH, Purpose.SENTINEL)), key=_end):
+    for trial in sorted((t for t in same if t.purpose in (Purpose.SEARCH, Purpose.SENTINEL)), key=end_of):
         first = runs[0].metrics if runs else trial.metrics
         kept = {metric: trial.metrics[metric] for metric in search.objectives if metric in trial.metrics}
         change = {metric: value / first[metric] - 1 for metric, value in kept.items() if first.get(metric)}
@@ -275,14 +250,3 @@ def _failures(trials: Sequence[TrialRecord]) -> list[Failure]:
 def _counts(trials: Sequence[TrialRecord]) -> dict[str, dict[str, int]]:
     purposes = dict.fromkeys(trial.purpose for trial in trials)
     return {one: dict(Counter(trial.status for trial in trials if trial.purpose == one)) for one in purposes}
-
-
-def _gpu_hours(trial: TrialRecord) -> float:
-    """GPUs times hours of a trial that is over."""
-    if trial.started is None or trial.ended is None:
-        return 0.0
-    return (trial.ended - trial.started).total_seconds() / 3600 * trial.layout.num_gpus
-
-
-def _end(trial: TrialRecord) -> float:
-    return trial.ended.timestamp() if trial.ended else 0.0

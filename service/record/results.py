@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
 
 from search_spaces.layout import Layout
 from service.errors import InputError
@@ -18,6 +20,9 @@ from service.record import store
 from service.record.heartbeat import Heartbeat
 from service.record.runs import Run, Runs
 from service.result import Purpose, TrialResult
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _NAMED = 5  # how many known searches an error message lists
 
@@ -125,7 +130,29 @@ class Results:
         text = self._runs.artifact(search.run_id, store.SPEC)
         if text is None:
             raise InputError(f"search {search.id} has no {store.SPEC} that can be read from here")
-        return text
+        return text.decode()
+
+    def result_of(self, trial: TrialRecord) -> TrialResult | None:
+        """All that a trial came to, its ranks included; None if that is not in reach, or of a form unknown here.
+
+        Raises `InputError` if the store cannot be read.
+        """
+        text = self._runs.artifact(trial.run_id, store.RESULT)
+        with suppress(KeyError, TypeError, ValueError):
+            return None if text is None else TrialResult.from_dict(json.loads(text))
+        return None
+
+    def samples_of(self, trial: TrialRecord) -> pa.Table | None:
+        """What telemetry saw in a trial's windows, by `telemetry.samples.SCHEMA`; None as for `result_of`.
+
+        Raises `InputError` if the store cannot be read.
+        """
+        from telemetry.store import read_samples
+
+        content = self._runs.artifact(trial.run_id, store.SAMPLES)
+        with suppress(ValueError):
+            return None if content is None else read_samples(BytesIO(content))
+        return None
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -65,8 +65,8 @@ class Runs:
         """Every run with these tags and parameters, oldest first."""
         return self._ask(lambda reader: reader.find(tags, params or {}))
 
-    def artifact(self, run_id: str, path: str) -> str | None:
-        """The text of a run's artifact; None if it has none of this path that is in reach."""
+    def artifact(self, run_id: str, path: str) -> bytes | None:
+        """A run's artifact; None if it has none of this path that is in reach."""
         return self._ask(lambda reader: reader.artifact(run_id, path))
 
     def _ask(self, question: Callable[[_Reader], T]) -> T:
@@ -96,7 +96,7 @@ class _Reader(Protocol):
 
     def find(self, tags: Mapping[str, str], params: Mapping[str, Any]) -> list[Run]: ...
 
-    def artifact(self, run_id: str, path: str) -> str | None: ...
+    def artifact(self, run_id: str, path: str) -> bytes | None: ...
 
 
 class _File:
@@ -135,14 +135,14 @@ class _File:
                 runs[run].metrics[key] = value
         return list(runs.values())
 
-    def artifact(self, run_id: str, path: str) -> str | None:
+    def artifact(self, run_id: str, path: str) -> bytes | None:
         with self._tables() as tables:
             (uri,) = tables.execute("SELECT artifact_uri FROM runs WHERE run_uuid = ?", [run_id]).fetchone()
         place = urlsplit(uri)
         if place.scheme not in ("", "file"):
             raise OSError(f"{uri} is no folder of this machine")
         file = Path(unquote(place.path), path)
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return file.read_bytes() if file.exists() else None
 
     def _exists(self) -> bool:
         """Raises `FileNotFoundError` where its folder does not either, unless that is the state directory."""
@@ -191,12 +191,12 @@ class _Server:
                 return runs
             query["page_token"] = token
 
-    def artifact(self, run_id: str, path: str) -> str | None:
+    def artifact(self, run_id: str, path: str) -> bytes | None:
         answer = self._session.get(
             f"{self._url}/get-artifact", params={"run_uuid": run_id, "path": path}, timeout=_ANSWER_S
         )
         answer.raise_for_status()
-        return answer.content.decode()
+        return answer.content
 
     @cached_property
     def _session(self) -> Session:
@@ -252,13 +252,13 @@ class _Client:
             for i, data in ((run.info, run.data) for run in runs)
         ]
 
-    def artifact(self, run_id: str, path: str) -> str | None:
+    def artifact(self, run_id: str, path: str) -> bytes | None:
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         client = self._client
         with store.readable(self._uri), tempfile.TemporaryDirectory() as folder:
             if not any(file.path == path for file in client.list_artifacts(run_id)):
                 return None
-            return Path(client.download_artifacts(run_id, path, folder)).read_text(encoding="utf-8")
+            return Path(client.download_artifacts(run_id, path, folder)).read_bytes()
 
     @cached_property
     def _client(self) -> MlflowClient:

@@ -50,6 +50,9 @@ PARENT = "mlflow.parentRunId"
 
 RESULT = "result.json"  # artifact of a trial's run: all that came of it
 SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
+PAGE = "report.html"  # artifact of a search's run: its report as one page
+RESULT = "result.json"  # artifact of a trial's run: all that it came to
+SAMPLES = "samples.parquet"  # artifact of a trial's run: what telemetry saw of its windows
 
 GOING_ON = ("queued", "running")  # statuses of a search that has a driver, if that is not dead
 

@@ -154,6 +154,10 @@ class Tracker:
         self._troubles.pop(_SEARCH, None)  # what follows records it all
         self._attempt(_SEARCH, lambda: self._close(status, summary, notices))
 
+    def attach_page(self, page: Callable[[], str]) -> None:
+        """Keep the search's report, in HTML, beside its spec. Whatever fails, `page` included, becomes a notice."""
+        self._attempt("the report", lambda: self._client.log_text(self._parent, page(), store.PAGE))
+
     def _send_spooled(self) -> None:
         for directory in sorted(self._unsent.glob("[!.]*")):
             self._attempt(f"trial {directory.name}", partial(self._send, directory), f"; kept in {directory}")
@@ -238,7 +242,7 @@ class Tracker:
         _write_json(half / "series.json", {} if samples is None else _series(samples))
         _write_json(half / "start.json", dict(start))
         if samples is not None:
-            write_samples(samples, half / "samples.parquet")
+            write_samples(samples, half / store.SAMPLES)
         os.replace(half, directory)
         return directory
 
@@ -256,7 +260,7 @@ class Tracker:
         steps = {"step/step_time_s": result.step_times_s, "step/loss": result.losses}
         self._log(run_id, metrics=[p for key, values in steps.items() for p in _step_points(key, values, ended)])
         self._log(run_id, metrics=[p for key, points in series.items() for p in _time_points(key, points, began)])
-        for artifact in (store.RESULT, "samples.parquet"):
+        for artifact in (store.RESULT, store.SAMPLES):
             if (directory / artifact).exists():
                 self._client.log_artifact(run_id, str(directory / artifact))
         self._log(run_id, tags=_outcome(result))

@@ -10,11 +10,10 @@ from datetime import timedelta
 import pytest
 
 from search_spaces.layout import Layout
-from search_spaces.space import Space
 from service.answers.report import ENOUGH_TRIALS, Refusal, cramers_v, report, text
 from service.metrics import DIRECTIONS
 from service.record.results import TrialRecord
-from tests.service.records import STARTED, search, trial
+from tests.service.records import STARTED, problem, search, trial
 
 TWO = {name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token")}
 
@@ -138,10 +137,12 @@ def test_failures_are_counted_by_status_and_those_of_machines_apart() -> None:
 
 
 def test_a_report_is_plain_json_and_names_what_rules_refused() -> None:
-    space = Space((), 12, 10, {"gpus_divide": 3}, {"gpus_divide": "2 GPUs are no multiple of 4"})
-    told = report(search(timed(0, 1, 1), timed(1, 1, 1, purpose="sentinel"), objectives=TWO), space)
-    assert told.refusals == (Refusal("gpus_divide", 3, "2 GPUs are no multiple of 4"),)
-    assert "3 refused by gpus_divide\n    2 GPUs are no multiple of 4" in text(told)
+    asked = problem(space={"tensor_parallel_size": 2, "pipeline_parallel_size": [1, 2], "precision": "fp32"})
+    told = report(search(timed(0, 1, 1), timed(1, 1, 1, purpose="sentinel"), objectives=TWO), asked)
+    ((rule, layouts),) = asked.legal.refused.items()
+    reason = asked.legal.reasons[rule]
+    assert told.refusals == (Refusal(rule, layouts, reason),)
+    assert f"{layouts} refused by {rule}\n    {reason}" in text(told)
     read = json.loads(json.dumps(told.to_dict()))
-    assert read["refusals"] == [{"rule": "gpus_divide", "layouts": 3, "reason": "2 GPUs are no multiple of 4"}]
+    assert read["refusals"] == [{"rule": rule, "layouts": layouts, "reason": reason}]
     assert read["sentinel_runs"][0]["started"].startswith("2026-01-01T00:00")

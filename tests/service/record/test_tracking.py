@@ -90,6 +90,33 @@ def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, floa
     return [(point.step, point.value) for point in client.get_metric_history(run_id, key)]
 
 
+def test_results_samples_and_the_page_come_back_from_the_store(home: Home, tmp_path: Path) -> None:
+    tracker = start(home)
+    for one in (measured(), measured("s1-001")):
+        tracker.start_trial(one.trial_id, CONFIG)
+    tracker.finish_trial(measured(), samples())
+    tracker.finish_trial(measured("s1-001"))
+    results = Results(home.tracking_uri)
+    first, second = results.search("s1").trials
+    assert results.result_of(first) == measured()
+    seen = results.samples_of(first)
+    assert seen is not None
+    assert seen.equals(samples())
+    assert results.samples_of(second) is None
+    MlflowClient(home.tracking_uri).log_text(first.run_id, '{"of": "another form"}', "result.json")
+    assert results.result_of(first) is None
+
+    def broken() -> str:
+        raise ZeroDivisionError("no figure")
+
+    tracker.attach_page(broken)
+    assert tracker.notices == ["the report is not recorded: no figure"]
+    tracker.attach_page(lambda: "<p>page</p>")
+    assert tracker.notices == []
+    page = MlflowClient(home.tracking_uri).download_artifacts(results.search("s1").run_id, "report.html")
+    assert Path(page).read_text() == "<p>page</p>"
+
+
 def test_a_trial_comes_back_as_it_was(home: Home, tmp_path: Path) -> None:
     tracker = start(home)
     assert read(home).status == "queued"
