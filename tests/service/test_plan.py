@@ -72,7 +72,7 @@ def example(path: Path) -> Any:
     return pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("path", map(example, sorted(EXAMPLES.glob("*.yaml"))))
+@pytest.mark.parametrize("path", [example(path) for path in sorted(EXAMPLES.glob("*.yaml"))])
 def test_examples_are_planned(path: Path) -> None:
     spec = load_spec(path)
     plan = make_plan(spec, expected(spec.cluster))

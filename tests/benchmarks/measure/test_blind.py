@@ -34,9 +34,10 @@ def test_what_is_drawn_is_spread_over_all_axes(name: str) -> None:
     assert len(draw(layouts, 10_000, seed=0)) == len(layouts)
 
 
-def result(layout: Layout, step_s: float | None, **metrics: float) -> dict[str, Any]:
+def result(layout: Layout, step_s: float | None, **more: float) -> dict[str, Any]:
     status = Status.OOM if step_s is None else Status.OK
-    return TrialResult("t", layout, status, "no room" * (step_s is None), {"step_time_s": step_s} | metrics).to_dict()
+    metrics: dict[str, float | None] = {"step_time_s": step_s, **more}
+    return TrialResult("t", layout, status, "no room" if step_s is None else None, metrics).to_dict()
 
 
 def row(layout: Layout, **more: Any) -> dict[str, Any]:
