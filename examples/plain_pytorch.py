@@ -16,10 +16,8 @@ for name, value in [("micro-batch-size", 2), ("global-batch-size", 8), ("hidden"
     parser.add_argument(f"--{name}", type=int, default=value)
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
 args = parser.parse_args()
-
-cuda = torch.cuda.is_available()
-dist.init_process_group("nccl" if cuda else "gloo")
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 torch.set_default_device(device)
 torch.manual_seed(dist.get_rank())
 block = nn.TransformerEncoderLayer(args.hidden, 4, 4 * args.hidden, dropout=0.0, batch_first=True, norm_first=True)

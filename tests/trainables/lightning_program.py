@@ -10,6 +10,16 @@ from torch import Tensor, nn
 from wattune_lightning import WattuneCallback
 
 
+class Numbers(torch.utils.data.Dataset[int]):
+    """0 to 7, over and over."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> int:
+        return index % 8
+
+
 class Successor(lightning.LightningModule):
     """Learns each number's successor."""
 
@@ -34,4 +44,4 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-trainer.fit(Successor(), torch.utils.data.DataLoader([step % 8 for step in range(4096)], batch_size=16))
+trainer.fit(Successor(), torch.utils.data.DataLoader(Numbers(), batch_size=16))

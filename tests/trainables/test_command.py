@@ -80,6 +80,22 @@ def test_a_step_is_as_long_as_the_program_s_own_clock_says(run_ranks: RunRanks, 
     assert (timing.end_ns - timing.start_ns) / 1e9 == pytest.approx(own_s, rel=0.005)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [None, LOGGED])
+def test_hook_and_log_agree_with_the_program_s_own_clock(
+    steps: LogPatterns | None, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    arguments = ("--record", str(tmp_path / "stamps"), "--seconds", "0.05", "--tell", "log" if steps else "hook")
+    longer = replace(request(*arguments, ranks=1, steps=steps), procedure=replace(PROCEDURE, window_s=10.0))
+    (outcome,) = run_ranks(longer)
+    assert outcome.report is not None
+    timing = outcome.report.timings[8]
+    stamps = [int(line) for line in (tmp_path / "stamps").read_text().split()]
+    first, count = len(timing.warmup_steps_s), len(timing.window_steps_s)
+    own_s = (stamps[first + count - 1] - stamps[first - 1]) / 1e9
+    assert sum(timing.window_steps_s) == pytest.approx(own_s, rel=0.005)
+
+
 def test_a_log_of_one_rank_times_all(run_ranks: RunRanks) -> None:
     slow = replace(
         request("--tell", "log", "--seconds", "0.05", steps=LOGGED), procedure=replace(PROCEDURE, window_s=1)

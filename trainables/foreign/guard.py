@@ -66,14 +66,13 @@ def say(line: str) -> None:
 
 def end_children() -> None:
     """Kill children until there are none: those of the killed become children of this process."""
-    while True:
-        for child in children():
+    while found := children():
+        for child in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+        for child in found:
+            with contextlib.suppress(ChildProcessError):  # the other thread has waited for it
+                os.waitpid(child, 0)
 
 
 def children() -> list[int]:

@@ -79,8 +79,6 @@ class CommandRank:
         self.ends: list[StepEnd] = []
         self.count = 0
         self.speaks, self.measured = True, False
-        self.device = place.platform.identity(place.platform.device(place.local_rank))
-        self.progress = replace(self.progress, device=self.device)
         try:
             self.steps: Steps = self.listen()
             self.write_files()
@@ -159,7 +157,7 @@ class CommandRank:
         return RankReport(
             rank=self.place.rank,
             coordinates=self.request.layout.coordinates(self.place.rank),
-            device=self.device,
+            device=self.progress.device,
             timings={self.request.layout.global_batch_size: timing},
             losses=known,
             grad_norms=tuple(norm for norm in grad_norms if norm is not None),
@@ -181,9 +179,8 @@ class CommandRank:
         if self.command.steps is not None:
             # The first one to set it is the one.
             self.speaks = store.compare_set(key, "", str(self.place.rank)).decode() == str(self.place.rank)
-        if self.steps.device is not None:
-            self.device = self.steps.device
-            self.progress = replace(self.progress, device=self.device)
+        own = self.place.platform.device(self.place.local_rank)
+        self.progress = replace(self.progress, device=self.steps.device or self.place.platform.identity(own))
 
     def step(self) -> tuple[float, int]:
         """Wait for the end of the next step: the seconds of the slowest rank, and the stamp in ns at its end here."""
