@@ -243,8 +243,6 @@ def _curves(file: Path) -> list[Curve]:
         raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
 
 
-
-
 def _slopes(layout: Layout, work: Workload, calibration: Coefficients) -> np.ndarray:
     """Derivatives of the logarithms of step time and power by those of the coefficients, (2, coefficients)."""
     step = 0.05

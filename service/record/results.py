@@ -120,11 +120,6 @@ class Results:
         parent = parents[matches[0]]
         return _search(parent, self._runs.find({store.PARENT: parent.id}))
 
-    def result_of(self, trial: TrialRecord) -> TrialResult | None:
-        """All that was recorded of a trial; None if it has no result that is in reach."""
-        text = self._runs.artifact(trial.run_id, store.RESULT)
-        return None if text is None else TrialResult.from_dict(json.loads(text))
-
     def spec_of(self, search: SearchRecord) -> str:
         """The YAML of the search's spec. Raises `InputError` if the search has none, or none that is in reach."""
         text = self._runs.artifact(search.run_id, store.SPEC)

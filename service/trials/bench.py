@@ -180,7 +180,9 @@ class Bench:
             runs[0],
             layout=request.layout,
             cause="; ".join([*problems, *said, *breakdown_problems(outcomes)]) or None,
-            metrics=runs[0].metrics | trial_metrics(reports, gang_s) | breakdown_metrics(rank.breakdown for rank in ranks),
+            metrics=runs[0].metrics
+            | trial_metrics(reports, gang_s)
+            | breakdown_metrics(rank.breakdown for rank in ranks),
             losses=reports[0].losses,
             environment=dict(self.environment) | reports[0].environment,
             traceback=next((outcome.traceback for outcome in outcomes if outcome.traceback is not None), None),

@@ -211,9 +211,7 @@ def test_ray_address_that_does_not_answer_is_refused(address: str, empty: Path) 
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "command", ["status", "pareto", "best", "report", "why", "trials", "whatif --slow-gpu 5%"]
-)
+@pytest.mark.parametrize("command", ["status", "pareto", "best", "report", "why", "trials", "whatif --slow-gpu 5%"])
 def test_unknown_search_is_refused(command: str, empty: Path) -> None:
     assert_refused(call(*command.split(), "no-such-search"), "no-such-search")
     assert list(empty.iterdir()) == []

@@ -89,7 +89,7 @@ def axes(evidence: Evidence) -> Table | Lacking:
     if len(ranked) < 2 or not differing:
         return Lacking("The layouts that came to a result do not differ in any axis.")
     shares = next(iter(importance(evidence.search).values()), {})
-    matter = [name for joined in shares for name in joined.split(" + ") if name in differing]
+    matter = [name for group in shares for name in group if name in differing]
     chosen = list(dict.fromkeys([*matter, *differing]))[:AXES_SHOWN]
     metrics = objectives(comparison) or list(comparison.objectives)
     on_front = {one.layout for one in evidence.front}

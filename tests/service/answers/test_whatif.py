@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ REPLICAS = Layout("megatron", 4, 16, micro_batch_size=2, precision="fp32")
 Results = dict[str, TrialResult]
 
 
-def sliced(trial_id: str, layout: Layout, pass_s: float = 1.0, layers: int | None = None, **more: float) -> TrialResult:
+def sliced(trial_id: str, layout: Layout, pass_s: float = 1.0, layers: int | None = None, **more: Any) -> TrialResult:
     """Ranks of a pipeline take `pass_s` for each pass, the second half as much again; replicas reduce for a quarter of
     their step."""
     work = PROBLEM.workload.run if layers is None else PROBLEM.at_depth(layers).workload.run
