@@ -78,8 +78,9 @@ def _scratch() -> Iterator[str]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=SCRATCH)
-    with Path(folder, LOCK).open("w") as mine:
+    with Path(folder, "new").open("w") as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)
+        Path(folder, "new").rename(Path(folder, LOCK))  # nobody finds it unlocked
         try:
             yield folder
         finally:

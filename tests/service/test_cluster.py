@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -12,11 +13,12 @@ import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import pytest
 
-from service.cluster import _scratch
+from service.cluster import LOCK, _scratch
 
 RAY = """
 import sys, time
@@ -82,6 +84,25 @@ def test_what_a_killed_search_left_goes_with_the_next(temporary: Path, monkeypat
         with _scratch() as mine:
             assert set(temporary.iterdir()) == {foreign, Path(beside), Path(mine)}
     assert list(temporary.iterdir()) == [foreign]
+
+
+def test_a_search_that_has_just_begun_keeps_its_folder(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    lock = fcntl.flock
+
+    def late(file: TextIO, operation: int) -> None:
+        """Another search begins before this one has its lock."""
+        monkeypatch.setattr(fcntl, "flock", lock)
+        with _scratch():
+            pass
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with _scratch() as mine:
+        assert [path.name for path in Path(mine).iterdir()] == [LOCK]
+        with _scratch():
+            assert Path(mine).exists()
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow

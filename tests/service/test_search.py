@@ -176,7 +176,7 @@ def test_search_trains_measures_records_and_answers(
     assert samples.num_rows >= 3
     window = result["windows"][0]
     length_s = (window["end_ns"] - window["start_ns"]) / 1e9
-    assert 0.6 * length_s < sum(result["step_times_s"]) < 1.2 * length_s  # between steps, ranks exchange their times
+    assert 0.3 * length_s < sum(result["step_times_s"]) < 1.2 * length_s  # ranks exchange their times between steps
 
     study = optuna.load_study(study_name=search, storage=home.optuna_storage)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
