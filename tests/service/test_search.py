@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from service.answers import overview
 from service.answers.overview import contests
+from service.answers.page import draw
 from service.answers.query import parse_query
 from service.answers.ranking import best, compared, pareto
 from service.calibrate import calibrate
@@ -177,6 +178,11 @@ def test_search_trains_measures_records_and_answers(
     window = result["windows"][0]
     length_s = (window["end_ns"] - window["start_ns"]) / 1e9
     assert 0.3 * length_s < sum(result["step_times_s"]) < 1.2 * length_s  # ranks exchange their times between steps
+
+    if draw.available():
+        page = Path(client.download_artifacts(record.run_id, "report.html", str(tmp_path))).read_text()
+        assert '<h2 id="breakdown">' in page, "the figure of a step's parts on each rank"
+        assert record.trials[0].label in page
 
     study = optuna.load_study(study_name=search, storage=home.optuna_storage)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2

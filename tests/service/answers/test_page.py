@@ -311,9 +311,9 @@ class _Loads(HTMLParser):
         self.ids += [str(given["id"])] if "id" in given else []
 
 
-def test_the_page_loads_nothing_and_holds_every_figure_with_its_numbers(recorded: Evidence, tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_holds_every_figure_with_its_numbers(recorded: Evidence) -> None:
     pytest.importorskip("vl_convert")
-    from service.answers.page.document import html, write_figures
+    from service.answers.page.document import html
 
     foretold = replace(recorded, predicted={FAST: {"tokens_per_s": 110.0, "joules_per_token": 1.5}})
     page = html(foretold)
@@ -331,10 +331,6 @@ def test_the_page_loads_nothing_and_holds_every_figure_with_its_numbers(recorded
     assert "rank 0 is &lt;full&gt;" in page, "escaped"
     assert f"<title>{FAST.label}: " in page, "what a pointer is told"
     assert "wattune run tiny.yaml" in page
-    written = write_figures(recorded, tmp_path / "figures")
-    assert {path.suffix for path in written} == {".svg", ".png"}
-    assert (tmp_path / "figures" / "front.png").read_bytes().startswith(b"\x89PNG")
-    assert "var(--" not in (tmp_path / "figures" / "front.svg").read_text()
 
 
 def test_a_page_of_many_trials_stays_small() -> None:
@@ -401,7 +397,10 @@ def test_the_command_writes_the_page_and_the_figures(store: Home, tmp_path: Path
     done = CliRunner().invoke(main, [*ask, "--html", str(to[0]), "--figures", str(to[1])])
     assert (done.exit_code, done.output) == (0, "")
     assert to[0].read_text().startswith("<!doctype html>")
-    assert (to[1] / "growth.svg").exists()
+    drawn = {path.name for path in to[1].iterdir()}
+    assert drawn == {f"{section.key}.{kind}" for section in SECTIONS for kind in ("svg", "png")}
+    assert (to[1] / "front.png").read_bytes().startswith(b"\x89PNG")
+    assert "var(--" not in (to[1] / "front.svg").read_text()
     refused = CliRunner().invoke(main, [*ask, "--html", str(tmp_path / "no" / "page.html")])
     assert refused.exit_code == 2
     assert "cannot be written" in refused.stderr
