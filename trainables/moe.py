@@ -146,9 +146,15 @@ class MoE(nn.Module):
         self.balance_scale = shape.router_aux_loss * layout.loss_scale * layout.context_size / layout.tensor_size
         self.router = nn.Linear(shape.hidden, shape.num_experts, bias=False)
         self.experts = Experts(shape, layout)
+        self.kept: Tensor | None = None  # a plain attribute: no state of the model's
+
+    def keep_routing(self, dtype: torch.dtype) -> None:
+        """Route by the router as it is now, in the `dtype` of its products, whatever becomes of its weight, which is
+        trained as if nothing were."""
+        self.kept = self.router.weight.detach().to(dtype, copy=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.router.weight
+        scores = self.router.weight if self.kept is None else _in_place_of(self.router.weight, self.kept)
         if self.layout.tensor_mesh is not None:
             x, scores = self._whole(x, self._outside), self._whole(scores, Replicate())
         logits = F.linear(x, scores)
@@ -285,6 +291,19 @@ class _Attach(torch.autograd.Function):
         return gradient, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
+class _InPlaceOf(torch.autograd.Function):
+    """Another tensor, whose gradient is taken for that of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return other.view_as(other)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None
+
+
 _take: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Take.apply
 _exchange: Callable[[Tensor, list[int], list[int], ProcessGroup], Tensor] = _Exchange.apply
 _attach: Callable[[Tensor, Tensor, float], Tensor] = _Attach.apply
+_in_place_of: Callable[[Tensor, Tensor], Tensor] = _InPlaceOf.apply

@@ -22,7 +22,6 @@ from trainables.engines.base import Job, StepOutput
 from trainables.engines.build import build_engine
 from trainables.losses import check_learning
 from trainables.measure import Stretch, Timing, time_steps
-from trainables.passes import Observer
 from trainables.profiling import profile_step
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
@@ -46,9 +45,8 @@ class Rank:
         place: Place,
         on_progress: Callable[[Progress], None],
         join: Callable[[TrialRequest, Place], World],
-        observe: Observer | None = None,
     ) -> None:
-        """`join` the other ranks and build the engine, of whose passes `observe` is told. Collective."""
+        """`join` the other ranks and build the engine. Collective."""
         gc.freeze()  # the libraries: half a million objects, which a full collection would go through in some step
         _quieten()
         self.training, self.request, self.platform = training, request, place.platform
@@ -61,18 +59,14 @@ class Rank:
         self.world = join(request, place)
         self.progress = replace(self.progress, device=self.platform.identity(self.world.device))
         self.enter("build")
-        job = Job(
-            self.layout,
-            training.model,
-            training.sequence_length,
-            training.seed,
-            place.rank,
-            self.world.device,
-            observe,
-        )
-        self.engine = build_engine(job)
+        self.engine = build_engine(self.job())
         self.stream = open_tokens(training.data, training.model.vocab)
         self.step_began_ns = time.monotonic_ns()
+
+    def job(self) -> Job:
+        """What the engine is given."""
+        training, world = self.training, self.world
+        return Job(self.layout, training.model, training.sequence_length, training.seed, world.rank, world.device)
 
     def report(self) -> RankReport:
         """Time all batches, and profile a step of the first if that is asked for. Collective."""

@@ -14,7 +14,7 @@ from search_spaces.composition import pauses
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
 from trainables.breakdown import Profile
-from trainables.engines.base import StepOutput
+from trainables.engines.base import Job, StepOutput
 from trainables.losses import check_finite
 from trainables.measure import Timing
 from trainables.passes import Moment, PassClock, PassTimes
@@ -81,7 +81,10 @@ class SliceRank(Rank):
         self.times: dict[int, PassTimes] = {}
         self.traffic: dict[int, tuple[Traffic, ...]] = {}
         world = partial(StandInWorld, program)
-        super().__init__(program.training, request, place, on_progress, world, self.clock.observe)
+        super().__init__(program.training, request, place, on_progress, world)
+
+    def job(self) -> Job:
+        return replace(super().job(), observe=self.clock.observe, alone=True)
 
     def measure(self) -> RankReport:
         report = super().measure()

@@ -87,6 +87,7 @@ class Written(RankProgram):
     model: ModelShape
     sequence_length: int
     alone: int | None = None
+    share: Share = Share.EVEN
 
     @staticmethod
     def preload(layouts: Iterable[Layout]) -> list[str]:
@@ -98,7 +99,8 @@ class Written(RankProgram):
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         layout, rank = request.layout, place.rank
         ledger = self._together(request, place) if self.alone is None else self._alone(place, layout.num_gpus)
-        engine = build_engine(Job(layout, self.model, self.sequence_length, seed=0, rank=rank, device=CPU))
+        alone = self.alone is not None
+        engine = build_engine(Job(layout, self.model, self.sequence_length, 0, rank, CPU, alone=alone))
         stream = open_tokens(SYNTHETIC, self.model.vocab)
         outputs, calls = [], []
         for step in range(STEPS):
@@ -117,10 +119,9 @@ class Written(RankProgram):
             environment={"calls": json.dumps(calls)},
         )
 
-    @staticmethod
-    def _alone(place: Place, size: int) -> Ledger:
+    def _alone(self, place: Place, size: int) -> Ledger:
         os.environ.update(RANK=str(place.rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
-        return join(place.rank, size, no_time, place.platform.take(0))
+        return join(place.rank, size, no_time, place.platform.take(0), self.share)
 
     @staticmethod
     def _together(request: TrialRequest, place: Place) -> Ledger:

@@ -41,6 +41,7 @@ from tests.trainables.test_parity import (
     request,
     tied,
 )
+from trainables.breakdown import COLLECTIVES, kernel_category
 from trainables.program import RankReport, TrialRequest
 from trainables.standin.join import join
 from trainables.standin.ledger import Call, Ledger
@@ -305,6 +306,24 @@ def test_a_gpu_is_busy_for_as_long(asked_s: float) -> None:
     torch.testing.assert_close(summed, 2 * whole[RANK])
     assert torch.equal(gathered, summed.expand_as(gathered))
     assert torch.equal(exchanged, whole[RANK].expand_as(exchanged))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
+def test_kernels_on_a_gpu_bear_the_names_of_their_collectives() -> None:
+    device = torch.device("cuda", 0)
+    join(RANK, SIZE, lambda kind, size, ranks: 1e-3, device)
+    x, whole = torch.randn(100_000, device=device), torch.randn(SIZE, 100_000, device=device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        dist.all_reduce(x)
+        dist.reduce_scatter_tensor(x, whole)
+        dist.all_gather_into_tensor(whole, x)
+        dist.all_to_all_single(torch.empty_like(whole), whole)
+        dist.broadcast(x, 0)
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+    found = {kernel_category(event.name) for event in profiled.events()} & {*COLLECTIVES}
+    assert found == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "other_communication"}
 
 
 def written(model: ModelShape, layout: Layout, alone: int | None = None) -> TrialRequest:

@@ -34,7 +34,8 @@ def learning_rate(model: ModelShape) -> float:
 class Job:
     """One rank's share of a trial; `rank` is in the trial's own world of `layout.num_gpus` processes.
 
-    `observe` is told of every pass of a pipeline; None where nobody asks.
+    `observe` is told of every pass of a pipeline; None where nobody asks. `alone`: whether all other ranks are stood in
+    for, by data like this one's.
     """
 
     layout: Layout
@@ -44,6 +45,16 @@ class Job:
     rank: int
     device: torch.device
     observe: Observer | None = None
+    alone: bool = False
+
+    @property
+    def keeps_routing(self) -> bool:
+        """Whether tokens are to go where the routers, as they were drawn, send them, whatever the weights become.
+
+        A rank alone gathers its own rows of a sharded router in every place. All experts would look alike then, and the
+        ranks that hold them come out equally full.
+        """
+        return self.alone and self.layout.expert_parallel_size > 1
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def _repeat(target: Tensor, source: Tensor) -> None:
         target.zero_()
         return
     pieces = target.view(-1).split(source.numel())
-    torch._foreach_copy_(pieces, [source[: piece.numel()] for piece in pieces])
+    last = source[: pieces[-1].numel()]
+    torch._foreach_copy_(pieces, [*[source] * (len(pieces) - 1), last])
 
 
 _generators: dict[torch.device, torch.Generator] = {}

@@ -101,8 +101,17 @@ def test_slower_links_cost_what_of_communication_is_exposed() -> None:
     assert "+6.2%" in text(found)
 
 
-def test_a_step_that_follows_from_smaller_runs_is_followed_again() -> None:
-    """Over microbatches: a second and half a second for each of eight."""
+def test_a_step_that_follows_from_shallower_models_is_followed_again() -> None:
+    """Half a second, and half a second for each of four layers."""
+    runs = [Proxy(layers, sliced(f"a-{layers}", REPLICAS, layers=layers, tail_s=(1 + layers) / 2)) for layers in (1, 2)]
+    trials, read = recorded(replace(sliced("a", REPLICAS), proxies=tuple(runs)))
+    (one,) = whatif(search(*trials, objectives=OBJECTIVES), PROBLEM, Change(slow_gpu=0.5), read).layouts
+    assert one.before.step_time_s == pytest.approx(2.5)
+    assert one.after.step_time_s == pytest.approx(3.75)
+
+
+def test_a_step_that_follows_from_smaller_batches_is_followed_again() -> None:
+    """A second, and a second for sixteen sequences."""
     few, many = (
         sliced(f"a-{batch}", replace(REPLICAS, global_batch_size=batch), tail_s=1 + batch / 16) for batch in (4, 8)
     )

@@ -192,7 +192,7 @@ def test_each_rank_s_place_worker_and_breakdown_are_recorded_by_rank() -> None:
 def test_the_breakdown_is_told_as_the_mean_over_the_ranks_and_the_worst_of_them() -> None:
     profiles = [Profile(step_of(2.0, 4.0), None, 0.5), Profile(step_of(3.0, 3.0), None, 0.7)]
     outcomes = ranks(2, [None] * 2, layout=STAGES, profiles=profiles)
-    found = breakdown_metrics(one.breakdown for one in rank_records(outcomes, members(["a", "a"])))
+    found = breakdown_metrics(rank.breakdown for rank in rank_records(outcomes, members(["a", "a"])))
     assert found["breakdown_matmul_s"] == 2.5
     assert found["breakdown_exposed_send_recv_s"] == found["breakdown_exposed_communication_s"] == 1.0
     assert (found["breakdown_idle_s"], found["breakdown_max_idle_s"]) == (3.5, 4.0)
@@ -206,7 +206,7 @@ def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:
     outcomes = ranks(2, [None] * 2, layout=STAGES, profiles=[failed, Profile(step_of(1.0, 1.0), None, 0.1)])
     assert breakdown_problems(outcomes) == [f"no breakdown of rank 1: {failed.problem}"]
     assert rank_records(outcomes, members(["a", "a"]))[1].breakdown is None
-    assert breakdown_metrics(one.breakdown for one in rank_records(ranks(2, [None] * 2), members(["a", "a"]))) == {}
+    assert breakdown_metrics([None, None]) == {}
     both = ranks(2, [None] * 2, layout=STAGES, profiles=[failed, failed])
     assert breakdown_problems(both) == [f"no breakdown of ranks 0, 1: {failed.problem}"]
 

@@ -120,11 +120,19 @@ class DispatchedExperts(nn.Module):
     """The mixture of experts of block `layer`, with DeepSpeed's routing and exchange of tokens; none is dropped.
 
     DeepSpeed's own load-balancing loss is of whole microbatches; here it is the one of `trainables.moe`, of sequences,
-    `scale` times. `context_group`: ranks that hold the other tokens of the same sequences.
+    `scale` times. `context_group`: ranks that hold the other tokens of the same sequences. With `keeps_routing` the
+    router's weight is what was drawn again before each pass.
     """
 
     def __init__(
-        self, parts: Parts, layer: int, size: int, rank: int, context_group: dist.ProcessGroup | None, scale: float
+        self,
+        parts: Parts,
+        layer: int,
+        size: int,
+        rank: int,
+        context_group: dist.ProcessGroup | None,
+        scale: float,
+        keeps_routing: bool,
     ) -> None:
         super().__init__()
         shape = parts.shape
@@ -142,6 +150,7 @@ class DispatchedExperts(nn.Module):
             )
         self.router = self.moe.deepspeed_moe.gate.wg
         self.router.load_state_dict(parts.router(layer).state_dict())
+        self.kept = self.router.weight.detach().clone() if keeps_routing else None
         experts = self.moe.deepspeed_moe.experts.deepspeed_experts
         for index, expert in enumerate(experts, start=rank % size * len(experts)):
             expert.load_state_dict(parts.expert(layer, index).state_dict())
@@ -149,6 +158,8 @@ class DispatchedExperts(nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same shape."""
+        if self.kept is not None:
+            self.router.weight.data.copy_(self.kept)  # behind autograd's back: no version is counted
         out: Tensor = self.moe(x)[0]
         if not self.scale:
             return out
@@ -170,7 +181,7 @@ class DeepSpeedEngine:
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout
-        self.device, self.observe = job.device, job.observe
+        self.device, self.observe, self.keeps_routing = job.device, job.observe, job.keeps_routing
         deepspeed.init_distributed(dist_init_required=False)
         place = layout.coordinates(job.rank)
         self.data_parallel_rank, self.context_rank, self.tensor_rank = place["dp"], place["cp"], place["tp"]
@@ -265,7 +276,7 @@ class DeepSpeedEngine:
         block = Parts(replace(shape, num_experts=0), parts.positions, parts.seed).block(layer)
         scale = shape.router_aux_loss * layout.context_parallel_size / layout.gradient_accumulation_steps
         block.ffn = DispatchedExperts(
-            parts, layer, layout.expert_parallel_size, dist.get_rank(), self.context_group, scale
+            parts, layer, layout.expert_parallel_size, dist.get_rank(), self.context_group, scale, self.keeps_routing
         )
         return block
 
