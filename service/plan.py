@@ -96,7 +96,7 @@ class Plan:
 def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: Sequence[str] = ()) -> Plan:
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
-    if calibration is None:
+    if calibration is None or problem.shape is None:
         return Plan(problem, forecasts, None, tuple(notices))
     doubts = _doubts(problem.cluster.accelerator, calibration)
     return Plan(problem, forecasts, calibration.source, (*doubts, *notices))
@@ -114,6 +114,8 @@ def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:
 
 def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
     work = problem.workload
+    if work.model is None:
+        return Forecast(layout, None, None, {})
     metrics = {} if calibration is None else cost.predicted_metrics(layout, work, calibration)
     whole = memory.estimate(layout, work)
     share = memory.estimate(layout, work.run).share if work.depths else whole.share
@@ -154,7 +156,7 @@ def _counts(plan: Plan) -> str:
         shallow, deep = problem.depth_proxy
         lines.append(
             f"depth proxies: each trial is run with {deep} and with {shallow} layers, "
-            f"and its figures are extrapolated to {problem.shape.layers}"
+            f"and its figures are extrapolated to {problem.workload.shape.layers}"
         )
     return "\n".join(lines)
 
