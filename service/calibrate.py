@@ -95,6 +95,8 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     trial ended well.
     """
     accelerator = problem.cluster.accelerator
+    if problem.trainer is not None:
+        raise InputError("trainer: the cost model is calibrated by Wattune's own engines: leave it out")
     if (start := expected(problem.cluster)) is None:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_data(problem)

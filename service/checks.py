@@ -44,17 +44,21 @@ def notices(problem: Problem) -> list[str]:
 
 
 def check_data(problem: Problem) -> None:
-    """Raise `InputError` unless the data are tokens that the model can read."""
+    """Raise `InputError` unless the data are tokens that the model can read, or a trainer's own affair."""
+    if problem.trainer is not None or problem.data is None:
+        return
     try:
-        open_tokens(problem.data, problem.shape.vocab).sequence(0, problem.sequence_length)
+        open_tokens(problem.data, problem.workload.shape.vocab).sequence(0, problem.sequence_length)
     except DataError as error:
         raise InputError(f"data: {error}") from None
 
 
 def data_from_afar(problem: Problem) -> list[str]:
     """As `check_data`, but data that are not on this machine are a notice: they are read where trials run."""
+    if problem.trainer is not None or problem.data is None:
+        return []
     try:
-        open_tokens(problem.data, problem.shape.vocab)
+        open_tokens(problem.data, problem.workload.shape.vocab)
     except MissingDataError as error:
         return [f"data: {error}; a search needs them on every node"]
     except DataError:
@@ -210,11 +214,10 @@ def _lacking(problem: Problem) -> dict[str, str]:
     """Metric -> why no trial will have it, of those that the goals name."""
     from telemetry.devices.cpu import counts_throttling
 
-    device, name = problem.cluster.device, problem.cluster.accelerator
-    on_cpu = device.platform == "cpu"
+    on_cpu = problem.cluster.device.platform == "cpu"
     reasons = {
         Needs.GPU: "only GPUs have such a figure" if on_cpu else None,
-        Needs.PEAK: f"the peak FLOP/s of accelerator {name!r} are not known" if device.peak_flops is None else None,
+        Needs.PEAK: _no_mfu(problem),
         Needs.THROTTLING: "the kernel of this machine does not count how long its CPUs are slowed for heat"
         if on_cpu and not counts_throttling()
         else None,
@@ -222,3 +225,12 @@ def _lacking(problem: Problem) -> dict[str, str]:
     metrics = [*problem.goals.objectives, *(limit.metric for limit in problem.goals.limits)]
     needed = {metric: needs for metric in metrics if (needs := known(metric).needs) is not None}
     return {metric: f"no trial will have it: {why}" for metric, needs in needed.items() if (why := reasons[needs])}
+
+
+def _no_mfu(problem: Problem) -> str | None:
+    """Why there is no share of the peak FLOP/s."""
+    if problem.shape is None:
+        return "it takes a model, of which nothing is known beside a trainer"
+    if problem.cluster.device.peak_flops is None:
+        return f"the peak FLOP/s of accelerator {problem.cluster.accelerator!r} are not known"
+    return None

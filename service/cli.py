@@ -27,6 +27,9 @@ ADDRESS = click.option(
     required=True,
     help="Ray's job server, such as http://head:8265.",
 )
+ALLOW_TRAINER = click.option(
+    "--allow-trainer", is_flag=True, help="Let a Ray cluster run the spec's trainer, though none of its ready ones."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
@@ -113,12 +116,13 @@ def plan(spec: Path, every: bool, as_json: bool) -> None:
 @main.command()
 @click.argument("spec", type=click.Path(path_type=Path))
 @TRACKING
+@ALLOW_TRAINER
 @click.option("--search-id", hidden=True, help="Id of the search, when a job was submitted under it.")
 @refusing_bad_input
-def run(spec: Path, tracking_uri: str | None, search_id: str | None) -> None:
+def run(spec: Path, tracking_uri: str | None, allow_trainer: bool, search_id: str | None) -> None:
     """Run a search here, on the Ray cluster of RAY_ADDRESS or on this machine alone."""
     client = Wattune(tracking_uri)
-    _print_outcome(client, client.run(spec, search_id))
+    _print_outcome(client, client.run(spec, search_id, allow_trainer))
 
 
 @main.command()
@@ -151,11 +155,12 @@ def calibrate(spec: Path, tracking_uri: str | None) -> None:
 @click.argument("search")
 @click.option("--address", metavar="URL", help="Ray's job server, for a search that was submitted to it.")
 @TRACKING
+@ALLOW_TRAINER
 @refusing_bad_input
-def resume(search: str, address: str | None, tracking_uri: str | None) -> None:
+def resume(search: str, address: str | None, tracking_uri: str | None, allow_trainer: bool) -> None:
     """Go on with a search that was interrupted, from the WATTUNE_HOME and on the Ray cluster that it had."""
     client = Wattune(tracking_uri, address)
-    resumed = client.resume(search)
+    resumed = client.resume(search, allow_trainer)
     if address:
         click.echo(resumed)
     else:
@@ -166,11 +171,12 @@ def resume(search: str, address: str | None, tracking_uri: str | None) -> None:
 @click.argument("spec", type=click.Path(path_type=Path))
 @ADDRESS
 @TRACKING
+@ALLOW_TRAINER
 @JSON
 @refusing_bad_input
-def submit(spec: Path, address: str, tracking_uri: str | None, as_json: bool) -> None:
+def submit(spec: Path, address: str, tracking_uri: str | None, allow_trainer: bool, as_json: bool) -> None:
     """Hand a search to a Ray cluster, where it goes on without this terminal."""
-    search = Wattune(tracking_uri, address).submit(spec)
+    search = Wattune(tracking_uri, address).submit(spec, allow_trainer)
     click.echo(json.dumps({"search_id": search}) if as_json else search)
 
 
@@ -421,6 +427,17 @@ def whatif(search: str, slow_gpu: str | None, link: str | None, tracking_uri: st
 
     answer = Wattune(tracking_uri).whatif(search, slow_gpu, link)
     click.echo(json.dumps(answer.to_dict(), indent=2) if as_json else text(answer))
+
+
+@main.command()
+@JSON
+@refusing_bad_input
+def trainers(as_json: bool) -> None:
+    """The trainers that a spec can name: those that come with Wattune and those of WATTUNE_TRAINERS."""
+    from service.trainers import table
+
+    known = Wattune.trainers()
+    click.echo(json.dumps([one.to_dict() for one in known], indent=2) if as_json else table(known))
 
 
 @main.command()

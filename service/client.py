@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from service.problem import Problem
     from service.record.pages import Pages
     from service.record.results import Results, SearchRecord, TrialRecord
+    from service.trainers import ReadyTrainer
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
     from trainables.launch import Launch
@@ -67,10 +68,11 @@ class Wattune:
         calibration = load(home.Home.locate(), problem.cluster)
         return make_plan(problem, calibration, [*data_from_afar(problem), *notices(problem)])
 
-    def run(self, spec: Problem | str | Path, search_id: str | None = None) -> str:
+    def run(self, spec: Problem | str | Path, search_id: str | None = None, allow_trainer: bool = False) -> str:
         """Run a search here, on the Ray cluster of `RAY_ADDRESS` or on this machine, to its end. Returns its id.
 
-        `search_id` is the id to give it, by default a new one.
+        `search_id` is the id to give it, by default a new one. `allow_trainer`: whether the cluster of `RAY_ADDRESS` is
+        to run a trainer that is none of its ready ones; the same in `resume` and `submit`.
         """
         problem = _loaded(spec)
         from service.checks import check_machine
@@ -78,7 +80,7 @@ class Wattune:
         check_machine(problem.least)
         from service.search import run
 
-        return run(problem, self.tracking_uri, search_id)
+        return run(problem, self.tracking_uri, search_id, allow_trainer)
 
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
         """Fit the cost model to the machines here, by trials of some of the spec's layouts, and time their collectives.
@@ -90,7 +92,7 @@ class Wattune:
 
         return calibrate(problem, self.tracking_uri)
 
-    def resume(self, search: str) -> str:
+    def resume(self, search: str, allow_trainer: bool = False) -> str:
         """Go on with a search that was interrupted. Returns its id.
 
         Here, to its end, see `service.search.resume`; with an `address`, as a job of the cluster that it ran on.
@@ -99,17 +101,17 @@ class Wattune:
         if self.address:
             from service import jobs
 
-            return jobs.resubmit(search, self.address, self.tracking_uri)
+            return jobs.resubmit(search, self.address, self.tracking_uri, allow_trainer)
         from service.search import resume
 
-        return resume(search, self.tracking_uri)
+        return resume(search, self.tracking_uri, allow_trainer)
 
-    def submit(self, spec: Problem | str | Path) -> str:
+    def submit(self, spec: Problem | str | Path, allow_trainer: bool = False) -> str:
         """Hand a search to the Ray cluster at `address`, where it goes on without this process. Returns its id."""
         problem, address = _loaded(spec), self._cluster
         from service.jobs import submit
 
-        return submit(problem, address, self.tracking_uri)
+        return submit(problem, address, self.tracking_uri, allow_trainer)
 
     def logs(self, search: str) -> Iterator[str]:
         """The lines, each with its line end, that a submitted search printed, as they come, until it ends."""
@@ -308,6 +310,13 @@ class Wattune:
         return self.shown_uri if store.is_server(self.tracking_uri) else None
 
     @staticmethod
+    def trainers() -> list[ReadyTrainer]:
+        """The trainers that a spec can name here; see `service.trainers`."""
+        from service.trainers import ready_trainers
+
+        return ready_trainers()
+
+    @staticmethod
     def prepare_data(text: Sequence[str | Path], out: str | Path) -> PreparedData:
         """Make training tokens, one a byte, of text files and folders; see `trainables.data.prepare`.
 
@@ -344,6 +353,9 @@ class Wattune:
         from trainables.training import Training
 
         problem = parse_spec(self._results.spec_of(record))
+        if problem.trainer is not None or problem.shape is None or problem.data is None:
+            name = problem.trainer.name if problem.trainer else ""
+            raise InputError(f"search {record.id}: its layouts are of the trainer {name}, whose command starts them")
         training = Training(problem.shape, located(problem.data), problem.sequence_length, problem.seed)
         return Launch(candidate.layout, training, problem.cluster.accelerator, problem.cluster.gpus_per_node)
 

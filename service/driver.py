@@ -42,6 +42,7 @@ from service.trials.gang import Gang, awaited, close_gangs, room
 from service.trials.pool import Pool, start_pool
 from service.trials.slices import held_against
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
+from trainables.command import Command
 from trainables.slice import Slice
 from trainables.training import Training
 
@@ -124,7 +125,8 @@ class Driver:
         layouts, probes = self.problem.legal.layouts, self.problem.borderline == "probe"
         try:
             for part in parts:
-                preload = Slice.preload(layouts) if part.sliced or probes else Training.preload(layouts)
+                program = Command if self.problem.trainer else Slice if part.sliced or probes else Training
+                preload = program.preload(layouts)
                 close_gangs(gangs)
                 gangs.clear()
                 self._clear_spool()  # Ray would go on with the files of the part before, or of a driver that was killed

@@ -135,7 +135,7 @@ def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: 
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
     slices = _slices(problem, forecasts)
-    if calibration is None:
+    if calibration is None or problem.shape is None:
         return Plan(problem, forecasts, None, slices, tuple(notices))
     doubts = _doubts(problem.cluster.accelerator, calibration)
     return Plan(problem, forecasts, calibration.source, slices, (*doubts, *notices))
@@ -144,7 +144,7 @@ def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: 
 def _slices(problem: Problem, forecasts: Sequence[Forecast]) -> Slices | None:
     """By a few of the layouts of several GPUs, spread over them all."""
     several = [one for one in forecasts if one.layout.num_gpus > 1]
-    if not several or any(unsliced(problem)):
+    if not several or problem.trainer is not None or any(unsliced(problem)):
         return None
     some = several[:: -(-len(several) // SAMPLED)]
     counts = [len(kinds(one.layout, problem.workload.run)) for one in some]
@@ -180,6 +180,8 @@ def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:
 
 def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients | None) -> Forecast:
     work = problem.workload
+    if work.model is None:
+        return Forecast(layout, None, None, {})
     metrics = {} if calibration is None else cost.predicted_metrics(layout, work, calibration)
     whole = memory.estimate(layout, work)
     share = memory.estimate(layout, work.run).share if work.depths else whole.share
@@ -252,7 +254,7 @@ def _counts(plan: Plan) -> str:
         shallow, deep = problem.depth_proxy
         lines.append(
             f"depth proxies: each trial is run with {deep} and with {shallow} layers, "
-            f"and its figures are extrapolated to {problem.shape.layers}"
+            f"and its figures are extrapolated to {problem.workload.shape.layers}"
         )
     return "\n".join(lines)
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 from search_spaces.coefficients import Coefficients
+from search_spaces.expressions import Value
 from search_spaces.hardware import ACCELERATORS, NETWORKS, Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.space import Space, enumerate_space
+from search_spaces.trainer import Trainer
 from search_spaces.workload import Workload
 from service.goals import Goals
+from trainables.command import TRIAL_DIR
 from trainables.data import located
 
 INLINE = "inline"
@@ -165,13 +169,14 @@ class Problem:
     constraints. `axes` maps each axis of a layout to the values to try, without duplicates; `why` says of an axis why
     these, where nobody chose them. `baseline` names one legal
     layout by some of its settings. `depth_proxy` are the layers of the two models that stand for one too big for the
-    cluster, fewer first.
+    cluster, fewer first. `trainer` is the program that trains, None for Wattune's own engines; with one, `model`,
+    `shape` and `data` may be None, of which nothing is known then.
     """
 
     name: str
-    model: str
-    shape: ModelShape
-    data: str
+    model: str | None
+    shape: ModelShape | None
+    data: str | None
     sequence_length: int
     global_batch_size: int
     cluster: Cluster
@@ -187,6 +192,13 @@ class Problem:
     depth_proxy: tuple[int, int] | None = None
     borderline: Borderline = "risk"
     why: Mapping[str, str] = field(default_factory=dict, compare=False)
+    trainer: Trainer | None = None
+
+    @property
+    def names(self) -> dict[str, Value]:
+        """What a trainer's templates may name beside what is of a layout; `trial_dir` is left to the worker."""
+        given: dict[str, Value] = {"seed": self.seed, "trial_dir": TRIAL_DIR}
+        return given if self.data is None else given | {"data": self.data}
 
     @property
     def workload(self) -> Workload:
@@ -202,6 +214,7 @@ class Problem:
             gpus_per_switch=network.gpus_per_switch,
             oversubscription=network.oversubscription,
             refuse_borderline=self.borderline == "refuse",
+            trainer=self.trainer,
         )
 
     @property
@@ -235,11 +248,11 @@ class Problem:
         for axis in wanted:
             if axis not in self.axes:
                 raise ValueError(f"baseline.{axis}: unknown axis; must be one of {', '.join(self.axes)}")
-        named = [layout for layout in self.legal.layouts if all(getattr(layout, a) == v for a, v in wanted.items())]
+        named = [layout for layout in self.legal.layouts if all(layout.setting(a) == v for a, v in wanted.items())]
         if not named:
             raise ValueError(f"baseline: none of the {len(self.legal.layouts)} legal layouts is like that")
         if len(named) > 1:
-            open_axes = [axis for axis in self.axes if len({getattr(layout, axis) for layout in named}) > 1]
+            open_axes = [axis for axis in self.axes if len({layout.setting(axis) for layout in named}) > 1]
             raise ValueError(f"baseline: {len(named)} legal layouts are like that; name {', '.join(open_axes)} too")
         return named[0]
 
@@ -258,18 +271,21 @@ class Problem:
         return self.workload.speed(tokens_per_s, gpus)
 
     def located(self) -> Problem:
-        """The problem for a process with another working directory: its data under an absolute path."""
-        return replace(self, data=located(self.data))
+        """The problem for a process with another working directory: data and program under absolute paths."""
+        data, trainer = self.data, self.trainer
+        if trainer is not None:
+            trainer = replace(trainer, directory=str(Path(trainer.directory).absolute()))
+        return replace(self, data=None if data is None else located(data), trainer=trainer)
 
     def at_depth(self, layers: int) -> Problem:
         """The problem of a model of `layers` layers, everything else kept. It is not checked again."""
-        return replace(self, model=INLINE, shape=replace(self.shape, layers=layers), depth_proxy=None)
+        return replace(self, model=INLINE, shape=replace(self.workload.shape, layers=layers), depth_proxy=None)
 
     def facts(self) -> dict[str, Any]:
         """What the record shows of the problem, as parameters of the search's run, by which searches are compared."""
         return {
             "model": self.model,
-            "parameters": self.shape.parameters,
+            "parameters": None if self.shape is None else self.shape.parameters,
             "accelerator": self.cluster.accelerator,
             "nodes": self.cluster.nodes,
             "gpus_per_node": self.cluster.gpus_per_node,
@@ -279,6 +295,7 @@ class Problem:
             "sampler": self.sampler,
             "seed": self.seed,
             "legal_points": len(self.legal.layouts),
+            **({} if self.trainer is None else {"trainer": self.trainer.name}),
         }
 
 

@@ -25,16 +25,21 @@ from service.sampling.agenda import SearchAgenda, Spent, settled
 from service.sampling.study import SearchStudy, study_exists
 from service.sampling.warmup import open_study
 from service.spec import new_search_id, parse_spec
+from service.trainers import check_allowed
 from service.trials.gang import room
 from trainables.status import Status
 
 
-def run(problem: Problem, tracking_uri: str | None = None, search_id: str | None = None) -> str:
+def run(
+    problem: Problem, tracking_uri: str | None = None, search_id: str | None = None, allow_trainer: bool = False
+) -> str:
     """Run a search to its end, on the Ray cluster of `RAY_ADDRESS` or on this machine. Returns its id.
 
-    Raises `InputError`, before anything starts, for data that are not tokens, a cluster that is too small or a
-    tracking store that does not answer.
+    `allow_trainer`: whether a cluster is to run a trainer that is none of its ready ones. Raises `InputError`, before
+    anything starts, for one that it is not to, data that are not tokens, a cluster that is too small or a tracking
+    store that does not answer.
     """
+    check_allowed(problem.trainer, allow_trainer)
     check_data(problem)
     problem = problem.located()
     home = Home.locate().create()
@@ -53,7 +58,7 @@ def run(problem: Problem, tracking_uri: str | None = None, search_id: str | None
     return search_id
 
 
-def resume(search: str, tracking_uri: str | None = None) -> str:
+def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = False) -> str:
     """Go on with a search that was interrupted, stopped or failed, where it ran, within its budget. Returns its id.
 
     Trials with a result count and are not run again; those that were under way are. Time and GPU hours count as of the
@@ -78,6 +83,7 @@ def resume(search: str, tracking_uri: str | None = None) -> str:
                 f"search {record.id} is running: its driver on {beat.host} was alive {beat.age_s:.0f} s ago"
             )
         problem = parse_spec(recorded.spec_of(record))
+        check_allowed(problem.trainer, allow_trainer)
         check_data(problem)
         check_machine(problem.least)
         with ray_session(problem.cluster):
@@ -135,5 +141,5 @@ def _study(
 ) -> SearchStudy:
     """The search's study, with what is known of its machines and from the searches before it."""
     facts = problem.facts()
-    alike = recorded.finished({name: facts[name] for name in ("parameters", "accelerator")})
+    alike = recorded.finished({name: facts[name] for name in ("parameters", "accelerator", "trainer") if name in facts})
     return open_study(problem, search_id, home.optuna_storage, calibration, alike)

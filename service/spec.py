@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
-from pydantic_core import PydanticKnownError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticKnownError
 
-from search_spaces.axis import Axis, Range
-from search_spaces.engines import ENGINES
+from search_spaces.engines import ENGINES, facts_of
+from search_spaces.engines.base import Rule
+from search_spaces.engines.foreign import names_of
 from search_spaces.expert import choose
 from search_spaces.hardware import ACCELERATORS, NETWORKS
 from search_spaces.hopeless import hopeless
-from search_spaces.layout import AXES
+from search_spaces.layout import AXES, Layout
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
 from search_spaces.rules import all_rules
 from search_spaces.space import Space
+from search_spaces.trainer import GIVEN, Trainer
+from service.axes import SpaceSpec
 from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import METRICS, Direction, nearest
@@ -49,13 +42,12 @@ from service.problem import (
     Problem,
     Sampler,
 )
+from service.reading import LARGEST, Strict, read_yaml
+from service.trainer_spec import ConditionalSpec, StepsSpec, TrainerSpec, described, resolved
 from trainables.data import located
 
 AUTO = "auto"
 """A space that follows from model and cluster."""
-
-LARGEST = 10**12
-"""Of whole numbers: what is reckoned with them stays finite."""
 
 MOST_GPUS = 1_000_000
 MOST_LAYERS = 100_000
@@ -72,19 +64,6 @@ def _no_bool(value: Any) -> Any:
 # Numbers in strings are let in: 1e-2 is text to PyYAML, which asks for a dot before an exponent.
 Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
-
-
-def _as_list(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
-
-
-def _as_list_of_lists(value: Any) -> Any:
-    flat = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
-    return [value] if flat or not isinstance(value, list) else value
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelSpec(Strict):
@@ -179,55 +158,6 @@ class ClusterSpec(Strict):
         return self
 
 
-def _known(name: Any) -> Any:
-    if isinstance(name, str) and name in ENGINES:
-        return name
-    *others, last = map(repr, ENGINES)
-    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
-
-
-def _value_of(axis: Axis) -> Any:
-    """The type of one value of an axis; of one whose values are lists, of a number in them."""
-    if axis.name == "engine":
-        return Annotated[str, BeforeValidator(_known)]
-    if isinstance(axis.allowed, Range):
-        return Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high or LARGEST)]
-    return Annotated[axis.type, Field(strict=True)] if axis.allowed is None else Literal[axis.allowed]
-
-
-def _list_of(item: Any) -> Any:
-    """A non-empty list, for which a single value may stand."""
-    return Annotated[list[item], BeforeValidator(_as_list), Field(min_length=1)]
-
-
-def _list_of_lists(item: Any) -> Any:
-    """A non-empty list of lists, or null for the default; a single list may stand for it."""
-    numbers = Annotated[tuple[item, ...], Field(min_length=1, strict=False)]
-    return Annotated[list[numbers | None], BeforeValidator(_as_list_of_lists), Field(min_length=1)]
-
-
-def _field_of(axis: Axis) -> tuple[Any, Any]:
-    """Type and default of the field with the values of an axis."""
-    item = _value_of(axis)
-    if axis.lists:
-        return _list_of_lists(item), [axis.default]
-    return (_list_of(item), [axis.default]) if axis.default is not None else (_list_of(item) | None, None)
-
-
-if TYPE_CHECKING:
-
-    class SpaceSpec(Strict):
-        """The values to try of each axis of a layout; see `search_spaces.layout.AXES`."""
-else:
-    SpaceSpec = create_model(
-        "SpaceSpec",
-        __base__=Strict,
-        __doc__="The values to try of each axis of a layout; see `search_spaces.layout.AXES`.",
-        __module__=__name__,
-        **{name: _field_of(axis) for name, axis in AXES.items()},
-    )
-
-
 def _chosen(value: Any) -> Any:
     """`auto` is None, which nobody can write."""
     if value is None:
@@ -275,8 +205,9 @@ class SearchSpec(Strict):
     """A whole search as a file says it; see docs/spec.md for every field."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-    model: str | ModelSpec
-    data: Annotated[str, Field(min_length=1)]
+    trainer: Annotated[TrainerSpec | None, BeforeValidator(resolved)] = None
+    model: str | ModelSpec | None = None
+    data: Annotated[str, Field(min_length=1)] | None = None
     sequence_length: Positive
     global_batch_size: Positive
     cluster: ClusterSpec
@@ -288,7 +219,7 @@ class SearchSpec(Strict):
         },
         min_length=1,
     )
-    constraints: list[str] = []
+    constraints: list[str] = Field(default=[])
     space: Annotated[SpaceSpec | None, BeforeValidator(_chosen)] = None
     measurement: MeasurementSpec = MeasurementSpec()
     budget: BudgetSpec = BudgetSpec()
@@ -300,23 +231,37 @@ class SearchSpec(Strict):
     depth_proxy: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
     borderline: Borderline = Problem.borderline
 
+    @property
+    def _space(self) -> SpaceSpec:
+        """What is said of the space; `auto` says nothing."""
+        return self.space or SpaceSpec()
+
     @cached_property
     def problem(self) -> Problem:
         """What the spec is about, as plain values."""
         cluster = self.cluster.cluster()
-        axes = (self.space or SpaceSpec()).model_dump()
+        trainer = None if self.trainer is None else self.trainer.trainer
+        axes = self._space.model_dump() if trainer is None else _axes_of(trainer, self._space)
         axes["num_gpus"] = axes["num_gpus"] or [cluster.size]
+        measurement = dict(self.measurement)
+        if trainer is not None:
+            measurement["short_trials"] = False
+        model, shape = (
+            (INLINE, self.model.shape())
+            if isinstance(self.model, ModelSpec)
+            else (self.model, PRESETS.get(self.model or ""))
+        )
         problem = Problem(
             name=self.name,
-            model=self.model if isinstance(self.model, str) else INLINE,
-            shape=PRESETS[self.model] if isinstance(self.model, str) else self.model.shape(),
+            model=model,
+            shape=shape,
             data=self.data,
             sequence_length=self.sequence_length,
             global_batch_size=self.global_batch_size,
             cluster=cluster,
             goals=Goals(self.objectives, tuple(map(parse_constraint, self.constraints))),
             axes={axis: list(dict.fromkeys(values)) for axis, values in axes.items()},
-            measurement=Measurement(**dict(self.measurement)),
+            measurement=Measurement(**measurement),
             budget=Budget(**dict(self.budget)),
             finalists=Finalists(**dict(self.finalists)),
             sentinel_every=self.sentinel_every,
@@ -325,8 +270,9 @@ class SearchSpec(Strict):
             seed=self.seed,
             depth_proxy=None if self.depth_proxy is None else (self.depth_proxy[0], self.depth_proxy[1]),
             borderline=self.borderline,
+            trainer=trainer,
         )
-        if self.space is not None:
+        if self.space is not None or trainer is not None:
             return problem
         chosen = choose(problem.workload, cluster.size)
         axes = {axis: list(chosen[axis].values) if axis in chosen else values for axis, values in problem.axes.items()}
@@ -336,21 +282,86 @@ class SearchSpec(Strict):
     def _consistent(self) -> SearchSpec:
         if isinstance(self.model, str) and self.model not in PRESETS:
             raise ValueError(f"model: unknown model {self.model!r}; must be {_choice(PRESETS)}, or an inline shape")
+        if self.trainer is None:
+            self._check_complete()
+        else:
+            self._check_beside_trainer(self.trainer)
         _check_model(self.problem)
         _check_depths(self.problem)
+        _check_templates(self.problem)
         _check_axes(self.problem)
         _check_legal(self.problem)
         return self
 
+    def _check_complete(self) -> None:
+        """Refuse what only a spec with a trainer may lack, or have."""
+        for field in ("model", "data"):
+            if getattr(self, field) is None:
+                raise ValueError(f"{field}: this field is required")
+        for axis in self._space.model_extra or ():
+            raise ValueError(f"space.{axis}: unknown field; allowed: {_fields('space')}")
+
+    def _check_beside_trainer(self, trainer: TrainerSpec) -> None:
+        """Refuse what does not go with a trainer."""
+        measurement = self.measurement
+        if measurement.short_trials and "short_trials" in measurement.model_fields_set:
+            raise ValueError("measurement.short_trials: a trainer's program takes steps of its own batch alone: false")
+        if measurement.explore != "gang":
+            raise ValueError("measurement.explore: a trainer's program runs whole, not by slices: gang")
+        if self.depth_proxy is not None:
+            raise ValueError("depth_proxy: a trainer's program has the layers that it has: leave it out")
+        if self.borderline != "risk":
+            raise ValueError("borderline: what a trainer's program needs of memory is learnt by trials: risk")
+        for axis in self._space.model_fields_set:
+            if axis == "engine":
+                raise ValueError(f"space.engine: the trainer {trainer.name} stands for it: leave it out")
+            if axis not in (*GIVEN, *trainer.axes):
+                having = ", ".join([*trainer.axes, *GIVEN])
+                raise ValueError(f"space.{axis}: the trainer {trainer.name} has no such axis; it has {having}")
+
+
+def _axes_of(trainer: Trainer, space: SpaceSpec) -> dict[str, list[Any]]:
+    """The values to try of all axes: of the trainer's, those of `space`, or else all that it has. Raises `ValueError`
+    for a value that it has not."""
+    tried: dict[str, list[Any]] = {axis: [row.idle] for axis, row in AXES.items()} | {"engine": [trainer.name]}
+    tried |= {axis: getattr(space, axis) for axis in GIVEN}
+    for axis, values in trainer.axes:
+        named = getattr(space, axis, None) if axis in space.model_fields_set else None
+        if named is None:
+            tried[axis] = [AXES[axis].default] if values is None else list(values)
+            continue
+        tried[axis] = named if isinstance(named, list) else [named]
+        for value in tried[axis]:
+            if values is not None and (value, type(value)) not in [(one, type(one)) for one in values]:
+                raise ValueError(
+                    f"space.{axis}: the trainer {trainer.name} has not {json.dumps(value)}; it has "
+                    f"{', '.join(map(json.dumps, values))}"
+                )
+    return tried
+
+
+def _check_templates(problem: Problem) -> None:
+    """Refuse templates and rules of a trainer that come to nothing for any layout."""
+    if (trainer := problem.trainer) is None:
+        return
+    layout = Layout.plain(trainer.name, 1, problem.global_batch_size)
+    for axis, values in trainer.own.items():
+        layout = layout.having(axis, values[0])
+    of_layouts = names_of(layout, problem.workload)
+    for fault in trainer.faults(of_layouts | problem.names, of_layouts):
+        raise ValueError(f"trainer.{fault}")
+
 
 def _check_model(problem: Problem) -> None:
+    if problem.shape is None:
+        return
     positions = problem.shape.max_sequence_length
     if problem.shape.family == "gpt" and problem.sequence_length > positions:
         raise ValueError(f"sequence_length: {problem.sequence_length} exceeds the model's {positions} positions")
 
 
 def _check_depths(problem: Problem) -> None:
-    if problem.depth_proxy is None:
+    if problem.depth_proxy is None or problem.shape is None:
         return
     shallow, deep = problem.depth_proxy
     if not shallow < deep < problem.shape.layers:
@@ -373,7 +384,7 @@ def _check_axes(problem: Problem) -> None:
     for size in problem.axes["num_gpus"]:
         if size > problem.cluster.size:
             raise ValueError(f"space.num_gpus: {size} is more than the cluster's {problem.cluster.size}")
-    for one in hopeless(problem.axes, problem.workload):
+    for one in hopeless(problem.axes, problem.workload) if problem.trainer is None else ():
         value = list(one.value) if isinstance(one.value, tuple) else one.value
         allowed = f"; allowed: {', '.join(map(str, one.allowed))}" if one.allowed else ""
         raise ValueError(f"space.{one.axis}: {value}: {one.reason}{allowed}")
@@ -383,20 +394,28 @@ def _check_legal(problem: Problem) -> None:
     """Refuse a problem without a legal layout, or whose baseline is not just one."""
     space = problem.legal
     if not space.layouts:
-        field = "global_batch_size" if _batch_is_to_blame(space) else "space"
+        layout, own = (
+            Layout.plain(problem.axes["engine"][0], 1, 1),
+            () if problem.trainer is None else problem.trainer.own,
+        )
+        engines = ENGINES.values() if problem.trainer is None else [facts_of(layout, problem.workload)]
+        field = "global_batch_size" if _batch_is_to_blame(space, all_rules(engines, own)) else "space"
         refusals = (f"{rule} refused {count} ({space.reasons[rule]})" for rule, count in space.refused.items())
         raise ValueError(f"{field}: no legal layout among {space.distinct}; {'; '.join(refusals)}")
     _ = problem.baseline_layout
 
 
-def _batch_is_to_blame(space: Space) -> bool:
+def _batch_is_to_blame(space: Space, rules: Iterable[Rule]) -> bool:
     """Whether layouts failed on the batch and none got any further through the rules."""
-    names = [rule.__name__ for rule in all_rules(ENGINES.values())]
+    names = [rule.__name__ for rule in rules]
     return bool(space.refused) and max(space.refused, key=names.index) == "batch_divides"
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "": SearchSpec,
+    "trainer": TrainerSpec,
+    "trainer.command": ConditionalSpec,
+    "trainer.steps": StepsSpec,
     "model": ModelSpec,
     "cluster": ClusterSpec,
     "cluster.network": NetworkSpec,
@@ -407,57 +426,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """Takes decimal digits for whole numbers, `true` and `false` for switches, and refuses a field given twice.
-
-    By YAML 1.1, which PyYAML follows, 010 is eight, 1:30 is ninety, `off` is false, and of two fields the last counts.
-    Here such numbers and words are text, which a field for whole numbers or switches refuses.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in names:
-                    raise yaml.constructor.ConstructorError(
-                        problem=f"{key.value} is given twice", problem_mark=key.start_mark
-                    )
-                names.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {}
-# All that these match, PyYAML's own take for the same kind: what it writes is read back.
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
-    ("float", r"(?:[-+]?[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?", list("-+0123456789.")),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
-    ("merge", r"<<", ["<"]),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-def _no_timestamp(loader: yaml.SafeLoader, node: yaml.Node) -> None:
-    loader.construct_undefined(node)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _no_timestamp)
-
-
-def read_yaml(text: str) -> Any:
-    """What a YAML text holds. Raises `ValueError`, of more than a line perhaps, for one that is none."""
-    try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"not valid YAML{where}: {getattr(error, 'problem', error)}") from None
-
-
-def parse_spec(text: str, source: str = "spec") -> Problem:
-    """The problem of a spec's YAML text, whose paths are relative to the working directory.
+def parse_spec(text: str, source: str = "spec", folder: Path = Path()) -> Problem:
+    """The problem of a spec's YAML text. Its trainer's paths are relative to `folder`, that of its data to the working
+    directory.
 
     Raises `InputError` with one line for whatever is wrong with it.
     """
@@ -467,21 +438,31 @@ def parse_spec(text: str, source: str = "spec") -> Problem:
         raise _input_error(f"{source}: {error}") from None
     if not isinstance(fields, dict):
         raise _input_error(f"{source}: a spec is a mapping with the fields {_fields('')}")
-    return make_problem(fields, source)
+    return make_problem(fields, source, folder)
 
 
-def make_problem(fields: Mapping[str, Any], source: str = "spec") -> Problem:
-    """The problem of a spec's fields, as its YAML has them. Raises `InputError` with one line for the first bad one."""
+def make_problem(fields: Mapping[str, Any], source: str = "spec", folder: Path = Path()) -> Problem:
+    """The problem of a spec's fields, as its YAML has them; see `parse_spec`.
+
+    Raises `InputError` with one line for the first bad one.
+    """
     try:
-        return SearchSpec.model_validate(dict(fields)).problem
+        return SearchSpec.model_validate(dict(fields), context={"folder": folder}).problem
     except ValidationError as error:
         raise _input_error(f"{source}: {explanation(error)}") from None
 
 
-def dump_spec(problem: Problem) -> str:
-    """The problem as a spec's YAML text, defaults filled in; `parse_spec` reads it back."""
-    values = asdict(problem)
-    preset = PRESETS.get(problem.model) == problem.shape
+def dump_spec(problem: Problem, named: bool = False) -> str:
+    """The problem as a spec's YAML text, defaults filled in; `parse_spec` reads it back.
+
+    `named`: whether a trainer is named alone, and so looked up where the text is read.
+    """
+    values, trainer = asdict(problem), problem.trainer
+    preset = problem.model is not None and PRESETS.get(problem.model) == problem.shape
+    if trainer is not None:
+        having = (*GIVEN, *dict(trainer.axes))
+        values["axes"] = {axis: tried for axis, tried in values["axes"].items() if axis in having}
+        values["trainer"] = trainer.name if named else described(trainer)
     values |= {
         "model": problem.model if preset else values["shape"],
         "objectives": dict(problem.goals.objectives),
@@ -507,8 +488,8 @@ def load_spec(path: str | Path) -> Problem:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise InputError(f"{path}: cannot read the spec: {reason}") from None
-    problem = parse_spec(text, str(path))
-    return replace(problem, data=located(problem.data, Path(path).parent))
+    problem = parse_spec(text, str(path), Path(path).parent)
+    return problem if problem.data is None else replace(problem, data=located(problem.data, Path(path).parent))
 
 
 def _input_error(text: str) -> InputError:
@@ -525,14 +506,14 @@ def _fields(section: str) -> str:
 
 def explanation(error: ValidationError) -> str:
     """The most telling of pydantic's errors: the field, what is wrong with it and what is allowed."""
-    # A model given inline fails as a string too; that half of the union says nothing.
-    details = [d for d in error.errors(include_url=False) if d["loc"][:2] != ("model", "str")]
+    # A model given inline fails as a string too; that half of the union says nothing, as others of sections do not.
+    details = [d for d in error.errors(include_url=False) if not _is_text_of_section(d)]
     # A misspelt field is both unknown and missing.
     detail = min(details, key=lambda d: d["type"] != "extra_forbidden")
     path = tuple(
         part
         for part in detail["loc"]
-        if isinstance(part, str) and part not in ("[key]", "ModelSpec") and not part.startswith("function-")
+        if isinstance(part, str) and part not in _BRANCHES and not part.startswith(("function-", "constrained-"))
     )
     field = ".".join(path)
     if detail["type"] == "invalid_key":
@@ -568,3 +549,14 @@ def explanation(error: ValidationError) -> str:
         case _:
             message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     return f"{field}: {message}{given}"
+
+
+_BRANCHES = ("[key]", "str", "ModelSpec", "StepsSpec", "ConditionalSpec")
+"""What pydantic puts into the place of an error beside the names of fields."""
+
+
+def _is_text_of_section(detail: ErrorDetails) -> bool:
+    """Whether it only says of a section that it is no text."""
+    return detail["type"] == "string_type" and (
+        detail["loc"][:2] == ("model", "str") or isinstance(detail["input"], dict)
+    )

@@ -58,7 +58,7 @@ def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
 
 def workload(spec: Problem, layers: int | None = None) -> Workload:
     """What was trained, on H200: the spec's model, or one of so many layers."""
-    model = replace(spec.shape, layers=layers or spec.shape.layers)
+    model = replace(spec.workload.shape, layers=layers or spec.workload.shape.layers)
     return Workload(model, spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"])
 
 

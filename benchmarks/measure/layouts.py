@@ -41,7 +41,7 @@ def run_all(specs: list[Problem], repeat: int, out: IO[str]) -> list[list[TrialR
     results: list[list[TrialResult]] = []
     with one_gang(specs[0], max(spec.gang_size for spec in specs)) as run:
         for spec in specs:
-            print(f"\n{spec.name}: {spec.shape.layers} layers, global batch {spec.global_batch_size}")
+            print(f"\n{spec.name}: {spec.workload.shape.layers} layers, global batch {spec.global_batch_size}")
             print(f"{'layout':66}" + "".join(f"{title:>12}" for title, _ in COLUMNS.values()), flush=True)
             for layout in spec.legal.layouts:
                 results.append([])

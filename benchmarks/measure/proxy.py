@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_gang(spec, proxied.gang_size) as run:
         rows = compare_depths(run, whole, proxied, layouts)
     shallow, deep = arguments.depths
-    print(f"{spec.shape.layers} layers foretold from {shallow} and {deep}\n\n{table(rows)}\n")
+    print(f"{spec.workload.shape.layers} layers foretold from {shallow} and {deep}\n\n{table(rows)}\n")
     for row in rows:
         print(json.dumps({"spec": str(arguments.spec), "depths": arguments.depths, **row}))
 

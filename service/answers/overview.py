@@ -79,7 +79,7 @@ def describe(search: SearchRecord) -> SearchInfo:
         extrapolated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.EXTRAPOLATED),
         sliced=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.SLICED),
         undecided=tuple(contests(comparison)),
-        **{fact: str(search.params.get(fact, "")) for fact in ("model", "accelerator", "data")},
+        **{fact: str(search.params.get(fact) or "") for fact in ("model", "accelerator", "data")},
     )
 
 

@@ -189,7 +189,7 @@ def _step(problem: Problem, result: TrialResult, fleet: Fleet) -> tuple[float, f
     layers = [proxy.layers for proxy in result.proxies]
     batches = [proxy.result.layout.global_batch_size for proxy in result.proxies]
     over_depth = layers[0] != layers[1]
-    (near, far), place = (layers, problem.shape.layers) if over_depth else (batches, problem.global_batch_size)
+    (near, far), place = (layers, problem.workload.shape.layers) if over_depth else (batches, problem.global_batch_size)
 
     def followed(low: float, high: float) -> float:
         return high + (high - low) * (place - far) / (far - near)

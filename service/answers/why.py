@@ -12,11 +12,13 @@ from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from service.answers.candidates import Candidate
 from service.answers.ranking import compared, within_noise
+from service.axes import SpaceSpec
 from service.errors import InputError
 from service.goals import Comparison
 from service.metrics import number, with_unit
 from service.problem import Problem
-from service.spec import SpaceSpec, explanation, read_yaml
+from service.reading import read_yaml
+from service.spec import explanation
 
 if TYPE_CHECKING:
     from service.record.results import SearchRecord
@@ -84,7 +86,7 @@ def why(problem: Problem, choices: Mapping[str, Any], search: SearchRecord | Non
     search of this problem; without one, the answer is what is legal, and what is refused by which rule. Raises
     `InputError` for an axis or value that no spec could have.
     """
-    chosen = _checked(choices)
+    chosen = _checked(choices, problem)
     narrowed = replace(problem, axes=problem.axes | chosen)
     try:
         space = narrowed.legal
@@ -108,11 +110,12 @@ def why(problem: Problem, choices: Mapping[str, Any], search: SearchRecord | Non
     return Explanation((*fates, *refused), tuple(notes))
 
 
-def _checked(choices: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _checked(choices: Mapping[str, Any], problem: Problem) -> dict[str, list[Any]]:
     """Axis -> values, as a spec has them."""
+    own = {} if problem.trainer is None else problem.trainer.own
     for axis in choices:
-        if axis not in SpaceSpec.model_fields:
-            raise InputError(f"{axis} is no axis; axes: {', '.join(SpaceSpec.model_fields)}")
+        if axis not in (*SpaceSpec.model_fields, *own):
+            raise InputError(f"{axis} is no axis; axes: {', '.join([*SpaceSpec.model_fields, *own])}")
     try:
         checked = SpaceSpec.model_validate(choices)
     except ValidationError as error:
@@ -121,11 +124,15 @@ def _checked(choices: Mapping[str, Any]) -> dict[str, list[Any]]:
     for axis in values:
         if values[axis] is None:
             raise InputError(f"{axis}: give a value")
+        if axis in own:
+            values[axis] = values[axis] if isinstance(values[axis], list) else [values[axis]]
+            if missing := [value for value in values[axis] if value not in own[axis]]:
+                raise InputError(f"{axis}: the trainer has not {_text(missing)}; it has {_text(own[axis])}")
     return {axis: list(dict.fromkeys(several)) for axis, several in values.items()}
 
 
 def _has(layout: Layout, axis: str, chosen: Mapping[str, list[Any]]) -> bool:
-    return getattr(layout, axis) in chosen[axis]
+    return layout.setting(axis) in chosen[axis]
 
 
 def _text(values: Sequence[Any]) -> str:
@@ -180,8 +187,8 @@ def _lacking(one: Candidate, metric: str) -> str:
 
 
 def _untried(layout: Layout, problem: Problem, searched: bool) -> Fate:
-    memory = estimate(layout, problem.workload.run)
-    needs = None if memory.share is None else memory.needs
+    memory = None if problem.shape is None else estimate(layout, problem.workload.run)
+    needs = None if memory is None or memory.share is None else memory.needs
     return Fate(NOT_TRIED if searched else LEGAL, needs, label=layout.label, layout=layout)
 
 

@@ -82,7 +82,7 @@ class Tracker:
             store.SEARCH_ID: search_id,
             store.STATUS: "queued",
             store.HEARTBEAT: str(Heartbeat.now()),
-            store.DATA: "synthetic" if problem.data == SYNTHETIC else "file",
+            store.DATA: _kind_of_data(problem),
             store.OBJECTIVES: json.dumps(dict(problem.goals.objectives)),
             store.CONSTRAINTS: json.dumps([limit.text for limit in problem.goals.limits]),
         }
@@ -292,6 +292,12 @@ class Tracker:
             self._client.log_batch(run_id, tags=all_tags[i : i + _PAIRS_PER_BATCH])
         for i in range(0, len(metrics), _METRICS_PER_BATCH):
             self._client.log_batch(run_id, metrics=metrics[i : i + _METRICS_PER_BATCH])
+
+
+def _kind_of_data(problem: Problem) -> str:
+    if problem.trainer is not None:
+        return "trainer"  # which reads its own
+    return "synthetic" if problem.data == SYNTHETIC else "file"
 
 
 def _outcome(result: TrialResult) -> dict[str, str]:

@@ -42,7 +42,8 @@ def open_study(
     predicted: dict[Layout, dict[str, float]] = {}
     first: list[Layout] = []
     if problem.sampler not in ("random", "exhaustive"):
-        predicted = predictions(layouts, problem.workload, calibration) if calibration else {}
+        if calibration is not None and problem.shape is not None:
+            predicted = predictions(layouts, problem.workload, calibration)
         leading = {} if problem.sampler == "auto" else predicted
         first = first_points(winners(earlier, problem), leading, problem.goals.objectives, memory)
     if problem.baseline_layout is not None:

@@ -156,7 +156,7 @@ class Bench:
         whole = self._whole(request, outcomes, members, gang_s, runs)
         if len(runs) == 1:
             return whole
-        many, few = (Proxy(self.problem.shape.layers, run) for run in runs)
+        many, few = (Proxy(self.problem.workload.shape.layers, run) for run in runs)
         return over_batch(self.problem, whole, few, many)
 
     def _whole(

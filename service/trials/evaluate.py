@@ -14,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
+from search_spaces.expressions import ExpressionError
 from search_spaces.layout import Layout
 from search_spaces.network import Network
 from service.problem import Problem
@@ -22,12 +23,13 @@ from service.result import Proxy, Purpose, TrialResult
 from service.step import Step
 from service.trials import probe, short
 from service.trials.bench import Bench
+from service.trials.command import command_of
 from service.trials.extrapolation import over_depth
 from service.trials.pool import Pool
 from service.trials.slices import run_kind, run_slices, runs_alone
 from service.trials.windows import Nodes
 from trainables.measure import Procedure
-from trainables.program import TrialRequest
+from trainables.program import RankProgram, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
@@ -68,6 +70,8 @@ def evaluate(
             result = run_trial(
                 Bench(problem, mailbox, telemetry, environment, network), trial_id, layout, purpose, front
             )
+    except ExpressionError as error:  # of a template, such as a division by zero
+        result = TrialResult(trial_id, layout, Status.CRASH, f"trainer: {error}", purpose=purpose)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
         result = lost(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
@@ -190,8 +194,19 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
     return TrialRequest(
         trial_id=trial_id,
         layout=layout,
-        program=Training(problem.shape, problem.data, problem.sequence_length, problem.seed),
+        program=program_of(layout, problem),
         procedure=Procedure(**timing),
         deadline_s=deadline_s,
         batches=sizes,
     )
+
+
+def program_of(layout: Layout, problem: Problem) -> RankProgram:
+    """What each rank of a layout runs: the command of the problem's trainer, or Wattune's own training.
+
+    Raises `ExpressionError` for a template that comes to nothing for the layout.
+    """
+    if problem.trainer is not None:
+        return command_of(layout, problem.trainer, problem)
+    assert problem.data is not None, "only a trainer does without"
+    return Training(problem.workload.shape, problem.data, problem.sequence_length, problem.seed)

@@ -69,7 +69,7 @@ def over_depth(trial_id: str, problem: Problem, shallow: Proxy, deep: Proxy) -> 
 
     What is not in `OVER_DEPTH` or `SPENT` is the deeper run's.
     """
-    runs, layers = (shallow, deep), problem.shape.layers
+    runs, layers = (shallow, deep), problem.workload.shape.layers
     growth = Growth((shallow.layers, deep.layers), layers, "layers")
     problems = [f"at {run.layers} layers: {run.result.cause}" for run in runs if run.result.cause]
     try:

@@ -109,7 +109,7 @@ def _together(problem: Problem, request: TrialRequest, network: Network, seen: M
     )
     if len(runs) == 1:
         return whole
-    many, few = (Proxy(problem.shape.layers, run) for run in runs)
+    many, few = (Proxy(problem.workload.shape.layers, run) for run in runs)
     result = over_batch(problem, replace(whole, slices=()), few, many)  # each of the two has its own
     return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
 

@@ -61,7 +61,7 @@ def answered() -> None:
 
 def main() -> None:
     answered()
-    few, many = (Proxy(PROBLEM.shape.layers, result(batch, batch / 8, 10.0 * batch)) for batch in (8, 16))
+    few, many = (Proxy(PROBLEM.workload.shape.layers, result(batch, batch / 8, 10.0 * batch)) for batch in (8, 16))
     whole = over_batch(PROBLEM, result(64, 1.0, 1.0), few, many)
     assert abs((whole.metrics["tokens_per_joule"] or 0) - TOKENS / 640) < 1e-9
     assert whole.methods["tokens_per_joule"] == "short"

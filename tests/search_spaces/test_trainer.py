@@ -56,8 +56,8 @@ LAYOUT = Layout("mine", 8, 16, 2, 4).having("nccl_algo", "Ring").having("buckets
 
 def enumerated(work: Workload = WORK, **axes: list[Any]) -> Space:
     """With the values of the trainer for its own axes, and single ones for others."""
-    own = {name: list(values) for name, values in TRAINER.own.items()}
-    return enumerate_space({"engine": ["mine"], "num_gpus": [8]} | own | axes, work)
+    own: dict[str, list[Any]] = {name: list(values) for name, values in TRAINER.own.items()}
+    return enumerate_space({"engine": ["mine"], "num_gpus": [8], **own, **axes}, work)
 
 
 def test_the_command_of_a_layout() -> None:
@@ -158,7 +158,7 @@ def test_facts_come_with_the_work() -> None:
     assert facts_of(replace(layout, engine="megatron"), work) is engine_of("megatron")
 
 
-FAULTS = {
+FAULTS: dict[str, dict[str, Any]] = {
     "command[2]: '--tp={tensor_paralel_size}': unknown name 'tensor_paralel_size'": {
         "command": ("python", "x.py", "--tp={tensor_paralel_size}")
     },

@@ -19,11 +19,12 @@ from search_spaces.hardware import ACCELERATORS, NETWORKS
 from search_spaces.layout import AXES, SCHEDULES
 from search_spaces.models import PRESETS
 from search_spaces.workload import Workload
+from service.axes import SpaceSpec
 from service.errors import InputError
 from service.goals import Limit, parse_constraint
 from service.metrics import METRICS
 from service.problem import Interconnect, Problem
-from service.spec import AUTO, SECTIONS, SearchSpec, SpaceSpec, dump_spec, load_spec, make_problem, parse_spec
+from service.spec import AUTO, SECTIONS, SearchSpec, dump_spec, load_spec, make_problem, parse_spec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -169,8 +170,8 @@ def test_a_gang_is_as_large_as_the_largest_layout() -> None:
 
 
 def test_key_value_heads_default_to_heads() -> None:
-    assert spec(model=SHAPE).shape.kv_heads == 4
-    assert spec(model={**SHAPE, "kv_heads": 2}).shape.kv_heads == 2
+    assert spec(model=SHAPE).workload.shape.kv_heads == 4
+    assert spec(model={**SHAPE, "kv_heads": 2}).workload.shape.kv_heads == 2
 
 
 def test_llama_knows_no_longest_sequence() -> None:
@@ -207,7 +208,7 @@ def test_proxies_are_the_model_with_fewer_layers() -> None:
     whole = spec(depth_proxy=[1, 2], model={**SHAPE, "layers": 8, "num_experts": 4, "family": "llama"})
     assert whole.legal.layouts
     half = whole.at_depth(2)
-    assert half.shape == replace(whole.shape, layers=2)
+    assert half.shape == replace(whole.workload.shape, layers=2)
     assert replace(half, shape=whole.shape, depth_proxy=(1, 2)) == whole
     assert parse_spec(dump_spec(whole)) == whole
 
@@ -708,12 +709,21 @@ def test_junk_in_any_field_is_taken_or_refused_with_one_line(path: tuple[str, ..
     assert re.match(rf"spec: ({'|'.join(SearchSpec.model_fields)})\b.*: ", line)
 
 
+TITLES = {"The search": "", "In a spec": "trainer"}
+"""Of sections of the documentation that are not called as those of a spec."""
+
+WITHOUT_TRAINER = {("", "model"), ("", "data")}
+"""What is required where there is no trainer."""
+
+
 def documented() -> Iterator[tuple[str, str, str]]:
-    """(section, field, default) of every row of the field tables in docs/spec.md."""
+    """(section, field, default) of every row of the field tables in docs/spec.md and docs/trainers.md."""
     section = ""
-    for line in (ROOT / "docs" / "spec.md").read_text().splitlines():
+    lines = "\n".join((ROOT / "docs" / name).read_text() for name in ("spec.md", "trainers.md"))
+    for line in lines.splitlines():
         if line.startswith("## "):
-            section = "" if line == "## The search" else line.removeprefix("## ")
+            title = line.removeprefix("## ")
+            section = TITLES.get(title, title)
         elif section in SECTIONS and (row := re.match(r"\| `(\w+)` \| [^|]+ \| ([^|]+) \| ", line)):
             yield section, row[1], row[2].strip("` ")
 
@@ -727,11 +737,14 @@ def default_of(field: FieldInfo) -> Any:
 
 def test_the_documentation_has_every_field_and_its_default() -> None:
     found = {(section, field): default for section, field, default in documented()}
-    assert set(found) == {(section, field) for section in SECTIONS for field in SECTIONS[section].model_fields}
+    sections = [section for section in SECTIONS if not section.startswith("trainer.")]  # told in a row of the trainer's
+    assert set(found) == {(section, field) for section in sections for field in SECTIONS[section].model_fields}
     for (section, name), told in found.items():
         field = SECTIONS[section].model_fields[name]
-        if field.is_required():
+        if field.is_required() or (section, name) in WITHOUT_TRAINER:
             assert told == "required", name
+        elif (section, name) == ("trainer", "directory"):
+            assert told == "the file's folder"
         else:
             assert yaml.safe_load(told) == default_of(field), name
 

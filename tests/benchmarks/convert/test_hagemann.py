@@ -62,7 +62,7 @@ def test_a_sheet_is_a_table_with_its_spec(tmp_path: Path) -> None:
     assert table.objectives == {"tokens_per_s": "maximize"}
     assert table.spec is not None
     assert set(table.good) < set(table.spec.legal.layouts)
-    assert table.spec.shape.parameters == pytest.approx(33.5e9, rel=0.01)
+    assert table.spec.workload.shape.parameters == pytest.approx(33.5e9, rel=0.01)
     assert set(table.predicted()) == set(table.results)
 
 

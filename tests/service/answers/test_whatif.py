@@ -115,7 +115,7 @@ def test_a_step_that_follows_from_smaller_batches_is_followed_again() -> None:
     few, many = (
         sliced(f"a-{batch}", replace(REPLICAS, global_batch_size=batch), tail_s=1 + batch / 16) for batch in (4, 8)
     )
-    proxies = tuple(Proxy(PROBLEM.shape.layers, run) for run in (few, many))
+    proxies = tuple(Proxy(PROBLEM.workload.shape.layers, run) for run in (few, many))
     trials, read = recorded(replace(sliced("a", REPLICAS), slices=(), proxies=proxies))
     (one,) = whatif(search(*trials, objectives=OBJECTIVES), PROBLEM, Change(slow_gpu=0.5), read).layouts
     assert one.before.step_time_s == pytest.approx(2.0)

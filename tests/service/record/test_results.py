@@ -62,7 +62,7 @@ def test_finished_searches_of_the_same_are_read_one_by_one_the_latest_first(home
     record(home, "alpha-2")
     record(home, "stopped", status="stopped")
     record(home, "other", of=problem(model="tiny-gpt"))
-    parameters = TINY.shape.parameters
+    parameters = TINY.workload.shape.parameters
     found = Results(home.tracking_uri).finished({"parameters": parameters, "accelerator": "cpu"})
     assert next(found).id == "alpha-2"
     (last,) = found

@@ -66,7 +66,7 @@ def test_tables_are_read_as_mlflow_reads_them(recorded: Home) -> None:
     assert [run.tags[store.TRIAL_ID] for run in trials] == ["t0", "t1"]
     assert trials[0].metrics["tokens_per_s"] == 1 / 3
     assert (trials[0].ended_ms is None, trials[1].ended_ms is None) == (False, True)
-    alike = {"accelerator": "cpu", "parameters": problem().shape.parameters}
+    alike = {"accelerator": "cpu", "parameters": problem().workload.shape.parameters}
     assert [run.tags[store.SEARCH_ID] for run in read.find({store.ROLE: store.SEARCH}, alike)] == ["s1", "s2"]
     assert read.find({store.ROLE: store.SEARCH}, alike | {"accelerator": "h200"}) == []
     assert read.experiment() == runs._Client(recorded.tracking_uri).experiment()

@@ -146,7 +146,7 @@ def test_speed_and_efficiency_follow_from_the_window() -> None:
     tokens = 16 * 128 * 4
     assert found["tokens_per_s"] == pytest.approx(tokens / 10)
     assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens / 10 / 4)
-    flops = spec.shape.flops_per_token(128) * tokens / 10
+    flops = spec.workload.shape.flops_per_token(128) * tokens / 10
     assert found["mfu"] == pytest.approx(flops / (4 * 989.4e12))
     assert found["step_time_s"] == 2.0  # the median: one slow step does not move it
     assert found["joules_per_token"] == pytest.approx(4 * 2560 / tokens)
@@ -301,7 +301,7 @@ def test_a_request_carries_the_spec_s_own_words() -> None:
     spec = make_spec()
     request = make_request("t1", CONFIG, spec)
     assert (request.trial_id, request.layout) == ("t1", CONFIG)
-    assert request.program == Training(spec.shape, "synthetic", 128, seed=5)
+    assert request.program == Training(spec.workload.shape, "synthetic", 128, seed=5)
     assert request.procedure == Procedure(4, 0.02, 30.0, 7.0, 5, breakdown=True)
     assert (request.deadline_s, request.batches) == (99.0, ())
 

@@ -45,7 +45,7 @@ def measured(layers: int, step_s: float, joules: float | None, memory_gib: list[
     metrics = {
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / 2,
-        "mfu": SPEC.at_depth(layers).shape.flops_per_token(128) * rate / (2 * 989.4e12),
+        "mfu": SPEC.at_depth(layers).workload.shape.flops_per_token(128) * rate / (2 * 989.4e12),
         "step_time_s": step_s,
         "joules_per_token": joules and joules / TOKENS,
         "energy_per_step_j": joules,
