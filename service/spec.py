@@ -205,12 +205,12 @@ class SearchSpec(Strict):
     """A whole search as a file says it; see docs/spec.md for every field."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-    trainer: Annotated[TrainerSpec | None, BeforeValidator(resolved)] = None
     model: str | ModelSpec | None = None
     data: Annotated[str, Field(min_length=1)] | None = None
     sequence_length: Positive
     global_batch_size: Positive
     cluster: ClusterSpec
+    trainer: Annotated[TrainerSpec | None, BeforeValidator(resolved)] = None
     objectives: dict[Annotated[str, AfterValidator(_metric)], Direction] = Field(
         default={
             "tokens_per_s": Direction.MAXIMIZE,
@@ -296,8 +296,12 @@ class SearchSpec(Strict):
     def _check_complete(self) -> None:
         """Refuse what only a spec with a trainer may lack, or have."""
         for field in ("model", "data"):
-            if getattr(self, field) is None:
+            if getattr(self, field) is None and field not in self.model_fields_set:
                 raise ValueError(f"{field}: this field is required")
+        if self.model is None:
+            raise ValueError(f"model: must be {_MODELS}")
+        if self.data is None:
+            raise ValueError("data: must be a valid string (given: null)")
         for axis in self._space.model_extra or ():
             raise ValueError(f"space.{axis}: unknown field; allowed: {_fields('space')}")
 
@@ -469,7 +473,8 @@ def dump_spec(problem: Problem, named: bool = False) -> str:
         "constraints": [limit.text for limit in problem.goals.limits],
         "space": values["axes"],
     }
-    plain = json.loads(json.dumps({name: values[name] for name in SearchSpec.model_fields}))  # lists in place of tuples
+    fields = [name for name in SearchSpec.model_fields if name != "trainer" or trainer is not None]
+    plain = json.loads(json.dumps({name: values[name] for name in fields}))  # lists in place of tuples
     return yaml.safe_dump(plain, sort_keys=False)
 
 
@@ -529,7 +534,7 @@ def explanation(error: ValidationError) -> str:
         case "missing":
             return f"{field}: this field is required"
         case "model_type" if field == "model":
-            message = f"must be {_choice(PRESETS)}, or an inline shape with the fields {_fields(field)}"
+            message = f"must be {_MODELS}"
         case "model_type" if field == "space":
             message = f"must be {AUTO}, or a mapping with the fields {_fields(field)}"
         case "model_type":
@@ -555,8 +560,12 @@ _BRANCHES = ("[key]", "str", "ModelSpec", "StepsSpec", "ConditionalSpec")
 """What pydantic puts into the place of an error beside the names of fields."""
 
 
+_MODELS = f"{_choice(PRESETS)}, or an inline shape with the fields {_fields('model')}"
+
+
 def _is_text_of_section(detail: ErrorDetails) -> bool:
-    """Whether it only says of a section that it is no text."""
-    return detail["type"] == "string_type" and (
-        detail["loc"][:2] == ("model", "str") or isinstance(detail["input"], dict)
-    )
+    """Whether it only says of what may be a section, too, that it is no text."""
+    branch = str(detail["loc"][-1]) if detail["type"] == "string_type" else ""
+    if not (branch == "str" or branch.startswith("function-")):
+        return False
+    return isinstance(detail["input"], dict) or detail["loc"][0] == "model"

@@ -94,7 +94,10 @@ def test_the_four_rooms_are_packaged_and_nothing_else(pyproject: dict[str, Any])
 
 
 def test_every_room_says_that_it_is_typed(pyproject: dict[str, Any]) -> None:
-    assert pyproject["tool"]["setuptools"]["package-data"] == {"*": ["py.typed"]}
+    assert pyproject["tool"]["setuptools"]["package-data"] == {
+        "*": ["py.typed"],
+        "search_spaces": ["trainers/*.yaml"],
+    }
     assert [room for room in ROOMS if not (ROOT / room / "py.typed").is_file()] == []
     assert pyproject["tool"]["mypy"]["strict"]
 

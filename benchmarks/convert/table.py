@@ -40,15 +40,13 @@ def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
     """The trials that explored and came to an end, by layout."""
     over = [trial for trial in search.trials if trial.status in list(Status) and trial.purpose == Purpose.SEARCH]
     trials = {trial.layout: trial for trial in over}
-    axes = [
-        axis
-        for axis in Layout.__dataclass_fields__
-        if axis in ALWAYS or any(getattr(layout, axis) != AXES[axis].idle for layout in trials)
-    ]
+    differing = {axis for axis, row in AXES.items() if any(layout.setting(axis) != row.idle for layout in trials)}
+    own = dict.fromkeys(name for layout in trials for name, _ in layout.own)
+    axes = [*(name for name in Layout.__dataclass_fields__ if name in ALWAYS or name in differing), *own]
     for layout in sorted(trials, key=lambda layout: layout.label):
         trial = trials[layout]
         yield (
-            {axis: written(getattr(layout, axis)) for axis in axes}
+            {axis: written(layout.setting(axis)) for axis in axes}
             | {"status": trial.status, "gpu_seconds": gpu_seconds(trial)}
             | {metric: rounded(trial.metrics.get(metric)) for metric in METRICS}
         )
