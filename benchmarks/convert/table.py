@@ -46,7 +46,7 @@ def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
     for layout in sorted(trials, key=lambda layout: layout.label):
         trial = trials[layout]
         yield (
-            {axis: written(layout.setting(axis)) for axis in axes}
+            {axis: written(layout.to_dict()[axis]) for axis in axes}
             | {"status": trial.status, "gpu_seconds": gpu_seconds(trial)}
             | {metric: rounded(trial.metrics.get(metric)) for metric in METRICS}
         )
@@ -54,7 +54,7 @@ def rows(search: SearchRecord) -> Iterator[dict[str, Any]]:
 
 def written(value: Any) -> Any:
     """A value of an axis as a search's YAML has it."""
-    return json.dumps(value) if isinstance(value, bool | tuple) else value
+    return json.dumps(value) if isinstance(value, bool | list) else value
 
 
 def gpu_seconds(trial: TrialRecord) -> float | str:
