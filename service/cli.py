@@ -346,10 +346,10 @@ def why(target: str, choices: tuple[str, ...], tracking_uri: str | None, every: 
 @refusing_bad_input
 def trainers(as_json: bool) -> None:
     """The trainers that a spec can name: those that come with Wattune and those of WATTUNE_TRAINERS."""
-    from service.trainers import table
+    from service.trainers import text
 
     known = Wattune.trainers()
-    click.echo(json.dumps([one.to_dict() for one in known], indent=2) if as_json else table(known))
+    click.echo(json.dumps([one.to_dict() for one in known], indent=2) if as_json else text(known))
 
 
 @main.command()

@@ -61,7 +61,7 @@ def _ready(name: str, file: Path) -> ReadyTrainer:
         return ReadyTrainer(name, file, None, str(error))
 
 
-def table(trainers: Sequence[ReadyTrainer]) -> str:
+def text(trainers: Sequence[ReadyTrainer]) -> str:
     """For a terminal: a row for each."""
     if not trainers:
         return f"no trainers: {DIRECTORY} names the directory of your own"
