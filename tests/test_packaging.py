@@ -95,7 +95,7 @@ def test_the_four_rooms_are_packaged_and_nothing_else(pyproject: dict[str, Any])
 
 def test_every_room_says_that_it_is_typed(pyproject: dict[str, Any]) -> None:
     assert pyproject["tool"]["setuptools"]["package-data"] == {
-        "*": ["py.typed"],
+        "*": ["py.typed", "*.css"],
         "search_spaces": ["trainers/*.yaml"],
     }
     assert [room for room in ROOMS if not (ROOT / room / "py.typed").is_file()] == []

@@ -112,8 +112,9 @@ def test_the_spec_of_a_search_is_read_back(home: Home) -> None:
         found.spec_of(search)
 
 
-def test_asking_an_empty_directory_leaves_it_empty(tmp_path: Path) -> None:
-    nothing = Results(Home(tmp_path / "state").tracking_uri)
+def test_asking_an_empty_directory_leaves_it_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATTUNE_HOME", str(tmp_path / "state"))
+    nothing = Results(Home.locate().tracking_uri)
     assert nothing.searches() == []
     with pytest.raises(InputError, match="there are none"):
         nothing.search("any")
