@@ -163,7 +163,7 @@ def gather(
 
 def foretold(search: SearchRecord, problem: Problem | None, calibration: cost.Coefficients | None) -> Evidence:
     """The record alone, with what is predicted of the layouts that it has."""
-    if problem is None or calibration is None:
+    if problem is None or problem.shape is None or calibration is None:
         return Evidence(search, problem)
     layouts = dict.fromkeys(trial.layout for trial in search.trials)
     predicted = {layout: cost.predicted_metrics(layout, problem.workload, calibration) for layout in layouts}

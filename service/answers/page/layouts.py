@@ -108,7 +108,7 @@ def axes(evidence: Evidence) -> Table | Lacking:
 
 def setting(layout: Layout, axis: str) -> Any:
     """A layout's value of an axis, as a cell."""
-    value = getattr(layout, axis)
+    value = layout.setting(axis)
     if value is None:
         return "default"
     return str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value
@@ -157,6 +157,8 @@ def memory(evidence: Evidence) -> Table | Lacking:
     """Predicted memory of the fullest GPU by part, beside what was measured there, in GiB."""
     if evidence.problem is None:
         return Lacking("The search's spec cannot be read from here, so memory cannot be predicted.")
+    if evidence.problem.shape is None:
+        return Lacking("Nothing is known of the trainer's model, so memory cannot be predicted.")
     work, rows = evidence.problem.workload, []
     for one in evidence.shown:
         if (measured := one.metrics.get("peak_memory_gib")) is None:

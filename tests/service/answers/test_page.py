@@ -19,12 +19,13 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
+from search_spaces.cost import data_sheet
 from search_spaces.layout import Layout
 from service import InputError, Wattune
 from service.answers.findings import findings
 from service.answers.page import course, devices, layouts
 from service.answers.page.devices import cost_of_slowest
-from service.answers.page.evidence import Evidence, gather, mean_over_time
+from service.answers.page.evidence import Evidence, foretold, gather, mean_over_time
 from service.answers.page.sections import SECTIONS
 from service.answers.page.table import Lacking, Table, metric_column
 from service.answers.page.theme import ALONE
@@ -224,11 +225,11 @@ def test_the_other_tables_hold_what_the_record_does(recorded: Evidence) -> None:
 
 
 def test_predictions_stand_beside_what_was_measured(recorded: Evidence) -> None:
-    foretold = replace(recorded, predicted={FAST: {"tokens_per_s": 110.0, "joules_per_token": 1.5}}, source="a sheet")
-    (row,) = table(layouts.predictions(foretold)).rows
+    predicted = replace(recorded, predicted={FAST: {"tokens_per_s": 110.0, "joules_per_token": 1.5}}, source="a sheet")
+    (row,) = table(layouts.predictions(predicted)).rows
     assert (row["tokens_per_s"], row["tokens_per_s_predicted"]) == (100.0, 110.0)
     assert (row["tokens_per_s_off"], row["joules_per_token_off"]) == pytest.approx((10.0, -25.0))
-    assert {row["layout"]: row for row in table(layouts.front(foretold)).rows}[FAST.label][
+    assert {row["layout"]: row for row in table(layouts.front(predicted)).rows}[FAST.label][
         "tokens_per_s_predicted"
     ] == 110.0
 
@@ -240,10 +241,19 @@ def test_a_record_without_results_has_reasons_in_place_of_tables() -> None:
     assert all(one.reason.endswith(".") for one in made.values() if isinstance(one, Lacking))
 
 
+def test_a_page_of_a_trainer_whose_model_is_not_known_says_so(recorded: Evidence) -> None:
+    unknown = replace(spec(), model=None, shape=None)
+    assert foretold(recorded.search, unknown, data_sheet("h200")).predicted == {}
+    lacking = layouts.memory(replace(recorded, problem=unknown))
+    assert layouts.setting(Layout.plain("mine", 1, 8).having("threads", 2), "threads") == 2
+    assert isinstance(lacking, Lacking)
+    assert "trainer's model" in lacking.reason
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.key)
 def test_every_axis_of_a_figure_has_its_unit(section: Any, recorded: Evidence) -> None:
-    foretold = replace(recorded, predicted={FAST: {"tokens_per_s": 110.0, "joules_per_token": 1.5}})
-    spec = section.draw(table(section.table(foretold)), ALONE)
+    predicted = replace(recorded, predicted={FAST: {"tokens_per_s": 110.0, "joules_per_token": 1.5}})
+    spec = section.draw(table(section.table(predicted)), ALONE)
     titles = [channel["title"] for channel in _axes_of(spec) if "title" in channel]
     assert titles or section.key == "axes", "an axis of numbers, which parallel coordinates name by their columns"
     for title in titles:
@@ -315,8 +325,8 @@ def test_the_page_loads_nothing_and_holds_every_figure_with_its_numbers(recorded
     pytest.importorskip("vl_convert")
     from service.answers.page.document import html
 
-    foretold = replace(recorded, predicted={FAST: {"tokens_per_s": 110.0, "joules_per_token": 1.5}})
-    page = html(foretold)
+    predicted = replace(recorded, predicted={FAST: {"tokens_per_s": 110.0, "joules_per_token": 1.5}})
+    page = html(predicted)
     seen = _Loads()
     seen.feed(page)
     assert seen.loads == []
