@@ -84,6 +84,8 @@ def _facts(evidence: Evidence) -> str:
 
 def _model(evidence: Evidence) -> str:
     model, parameters = evidence.search.params.get("model", ""), evidence.search.params.get("parameters")
+    if not model:
+        return f"The trainer {evidence.search.params.get('trainer', '')}"
     size = ""
     if isinstance(parameters, int):
         scale, unit = (1e9, "billion") if parameters >= 1e9 else (1e6, "million")
