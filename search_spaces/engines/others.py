@@ -105,7 +105,8 @@ class Composer(Megatron):
 
 class InternEvo(Megatron):
     """InternEvo, whose ZeRO-1 gives whole tensors to ranks: each rank that has any is sent their gradients, and sends
-    them on once they are updated (`HybridZeroOptimizer.broadcast_params`)."""
+    them on once they are updated (`HybridZeroOptimizer.broadcast_params` at github.com/InternLM/InternLM, commit
+    01e7fd6)."""
 
     name = "internevo"
 
