@@ -261,10 +261,10 @@ def _counts(plan: Plan) -> str:
 
 def _sliced(slices: Slices, explore: Explore) -> str:
     fewest, most = slices.fewest, slices.most
-    kinds = f"{fewest} to {most} kinds" if fewest < most else f"{most} kind{'s' * (most > 1)}"
+    ranks = f"{fewest} to {most} kinds" if fewest < most else f"{most} kind{'s' * (most > 1)}"
     took = "" if slices.seconds is None else f", in about {slices.seconds:.0f} s"
     how = " (measurement.explore: slices)" if explore == "gang" else ""
-    return f"slices: one GPU explores a layout by {kinds} of its ranks{took}{how}"
+    return f"slices: one GPU explores a layout by {ranks} of its ranks{took}{how}"
 
 
 def _table(plan: Plan, forecasts: Sequence[Forecast], every: bool = False) -> str:

@@ -48,7 +48,6 @@ INFRASTRUCTURE = "wattune.infrastructure"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 
-RESULT = "result.json"  # artifact of a trial's run: all that came of it
 SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
 PAGE = "report.html"  # artifact of a search's run: its report as one page
 RESULT = "result.json"  # artifact of a trial's run: all that it came to

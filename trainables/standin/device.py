@@ -43,8 +43,9 @@ PASSES = 1
 """How often what has arrived is read and written once more, as NCCL's kernels pass it on through buffers of their own.
 
 Matrix products beside NCCL's collectives, on two H200 at their power limit (torch 2.11, CUDA 13), took longer by 51 to
-65% of the collective's own time. Beside a copy alone, which moves twice the bytes that arrive, it was 25 to 47%; with
-these passes and those of `ALL_REDUCE_PASSES`, and so 4 and 6 times the bytes, 40 to 66%."""
+65% of the collective's own time. Beside a copy alone, which moves twice the bytes that arrive, it was 25 to 47%; beside
+an earlier kernel that moved 4 times the bytes, and in an all-reduce 6 times, 40 to 66%. This one moves as many, by
+these passes and those of `ALL_REDUCE_PASSES`; `benchmarks.measure.contention` has yet to be run on it."""
 
 ALL_REDUCE_PASSES = 2
 """`PASSES` of an all-reduce, which moves everything twice: it is scattered and then gathered."""

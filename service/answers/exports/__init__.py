@@ -29,6 +29,10 @@ class Variable:
 LEARNING_RATE = Variable("LEARNING_RATE", "the peak learning rate")
 TRAIN_STEPS = Variable("TRAIN_STEPS", "the number of optimizer steps")
 
+RANK_ORDER = "the order of the hosts and of CUDA_VISIBLE_DEVICES says which GPU takes which rank"
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+"""What to do about these fields of `Layout`, of which no framework has a word."""
+
 
 @dataclass(frozen=True)
 class Program:

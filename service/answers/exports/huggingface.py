@@ -7,12 +7,23 @@ object.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from search_spaces.layout import Layout
-from service.answers.exports import LEARNING_RATE, TRAIN_STEPS, Export, Program, Variable, memory_environment
+from service.answers.exports import (
+    EXPANDABLE_SEGMENTS,
+    LEARNING_RATE,
+    RANK_ORDER,
+    TRAIN_STEPS,
+    Export,
+    Program,
+    Variable,
+    memory_environment,
+)
 from service.answers.exports.deepspeed import render as as_json
 from service.answers.programs import source
 from service.answers.transformers_model import BLOCK_CLASSES, configuration_of, tokens_of
@@ -29,9 +40,7 @@ def settings(launch: Launch) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "torch_compile": layout.compile,
     }
-    if layout.engine == "deepspeed":
-        return fields | _deepspeed(layout)
-    return fields | _torch(layout, BLOCK_CLASSES[configuration_of(launch.training.model)["model_type"]])
+    return fields | FORMS[layout.engine].fields(launch)
 
 
 def refusal(launch: Launch) -> str | None:
@@ -40,24 +49,12 @@ def refusal(launch: Launch) -> str | None:
         return "the Trainer has no pipeline parallelism"
     if layout.expert_parallel_size > 1:
         return "the Trainer has no expert parallelism"
-    if layout.engine == "megatron" and layout.zero_stage == 0 and layout.shard_ranks > 1:
-        if layout.context_parallel_size > 1:
-            return "Accelerate has context parallelism with FSDP alone, which shards"
-        if layout.tensor_parallel_size > 1:
-            return "Accelerate does not join tensor parallelism and replicas that are not sharded"
-    if layout.engine == "megatron" and layout.shard_group_size % layout.context_parallel_size:
-        return "Accelerate shards over all GPUs of a sequence"
-    return None
+    return FORMS[layout.engine].refusal(layout)
 
 
 def not_expressible(launch: Launch) -> dict[str, str]:
     layout = launch.layout
-    if layout.engine == "deepspeed":
-        otherwise = deepspeed.not_expressible(layout)
-        for said in ("context_parallel_size", "compile"):
-            otherwise.pop(said, None)
-    else:
-        otherwise = _torch_otherwise(layout)
+    otherwise = FORMS[layout.engine].otherwise(layout)
     if layout.recompute == "full":
         otherwise.pop("recompute", None)
     elif layout.recompute == "selective":
@@ -90,7 +87,8 @@ def render(settings: dict[str, Any]) -> str:
     return yaml.safe_dump(settings, sort_keys=False)
 
 
-def _deepspeed(layout: Layout) -> dict[str, Any]:
+def _deepspeed(launch: Launch) -> dict[str, Any]:
+    layout = launch.layout
     made = deepspeed.configuration(layout)
     fields: dict[str, Any] = {
         "bf16": made["bf16"]["enabled"],
@@ -102,7 +100,13 @@ def _deepspeed(layout: Layout) -> dict[str, Any]:
     return fields
 
 
-def _torch(layout: Layout, block: str) -> dict[str, Any]:
+def _deepspeed_otherwise(layout: Layout) -> dict[str, str]:
+    said = ("context_parallel_size", "compile")
+    return {name: how for name, how in deepspeed.not_expressible(layout).items() if name not in said}
+
+
+def _torch(launch: Launch) -> dict[str, Any]:
+    layout, block = launch.layout, BLOCK_CLASSES[configuration_of(launch.training.model)["model_type"]]
     fields: dict[str, Any] = {"bf16": layout.precision != "fp32"}
     if not layout.zero_stage:
         fields["activation_checkpointing"] = layout.recompute == "full"
@@ -146,15 +150,40 @@ def _torch_otherwise(layout: Layout) -> dict[str, str]:
     if layout.zero_stage and not layout.overlap_param_gather:
         otherwise["overlap_param_gather"] = "FSDP always gathers ahead"
     if layout.expandable_segments:
-        otherwise["expandable_segments"] = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+        otherwise["expandable_segments"] = EXPANDABLE_SEGMENTS
     if layout.rank_order is not None:
-        otherwise["rank_order"] = "the order of the hosts and of CUDA_VISIBLE_DEVICES says which GPU takes which rank"
+        otherwise["rank_order"] = RANK_ORDER
     return otherwise
 
 
+def _torch_refusal(layout: Layout) -> str | None:
+    if layout.zero_stage == 0 and layout.shard_ranks > 1:
+        if layout.context_parallel_size > 1:
+            return "Accelerate has context parallelism with FSDP alone, which shards"
+        if layout.tensor_parallel_size > 1:
+            return "Accelerate does not join tensor parallelism and replicas that are not sharded"
+    if layout.shard_group_size % layout.context_parallel_size:
+        return "Accelerate shards over all GPUs of a sequence"
+    return None
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the layouts of one engine are said: as `Export` has it, but for what goes for all of them."""
+
+    fields: Callable[[Launch], dict[str, Any]]
+    otherwise: Callable[[Layout], dict[str, str]]
+    refusal: Callable[[Layout], str | None]
+
+
+FORMS = {
+    "megatron": Form(_torch, _torch_otherwise, _torch_refusal),
+    "deepspeed": Form(_deepspeed, _deepspeed_otherwise, lambda layout: None),
+}
+
 EXPORT = Export(
     "huggingface",
-    ("megatron", "deepspeed"),
+    tuple(FORMS),
     settings,
     render,
     not_expressible,

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from service.answers.exports import LEARNING_RATE, TRAIN_STEPS, Export, Program, Variable, memory_environment
+from service.answers.exports import (
+    EXPANDABLE_SEGMENTS,
+    LEARNING_RATE,
+    RANK_ORDER,
+    TRAIN_STEPS,
+    Export,
+    Program,
+    Variable,
+    memory_environment,
+)
 from trainables.data import SYNTHETIC
 
 if TYPE_CHECKING:
@@ -52,9 +61,9 @@ def not_expressible(layout: Layout) -> dict[str, str]:
     if layout.compile:
         otherwise["compile"] = "Megatron-LM fuses kernels with Transformer Engine instead"
     if layout.rank_order is not None:
-        otherwise["rank_order"] = "the order of the hosts and of CUDA_VISIBLE_DEVICES says which GPU takes which rank"
+        otherwise["rank_order"] = RANK_ORDER
     if layout.expandable_segments:
-        otherwise["expandable_segments"] = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+        otherwise["expandable_segments"] = EXPANDABLE_SEGMENTS
     return otherwise
 
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from search_spaces.layout import Layout
-from service.answers.exports import LEARNING_RATE, TRAIN_STEPS, Export, Program, Variable, memory_environment
+from service.answers.exports import (
+    LEARNING_RATE,
+    RANK_ORDER,
+    TRAIN_STEPS,
+    Export,
+    Program,
+    Variable,
+    memory_environment,
+)
 from trainables.launch import Launch
 
 SCHEDULES = {
@@ -193,7 +201,7 @@ def not_expressible(launch: Launch) -> dict[str, str]:
     if layout.zero_stage and not layout.overlap_param_gather:
         otherwise["overlap_param_gather"] = "torchtitan always gathers ahead"
     if layout.rank_order is not None:
-        otherwise["rank_order"] = "the order of the hosts and of CUDA_VISIBLE_DEVICES says which GPU takes which rank"
+        otherwise["rank_order"] = RANK_ORDER
     otherwise["data"] = "torchtitan reads data sets of its own with a tokenizer: name them by DATASET and HF_ASSETS"
     return otherwise
 

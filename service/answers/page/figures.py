@@ -268,43 +268,14 @@ def breakdown(table: Table, theme: Theme) -> Spec:
             rows.append({"name": label[id(row)], "part": title, "place": place, "value": row[key], "tip": tip})
         tip = f"{label[id(row)]}: overlapped communication {row[OVERLAPPED]:.4g} s"
         hidden.append({"name": label[id(row)], "value": row[OVERLAPPED], "tip": tip})
-    y: Spec = {"field": "name", "type": "nominal", "sort": order, "title": None}
-    x: Spec = {"field": "value", "type": "quantitative", "title": "time in a step (s)"}
-    parts = list(STEP_PARTS.values())
-    return {
-        "width": WIDTH - _beside(order),
-        "height": {"step": ROW},
-        "layer": [
-            {
-                "data": {"values": rows},
-                "mark": {"type": "bar", "stroke": theme.faint, "strokeWidth": 0.5},
-                "encoding": {
-                    "y": y,
-                    "x": x | {"stack": True},
-                    "color": {
-                        "field": "part",
-                        "type": "nominal",
-                        "scale": {"domain": parts, "range": colours},
-                        "legend": {"columns": 3},
-                        "title": None,
-                    },
-                    "order": {"field": "place"},
-                    "description": {"field": "tip"},
-                },
-            },
-            {
-                "data": {"values": hidden},
-                "mark": {"type": "point", "color": theme.ink, "fill": theme.ink, "size": 35},
-                "encoding": {
-                    "y": y,
-                    "x": x,
-                    "shape": {"datum": "overlapped communication", "type": "nominal", "title": None}
-                    | {"scale": {"range": ["diamond"]}},
-                    "description": {"field": "tip"},
-                },
-            },
-        ],
+    colour: Spec = {
+        "field": "part",
+        "type": "nominal",
+        "scale": {"domain": list(STEP_PARTS.values()), "range": colours},
+        "legend": {"columns": 3},
+        "title": None,
     }
+    return _bars(order, rows, "time in a step (s)", colour, hidden, "overlapped communication", 35, theme)
 
 
 def heat(table: Table, theme: Theme) -> Spec:
@@ -459,11 +430,30 @@ def memory(table: Table, theme: Theme) -> Spec:
         {"name": names[row["layout"]], "value": row["measured"], "tip": f"{row['layout']}: {row['measured']:.1f} GiB"}
         for row in table.rows
     ]
-    y: Spec = {"field": "name", "type": "nominal", "sort": list(names.values()), "title": None}
-    x: Spec = {"field": "value", "type": "quantitative", "title": "memory of the fullest GPU (GiB)"}
     parts = {"domain": list(MEMORY_PARTS), "range": list(theme.palette)}
+    colour: Spec = {"field": "part", "type": "nominal", "scale": parts, "title": "predicted:", "legend": {"columns": 4}}
+    x = "memory of the fullest GPU (GiB)"
+    return _bars(list(names.values()), rows, x, colour, measured, "measured", 55, theme)
+
+
+def _bars(
+    order: Sequence[str],
+    rows: Sequence[Spec],
+    title: str,
+    colour: Spec,
+    beside: Sequence[Spec],
+    label: str,
+    size: int,
+    theme: Theme,
+) -> Spec:
+    """Bars by name, stacked from the parts in `rows`, and a diamond of that size for each value in `beside`, which are
+    called `label`. `title` is of the values."""
+    y: Spec = {"field": "name", "type": "nominal", "sort": order, "title": None}
+    x: Spec = {"field": "value", "type": "quantitative", "title": title}
+    tip: Spec = {"field": "tip"}
+    diamond: Spec = {"datum": label, "type": "nominal", "title": None, "scale": {"range": ["diamond"]}}
     return {
-        "width": WIDTH - _beside(names.values()),
+        "width": WIDTH - _beside(order),
         "height": {"step": ROW},
         "layer": [
             {
@@ -472,21 +462,15 @@ def memory(table: Table, theme: Theme) -> Spec:
                 "encoding": {
                     "y": y,
                     "x": x | {"stack": True},
-                    "color": {"field": "part", "type": "nominal", "scale": parts, "title": "predicted:"}
-                    | {"legend": {"columns": 4}},
+                    "color": colour,
                     "order": {"field": "place"},
-                    "description": {"field": "tip"},
+                    "description": tip,
                 },
             },
             {
-                "data": {"values": measured},
-                "mark": {"type": "point", "fill": theme.ink, "color": theme.ink, "size": 55},
-                "encoding": {
-                    "y": y,
-                    "x": x,
-                    "shape": {"datum": "measured", "type": "nominal", "title": None, "scale": {"range": ["diamond"]}},
-                    "description": {"field": "tip"},
-                },
+                "data": {"values": beside},
+                "mark": {"type": "point", "color": theme.ink, "fill": theme.ink, "size": size},
+                "encoding": {"y": y, "x": x, "shape": diamond, "description": tip},
             },
         ],
     }
