@@ -6,6 +6,7 @@ makes data of searches and of other people's sheets. `python -m benchmarks.KIND.
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,3 +20,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 SPECS = ROOT / "benchmarks" / "specs"
 """What was run."""
+
+
+def text_of(path: Path) -> str:
+    """Of a file of `DATA`, compressed as `.xz` or not. Raises OSError, `lzma.LZMAError` or UnicodeDecodeError."""
+    content = path.read_bytes()
+    return (lzma.decompress(content) if path.suffix == ".xz" else content).decode()

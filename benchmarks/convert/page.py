@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks import text_of
 from benchmarks.convert.table import SPENT
 from search_spaces.coefficients import data_sheet
 from service.answers.page.document import html, write_figures
@@ -77,7 +77,7 @@ def _trials(results: Iterable[TrialResult]) -> Iterator[TrialRecord]:
 
 def read(path: Path) -> list[TrialResult]:
     """The results in a file of benchmarks/data."""
-    text = (lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode()
+    text = text_of(path)
     documents: list[dict[str, Any]] = (
         json.loads(text)["trials"] if ".jsonl" not in path.name else [json.loads(line) for line in text.splitlines()]
     )

@@ -3,11 +3,11 @@
     python -m benchmarks.judge.slices TABLE.csv SLICES.jsonl[.xz]... [--seeds 20] [--few 4] [--blind]
 
 A table is one of `benchmarks.judge.search`, with its spec beside it, and SLICES is what `benchmarks.measure.slices`
-printed of it; only layouts of both are looked at. `gang` is a search by whole gangs with the sampler `auto`. `slices`
-explores a few layouts by the same sampler, each on one GPU in the time that its slices took, then runs those of them in
-full that may be on the front by their slices' figures, and goes on with the next few. Printed is the median over the
-seeds of the trials in full, and of the GPU-seconds of all, until those in full reach 90, 95 and 99% of the hypervolume
-of the layouts that are looked at.
+printed of it, or of `benchmarks.measure.blind`; only layouts of both are looked at. `gang` is a search by whole gangs
+with the sampler `auto`. `slices` explores a few layouts by the same sampler, each on one GPU in the time that its
+slices took, then runs those of them in full that may be on the front by their slices' figures, and goes on with the
+next few. Printed is the median over the seeds of the trials in full, and of the GPU-seconds of all, until those in full
+reach 90, 95 and 99% of the hypervolume of the layouts that are looked at.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks import text_of
 from benchmarks.judge.search import SHARES, Launch, Table, by_gang, effort, medians, of_any_batch
 from search_spaces.layout import Layout
 from service.errors import InputError
@@ -43,10 +44,8 @@ def read(paths: Iterable[Path]) -> dict[Layout, Sliced]:
     """By layout of any global batch; lines that are no JSON, such as the table at their end, are left out."""
     found = {}
     for path in paths:
-        content = path.read_bytes()
-        text = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
-        for row in (json.loads(line) for line in text.splitlines() if line.startswith("{")):
-            result = TrialResult.from_dict(row["result"])
+        for row in (json.loads(line) for line in text_of(path).splitlines() if line.startswith("{")):
+            result = TrialResult.from_dict(row["result"] if "result" in row else row["slices"])
             found[of_any_batch(result.layout)] = Sliced(result, row["seconds"])
     return found
 

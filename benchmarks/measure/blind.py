@@ -3,12 +3,14 @@
     python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--not-in TABLE.csv]
         [--seconds S]
     python -m benchmarks.measure.blind measure FILE.jsonl [--out MEASURED.jsonl] [--seconds S]
+    python -m benchmarks.measure.blind tell FILE.jsonl[.xz] MEASURED.jsonl[.xz]...
 
 `predict` draws N legal layouts of each spec, on several GPUs, spread over all axes, which a table of a sweep does not
 have if one is named, and runs slices of each on the GPUs at hand, several at once where there are several. A line of
 FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `measure` runs the
 same layouts by all their ranks, on as many GPUs, and prints every point, worst first: by how much slices were off, by
-how much the cost model, and which layouts wait for the CPU; then means and largest errors by model and of all.
+how much the cost model, and which layouts wait for the CPU; then means and largest errors by model and of all. `tell`
+prints the same of what is there.
 
 All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
 command goes on with what is left.
@@ -29,6 +31,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from benchmarks import text_of
 from benchmarks.judge.search import Table, of_any_batch
 from benchmarks.measure.gang import RunTrial, some_gangs
 from benchmarks.measure.off import errors, over, percent, worst_first
@@ -153,7 +156,7 @@ def write(out: Path, rows: Iterable[Row]) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in text_of(path).splitlines()] if path.exists() else []
 
 
 def _row(spec: str, layout: Layout) -> Row:
@@ -209,6 +212,14 @@ def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
                 yield f"{row['spec']}: {row['layout']}: {how}: {result['status']}: {result['cause']}"
 
 
+def tell(rows: Sequence[Row], measured: Sequence[Row]) -> None:
+    """Print every point, and why there is none."""
+    if compared := [row for row in points(rows, measured) if row["error"]]:
+        print(table(compared))
+    for line in failures(rows, measured):
+        print(line)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     halves = parser.add_subparsers(dest="half", required=True)
@@ -221,9 +232,15 @@ def main(argv: list[str] | None = None) -> None:
     second = halves.add_parser("measure")
     second.add_argument("file", type=Path)
     second.add_argument("--out", type=Path)
+    third = halves.add_parser("tell")
+    third.add_argument("file", type=Path)
+    third.add_argument("measured", type=Path, nargs="+")
     for half in (first, second):
         half.add_argument("--seconds", type=float, default=1e6)
     arguments = parser.parse_args(argv)
+    if arguments.half == "tell":
+        tell(read(arguments.file), [row for file in arguments.measured for row in read(file)])
+        return
     until = time.monotonic() + arguments.seconds
     if arguments.half == "predict":
         specs = {path: load_spec(path).located() for path in arguments.specs}
@@ -236,11 +253,8 @@ def main(argv: list[str] | None = None) -> None:
     out = arguments.out or arguments.file.with_suffix(".measured.jsonl")
     specs = {path: load_spec(path).located() for path in dict.fromkeys(row["spec"] for row in rows)}
     measure(specs, rows, out, until)
-    measured = read(out)
-    if compared := [row for row in points(rows, measured) if row["error"]]:
-        print(f"\n{table(compared)}")
-    for line in failures(rows, measured):
-        print(line)
+    print()
+    tell(rows, read(out))
 
 
 if __name__ == "__main__":

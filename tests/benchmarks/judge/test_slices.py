@@ -76,7 +76,7 @@ def test_layouts_without_slices_are_left_out(tmp_path: Path) -> None:
 def test_committed_slices_are_judged(blind: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([str(DATA / "llama3_12l_4xh200.csv"), str(DATA / "slices_1xh200.jsonl.xz"), "--seeds", "1", *blind])
     title, costs, _, gang, slices = capsys.readouterr().out.splitlines()
-    assert title.startswith("llama3_12l_4xh200.csv: 21 layouts by slices and in full")
+    assert title.startswith("llama3_12l_4xh200.csv: 22 layouts by slices and in full")
     assert costs.endswith("by slices on average")
     assert [line.split()[0] for line in (gang, slices)] == ["gang", "slices"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,14 @@ def test_what_is_drawn_is_spread_over_all_axes(name: str) -> None:
     drawn = draw(layouts, 12, seed=1)
     assert len(set(drawn)) == 12
     assert drawn == draw(layouts, 12, seed=1) != draw(layouts, 12, seed=2)
-    for axis in ("engine", "compile", "data_parallel_size", "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+    for axis in (
+        "engine",
+        "compile",
+        "data_parallel_size",
+        "tensor_parallel_size",
+        "context_parallel_size",
+        "pipeline_parallel_size",
+    ):
         assert {getattr(layout, axis) for layout in drawn} == {getattr(layout, axis) for layout in layouts}
     schedules = {layout.pipeline_schedule for layout in drawn if layout.pipeline_parallel_size > 1}
     assert len(schedules) >= len(SCHEDULES) - 1
@@ -73,6 +82,17 @@ def test_what_is_not_measured_yet_has_no_point_and_what_failed_is_named() -> Non
     assert [point["layout"] for point in points(FORETOLD, MEASURED[1:])] == [OTHER.label]
     failed = row(ONE, full=result(ONE, None))
     assert list(failures(FORETOLD, [failed])) == [f"specs/small.yaml: {ONE.label}: full: oom: no room"]
+
+
+def test_what_is_there_is_told_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foretold, measured = tmp_path / "foretold.jsonl.xz", tmp_path / "measured.jsonl"
+    foretold.write_bytes(lzma.compress("".join(json.dumps(row) + "\n" for row in FORETOLD).encode()))
+    measured.write_text("".join(json.dumps(row) + "\n" for row in MEASURED[:1]))
+    main(["tell", str(foretold), str(measured)])
+    told = capsys.readouterr().out
+    assert ONE.label in told
+    assert OTHER.label not in told
+    assert "mean of 1" in told
 
 
 @pytest.mark.parametrize(("text", "rows"), [("1/1", [0, 1, 2, 3, 4]), ("1/2", [0, 2, 4]), ("2/2", [1, 3])])
