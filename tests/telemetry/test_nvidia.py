@@ -82,6 +82,8 @@ def test_a_sample_under_the_genuine_binding(fake_driver: Interpreter, driver: st
         energy_method="counter",
         driver_version=driver,
         power_limit_w=700.0,
+        default_power_limit_w=700.0,
+        max_sm_clock_mhz=1980,
         pcie_peak_bytes_per_s=pcie_peak,
     )
     assert seen["infos"] == [asdict(info)]
