@@ -115,5 +115,5 @@ _NAMES = (
 
 
 def accelerator_named(name: str) -> Accelerator | None:
-    """The accelerator that a driver calls so, such as `NVIDIA H100 80GB HBM3`; None where its data sheet is not here."""
+    """What a driver calls so, such as `NVIDIA H100 80GB HBM3`; None where its data sheet is not here."""
     return next((ACCELERATORS[known] for pattern, known in _NAMES if re.search(pattern, name)), None)

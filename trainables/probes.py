@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -243,7 +243,7 @@ def _exchange(ours: torch.Tensor, theirs: torch.Tensor, peer: int) -> None:
 
 
 def main() -> None:
-    """Probe as one rank of several, and write what it attained into `FOLDER/RANK.json`, its links when they are known."""
+    """Probe as one rank of several, and write what it attained into `FOLDER/RANK.json`, with its links once known."""
     parser = argparse.ArgumentParser()
     parser.add_argument("platform")
     parser.add_argument("folder")

@@ -21,8 +21,8 @@ class DeviceInfo:
     `kind` is its vendor's. `energy_method` is `counter` where the hardware counts its energy, `shared` where
     `energy_mj` and power are its equal part of what all devices of a `card` are counted for together (exact over all of
     them, a guess for one), `estimated` where they are a model's. The peaks are of one direction, of PCIe and of all
-    links to other GPUs together; None where there is no such fabric or its speed is not known. `power_limit_w` is the one
-    in force, `default_power_limit_w` what the vendor ships it with, `max_sm_clock_mhz` the highest clock that it has.
+    links to other GPUs together; None where there is no such fabric or its speed is not known. `power_limit_w` is the
+    one in force, `default_power_limit_w` what the vendor ships it with, `max_sm_clock_mhz` its highest clock.
     """
 
     uuid: str
