@@ -238,6 +238,23 @@ def top(address: str | None, once: bool) -> None:
         show(watched, once)
 
 
+@main.command()
+@click.option("--address", metavar="ADDR", help="Ray cluster, such as head:6379; default: RAY_ADDRESS, else no Ray.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def doctor(address: str | None, tracking_uri: str | None, as_json: bool) -> None:
+    """Whether this machine, or every node of a Ray cluster, is fit for searches; takes a minute, and changes nothing.
+
+    Exit code 0: all is well; 1: something is wrong, a line each; 2: wrong input.
+    """
+    from service.doctor.examination import text
+
+    examination = Wattune(tracking_uri).doctor(address)
+    click.echo(json.dumps(examination.to_dict(), indent=2) if as_json else text(examination))
+    sys.exit(0 if examination.well else 1)
+
+
 @main.command("list")
 @click.option("--address", metavar="URL", help="Ray's job server: the searches that were submitted to it.")
 @TRACKING
