@@ -9,7 +9,8 @@ from typing import Any
 
 from service.cluster import joined
 from service.doctor import history
-from service.doctor.checks import NOTHING, Finding, Verdict, judge
+from service.doctor.checks import judge
+from service.doctor.checks.judged import NOTHING, Finding, Verdict
 from service.doctor.facts import Facts
 from service.doctor.gather import gather
 from service.doctor.nodes import examine_cluster, store_facts

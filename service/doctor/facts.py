@@ -54,7 +54,7 @@ class DiskFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One machine.
+    """One machine, `name` to readers: its host name, with its id in Ray where several nodes share one.
 
     `versions` are of libraries by name, `silent` what telemetry logged of devices that do not answer, `xids` the XID
     errors in the kernel's log, None where it may not be read. `host` is what the processors attained, None where they
@@ -62,8 +62,8 @@ class NodeFacts:
     `object_store_bytes_per_s` how fast Ray's objects come from it: None of the examiner's own machine.
     """
 
+    name: str
     hostname: str
-    node_id: str
     versions: Mapping[str, str]
     devices: tuple[DeviceFacts, ...]
     disks: tuple[DiskFacts, ...]
@@ -101,7 +101,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is judged. `lost`: why a node has no facts, by host name. `history` is of earlier examinations, by the
+    """All that is judged. `lost`: why a node has no facts, by name. `history` is of earlier examinations, by the
     device's UUID, oldest first."""
 
     nodes: tuple[NodeFacts, ...]

@@ -41,12 +41,13 @@ FIRST_S = 10.0
 
 WRITTEN_BYTES = 2**26
 
+NODE = "doctor"
+"""What samples have for the node's id: they stay here."""
+
 Probe = Callable[[str, int, Mapping[str, str]], Probed]
 
 
-def gather(
-    folder: Path, node_id: str = "", granted: Sequence[str] | None = None, probe: Probe = probes.probe
-) -> NodeFacts:
+def gather(folder: Path, granted: Sequence[str] | None = None, probe: Probe = probes.probe) -> NodeFacts:
     """The facts of this node, within some 60 s.
 
     `folder` is where searches write. `granted` are the GPUs that Ray lent for this, as `CUDA_VISIBLE_DEVICES` would
@@ -55,14 +56,14 @@ def gather(
     load = os.getloadavg()[0]
     with _warnings() as silent:
         devices = discover()
-    watch = Telemetry(node_id, "doctor", devices=devices)
+    watch = Telemetry(NODE, NODE, devices=devices)
     try:
         readings = _readings(watch, len(devices))
         infos = [device.info for device in devices]
         answers = {info.uuid: readings.get(info.uuid, {}) for info in infos}
         seen = [DeviceFacts(info, answers[info.uuid], _held(info, answers[info.uuid], granted)) for info in infos]
         host: Attained | None = None
-        host_error = "left alone, as devices here are in use" if any(one.held for one in seen) else None
+        host_error = next((f"left alone: {one.info.name} is {one.held}" for one in seen if one.held), None)
         if host_error is None:
             probed = probe("cpu", 1, {})
             host, host_error = probed.attained[0], probed.errors[0]
@@ -70,8 +71,8 @@ def gather(
     finally:
         watch.stop()
     return NodeFacts(
+        name=socket.gethostname(),
         hostname=socket.gethostname(),
-        node_id=node_id,
         versions=_versions(seen),
         devices=tuple(seen),
         disks=tuple(_disks([folder, Path(tempfile.gettempdir())])),

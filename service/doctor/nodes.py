@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,15 @@ class Examiner:
         """`gather`, with the GPUs that Ray lent to this actor."""
         context = ray.get_runtime_context()
         lent = [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ())]
-        return gather(folder, context.get_node_id(), lent)
+        return gather(folder, lent)
 
 
 def examine_cluster(folder: Path) -> tuple[tuple[NodeFacts, ...], dict[str, str]]:
-    """The facts of every node that is alive of the Ray that this process has joined, and by host name why there are
-    none."""
+    """The facts of every node that is alive of the Ray that this process has joined, and by name why there are none."""
     listed: Callable[[], list[dict[str, Any]]] = ray.nodes
     nodes = sorted((node for node in listed() if node["Alive"]), key=lambda node: str(node["NodeManagerHostname"]))
-    names = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in nodes}
+    hosts = Counter(node["NodeManagerHostname"] for node in nodes)
+    names = {node["NodeID"]: _name(node, hosts) for node in nodes}
     free = _free_gpus()
     examiners = _started({node: free.get(node, 0) for node in names})
     missing = [name for node, name in names.items() if node not in examiners]
@@ -75,6 +76,7 @@ def examine_cluster(folder: Path) -> tuple[tuple[NodeFacts, ...], dict[str, str]
             found.append(
                 replace(
                     facts,
+                    name=names[node],
                     clock_s=ahead,
                     clock_error_s=off,
                     object_store_bytes_per_s=rate,
@@ -84,6 +86,11 @@ def examine_cluster(folder: Path) -> tuple[tuple[NodeFacts, ...], dict[str, str]
     for examiner in examiners.values():
         ray.kill(examiner)
     return tuple(found), lost
+
+
+def _name(node: Mapping[str, Any], hosts: Mapping[str, int]) -> str:
+    host = str(node["NodeManagerHostname"])
+    return host if hosts[host] == 1 else f"{host} ({node['NodeID'][:6]})"
 
 
 def store_facts(tracking_uri: str, home: Home) -> StoreFacts:

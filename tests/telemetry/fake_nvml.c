@@ -11,7 +11,9 @@
    FAKE_XID     numbers of the XID errors since the last look, separated by spaces
    FAKE_LINKS   active NVLinks            FAKE_SPEED       their common speed
    FAKE_LIMIT   power limit in W          FAKE_CLOCK       SM clock in MHz
-                each of these three may be a list, by GPU, the last of which is that of all further ones
+   FAKE_BUSY    utilisation in percent    FAKE_MEMORY      memory in use in GiB
+                of these, of links and of the next two there may be a list, by GPU, the last of which is that of all further ones
+   FAKE_UNCORRECTED memory errors that were not corrected, beyond FAKE_ECC
    FAKE_HEAT    ns for which heat is counted to have slowed the GPU, by software and by hardware
    FAKE_CALLS   file to which each batched call adds the ids that it asked for, a call for the utilisation "utilisation" */
 #define _GNU_SOURCE
@@ -132,13 +134,13 @@ int nvmlDeviceGetUtilizationRates(void *device, Utilization *rates) {
     FILE *log = calls();
     fprintf(log, "utilisation\n");
     fclose(log);
-    rates->gpu = fields_are("odd") ? (unsigned int)-1 : 97;
+    rates->gpu = fields_are("odd") ? (unsigned int)-1 : number_of(device, "FAKE_BUSY", "97");
     rates->memory = 40;
     return state_unless_mig(device);
 }
 int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
     memory->total = 141ULL << 30;
-    memory->used = 12ULL << 30;
+    memory->used = number_of(device, "FAKE_MEMORY", "12") << 30;
     memory->free = memory->total - memory->used;
     return state(device);
 }
@@ -147,7 +149,7 @@ int nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *rea
     return state(device);
 }
 int nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *errors) {
-    *errors = counter == 0 ? number("FAKE_ECC", "0") + 1000 * type : 77;
+    *errors = counter == 0 ? number("FAKE_ECC", "0") + type * number_of(device, "FAKE_UNCORRECTED", "1000") : 77;
     return fields_are("odd") ? UNKNOWN : state(device);
 }
 
@@ -246,11 +248,11 @@ int nvmlDeviceGetFieldValues(void *device, int length, FieldValue *fields) {
             case 76: count(field, 76); break;
             case 251: case 252: case 253: /* another quantity since the renumbering */
                 if (driver_is_renumbered()) gauge(field, 424242);
-                else count(field, getenv("FAKE_HEAT") ? number("FAKE_HEAT", "0") : field->fieldId * 1000000000ULL);
+                else count(field, getenv("FAKE_HEAT") ? number_of(device, "FAKE_HEAT", "0") : field->fieldId * 1000000000ULL);
                 break;
             case 269: case 270: case 271:
                 if (driver_is_renumbered())
-                    count(field, getenv("FAKE_HEAT") ? number("FAKE_HEAT", "0") : field->fieldId * 1000000000ULL);
+                    count(field, getenv("FAKE_HEAT") ? number_of(device, "FAKE_HEAT", "0") : field->fieldId * 1000000000ULL);
                 else field->nvmlReturn = INVALID_ARGUMENT;
                 break;
             case 90: gauge(field, number("FAKE_SPEED", "26562")); break;
