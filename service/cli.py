@@ -33,8 +33,8 @@ ALLOW_TRAINER = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
-EXIT_CODES = """Exit codes: 0 an answer; 1 none, as nothing matches or no trial came to a result, or of `doctor` a fault; 2
-wrong input, before anything starts; 3 a search that failed, for its driver or its cluster."""
+EXIT_CODES = """Exit codes: 0 an answer; 1 none, as nothing matches or no trial came to a result, or a fault that
+`doctor` found; 2 wrong input, before anything starts; 3 a search that failed, for its driver or its cluster."""
 
 
 def refusing_bad_input(command: Callable[..., None]) -> Callable[..., None]:
