@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,32 +60,38 @@ def examine_cluster(folder: Path) -> tuple[tuple[NodeFacts, ...], dict[str, str]
     examiners = _started({node: free.get(node, 0) for node in names})
     missing = [name for node, name in names.items() if node not in examiners]
     lost = dict.fromkeys(missing, f"nothing starts there within {START_S:.0f} s")
-    clocks = {node: _clock(examiner) for node, examiner in examiners.items()}
+    try:
+        found = tuple(_answers(examiners, names, lost, folder))
+    finally:
+        for examiner in examiners.values():
+            ray.kill(examiner)
+    return found, lost
+
+
+def _answers(
+    examiners: Mapping[str, ActorHandle[Examiner]], names: Mapping[str, str], lost: dict[str, str], folder: Path
+) -> Iterator[NodeFacts]:
+    """The facts of nodes whose examiners answer; the others become `lost`."""
     asked = {node: call(examiner, Examiner.gather, folder) for node, examiner in examiners.items()}
-    until, found = time.monotonic() + ANSWER_S, []
+    until = time.monotonic() + ANSWER_S
     for node, answer in asked.items():
         try:
-            facts = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+            facts: NodeFacts = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+            ahead, off = _clock(examiners[node])
         except GetTimeoutError:
             lost[names[node]] = f"no answer within {ANSWER_S:.0f} s"
         except RayError as error:
             lost[names[node]] = store.first_line(error)
         else:
-            rate, error_text = _object_store(examiners[node])
-            ahead, off = clocks[node]
-            found.append(
-                replace(
-                    facts,
-                    name=names[node],
-                    clock_s=ahead,
-                    clock_error_s=off,
-                    object_store_bytes_per_s=rate,
-                    object_store_error=error_text,
-                )
+            rate, unreachable = _object_store(examiners[node])
+            yield replace(
+                facts,
+                name=names[node],
+                clock_s=ahead,
+                clock_error_s=off,
+                object_store_bytes_per_s=rate,
+                object_store_error=unreachable,
             )
-    for examiner in examiners.values():
-        ray.kill(examiner)
-    return tuple(found), lost
 
 
 def _name(node: Mapping[str, Any], hosts: Mapping[str, int]) -> str:

@@ -34,6 +34,7 @@ def test_two_ranks_measure_themselves_and_their_link() -> None:
         assert one.pairs[str(1 - rank)] > 1e6
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_an_error_in_a_line() -> None:
     probed = probe("cuda", 1, {"CUDA_VISIBLE_DEVICES": ""})
     assert probed.attained == (None,)
