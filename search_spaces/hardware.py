@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,3 +99,21 @@ ACCELERATORS: dict[str, Accelerator] = {
     "gpu": Accelerator(platform=None),
     "cpu": Accelerator(platform="cpu"),
 }
+
+
+_NAMES = (
+    (r"\bH100\b.*\bHBM3\b", "h100"),
+    (r"\bH200\b(?!.*NVL)", "h200"),
+    (r"\bA100-SXM4-80GB\b", "a100"),
+    (r"\bA100-SXM4-40GB\b", "a100-40"),
+    (r"\bB200\b", "b200"),
+    (r"\bMI300X\b", "mi300x"),
+    (r"\bMI325X\b", "mi325x"),
+    (r"\bMI250\b", "mi250"),
+)
+"""How drivers call the accelerators; those of PCIe cards, which are slower, match none."""
+
+
+def accelerator_named(name: str) -> Accelerator | None:
+    """What a driver calls so, such as `NVIDIA H100 80GB HBM3`; None where its data sheet is not here."""
+    return next((ACCELERATORS[known] for pattern, known in _NAMES if re.search(pattern, name)), None)

@@ -33,8 +33,8 @@ ALLOW_TRAINER = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
-EXIT_CODES = """Exit codes: 0 an answer; 1 none, as nothing matches or no trial came to a result; 2 wrong input,
-before anything starts; 3 a search that failed, for its driver or its cluster."""
+EXIT_CODES = """Exit codes: 0 an answer; 1 none, as nothing matches or no trial came to a result, or a fault that
+`doctor` found; 2 wrong input, before anything starts; 3 a search that failed, for its driver or its cluster."""
 
 
 def refusing_bad_input(command: Callable[..., None]) -> Callable[..., None]:
@@ -236,6 +236,23 @@ def top(address: str | None, once: bool) -> None:
         from service.top import show
 
         show(watched, once)
+
+
+@main.command()
+@click.option("--address", metavar="ADDR", help="Ray cluster, such as head:6379; default: RAY_ADDRESS, else no Ray.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def doctor(address: str | None, tracking_uri: str | None, as_json: bool) -> None:
+    """Whether this machine, or every node of a Ray cluster, is fit for searches; takes a minute, and changes nothing.
+
+    Exit code 0: all is well; 1: something is wrong, a line each; 2: wrong input.
+    """
+    from service.doctor.examination import text
+
+    examination = Wattune(tracking_uri).doctor(address)
+    click.echo(json.dumps(examination.to_dict(), indent=2) if as_json else text(examination))
+    sys.exit(0 if examination.well else 1)
 
 
 @main.command("list")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from service.answers.whatif import WhatIf
     from service.answers.why import Explanation
     from service.calibrate import Calibrated
+    from service.doctor.examination import Examination
     from service.jobs import Submission
     from service.plan import Plan
     from service.problem import Problem
@@ -91,6 +92,16 @@ class Wattune:
         from service.calibrate import calibrate
 
         return calibrate(problem, self.tracking_uri)
+
+    def doctor(self, address: str | None = None) -> Examination:
+        """Whether machines are fit for searches: those of the Ray cluster at `address` or `RAY_ADDRESS`, else this one.
+
+        GPUs that others hold are left alone. What the others attained is kept in the state directory; see
+        `service.doctor`.
+        """
+        from service.doctor.examination import examine
+
+        return examine(address, self.tracking_uri)
 
     def resume(self, search: str, allow_trainer: bool = False) -> str:
         """Go on with a search that was interrupted. Returns its id.

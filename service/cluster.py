@@ -7,13 +7,16 @@ import fcntl
 import logging
 import math
 import os
+import queue
 import shutil
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # left out of its stub
@@ -27,7 +30,10 @@ from service.trials.gang import resources_per_worker
 
 KNOCK_S = 5.0
 CLEANING_S = 5.0
+CONNECT_S, LEAVE_S = 20.0, 2.0
 SCRATCH, LOCK = "wattune-ray-", "search.lock"
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -145,6 +151,57 @@ def knock(address: str) -> None:
                 f"the Ray cluster at {address} refuses to be joined: {wants}; "
                 "put the cluster's into ~/.ray/auth_token or RAY_AUTH_TOKEN"
             ) from None
+
+
+@contextlib.contextmanager
+def joined(address: str | None) -> Iterator[None]:
+    """This process as a client of the cluster at `address`, by default of this machine's Ray, unless it is one already.
+
+    Raises `InputError` if no cluster answers there.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        knock(address or "auto")
+        init = partial(ray.init, address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+        within(CONNECT_S, init)
+    except TimeoutError:
+        raise InputError(f"{shown(address)}: no Ray cluster answers") from None
+    except InputError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{shown(address)}: no Ray cluster answers: {str(error).splitlines()[0]}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TimeoutError):
+            within(LEAVE_S, ray.shutdown)
+
+
+def shown(address: str | None) -> str:
+    """The cluster at an address, for readers."""
+    return f"address {address}" if address else "the Ray of this machine"
+
+
+def within(seconds: float, ask: Callable[[], T]) -> T:
+    """The answer to `ask`, or TimeoutError: of a cluster that is gone Ray waits for minutes, then ends the process."""
+    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast(T, answer)
 
 
 def check_cluster(cluster: Cluster) -> None:

@@ -90,6 +90,11 @@ class Home:
         """What torch compiled for layouts, taken again by later searches on this machine."""
         return self.path / "compiled"
 
+    @property
+    def examinations(self) -> Path:
+        """What devices attained each time that they were examined: see `service.doctor.history`."""
+        return self.path / "doctor"
+
     def calibration(self, accelerator: str) -> Path:
         """The cost model's coefficients as trials on these machines have them: see `service.fitting`."""
         return self.path / "calibration" / f"{accelerator}.json"

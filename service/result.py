@@ -67,6 +67,47 @@ class RankRecord:
         return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown)})
 
 
+class SlowCause(StrEnum):
+    """What makes a rank slower than others with the same work; its text is what records hold."""
+
+    HEAT = "heat"
+    POWER_CAP = "power limit"
+    CLOCK = "clock"
+    """Lower than that of the others, though neither heat nor the power limit is said to hold it."""
+    HOST = "host"
+    """The GPU waits for work; without GPUs, a slow processor."""
+    LINK = "link"
+    """Copies from and to the host."""
+    EXPERT = "fullest expert"
+    """More tokens are routed to its experts."""
+    UNKNOWN = "unknown"
+    """Slower at the same clock: something else runs on it, or its memory is slow."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank for which the others of a trial waited.
+
+    `cost` is the share of a step by which that would be shorter were it as fast as the next slowest; `confidence` the
+    probability that it is slower at all, by how well steps repeat.
+    """
+
+    rank: int
+    node_id: str
+    device: str | None
+    cost: float
+    cause: SlowCause
+    confidence: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Straggler:
+        return cls(**{**values, "cause": SlowCause(values["cause"])})
+
+    def __str__(self) -> str:
+        where = f" ({self.device})" if self.device else ""
+        return f"rank {self.rank}{where} holds the others up for {self.cost:.1%} of a step: {self.cause}"
+
+
 @dataclass(frozen=True)
 class SliceRecord:
     """One kind of the ranks of a trial by slices, and what it was measured to do, in a step with the batch of the
@@ -109,6 +150,7 @@ class TrialResult:
     `methods` says how energy and throttle metrics were obtained, and which metrics follow from the runs in `proxies`,
     smaller first, of whose larger one is all that does not: `EXTRAPOLATED` over layers, or `SHORT`, over microbatches.
     `cause` is one line on what failed, `traceback` what Python said of it.
+    `straggler`: the rank for which the others waited; None where there is none, or nobody knows.
     `infrastructure`: whether it was the machines that failed, not the layout.
     `ranks` are those of the trial in their order; records made before there were any have none. Of a trial by slices
     they are those that ran, one of each kind, of which `slices` has more, and `network` is what they were taken to
@@ -133,6 +175,7 @@ class TrialResult:
     network: Network | None = None
     purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
+    straggler: Straggler | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -159,6 +202,7 @@ class TrialResult:
                 "proxies": tuple(Proxy(p["layers"], cls.from_dict(p["result"])) for p in values.get("proxies", ())),
                 "slices": tuple(SliceRecord.from_dict(one) for one in values.get("slices", ())),
                 "network": Network.from_dict(network) if (network := values.get("network")) else None,
+                "straggler": Straggler.from_dict(slow) if (slow := values.get("straggler")) else None,
                 "ranks": tuple(RankRecord.from_dict(rank) for rank in values.get("ranks", ())),
             }
         )

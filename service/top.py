@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import queue
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from service.answers.tables import render
-from service.cluster import knock
+from service.cluster import joined, shown, within
 from service.errors import InputError
 from service.metrics import MARKS
 from service.remote import call
 from telemetry.actor import NodeState, Telemetry, Work, find_telemetry
 from telemetry.devices import DeviceInfo
 
-T = TypeVar("T")
-
-CONNECT_S = 20.0
 PERIOD_S = 1.0
 ANSWER_S = 2.0
 
@@ -44,15 +37,15 @@ def watch(address: str | None) -> Generator[list[NodeState], None, None]:
     Raises `InputError` if no cluster answers there, or none of its nodes has telemetry in the beginning.
     """
     address = address or os.environ.get("RAY_ADDRESS")
-    with _joined(address):
+    with joined(address):
         states = poll()
         if not states:
-            raise InputError(f"no telemetry at {_shown(address)}: no search is running there")
+            raise InputError(f"no telemetry at {shown(address)}: no search is running there")
         while True:
             yield states
             time.sleep(PERIOD_S)
             try:
-                states = _within(2 * ANSWER_S, poll)
+                states = within(2 * ANSWER_S, poll)
             except TimeoutError:
                 return
 
@@ -125,53 +118,6 @@ def _device(info: DeviceInfo, sample: dict[str, Any], causes: Sequence[str]) -> 
 
 def _work(work: Work) -> tuple[str, ...]:
     return work.trial_id, work.phase, "-" if work.tokens_per_s is None else f"{work.tokens_per_s:,.0f}", work.layout
-
-
-@contextmanager
-def _joined(address: str | None) -> Iterator[None]:
-    """This process as a client of the cluster, unless it is one already."""
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        knock(address or "auto")
-        init = partial(ray.init, address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-        _within(CONNECT_S, init)
-    except TimeoutError:
-        raise InputError(f"{_shown(address)}: no Ray cluster answers") from None
-    except InputError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"{_shown(address)}: no Ray cluster answers: {str(error).splitlines()[0]}") from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(TimeoutError):
-            _within(ANSWER_S, ray.shutdown)
-
-
-def _shown(address: str | None) -> str:
-    return f"address {address}" if address else "the Ray of this machine"
-
-
-def _within(seconds: float, ask: Callable[[], T]) -> T:
-    """The answer to `ask`, or TimeoutError: of a cluster that is gone Ray waits for minutes, then ends the process."""
-    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((ask(), None))
-        except Exception as error:
-            answers.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return cast(T, answer)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,8 @@ from service.answers.ranking import compared, leaders, undecided
 from service.goals import Comparison
 from service.metrics import Direction, with_unit
 from service.record.results import SearchRecord
+from service.result import Straggler
+from trainables.status import Status
 
 PAYS = 0.02
 """A step up in the microbatch that adds less than this share does not pay."""
@@ -207,6 +210,24 @@ def hottest(found: Found) -> str | None:
     )
 
 
+def slowest(found: Found) -> str | None:
+    """The GPU for which others waited most often, what that costs, and why."""
+    known = [trial.straggler for trial in found.search.trials if trial.straggler is not None]
+    of_gpus: dict[str, list[Straggler]] = {}
+    for one in known:
+        of_gpus.setdefault(one.device or f"rank {one.rank}", []).append(one)
+    if not of_gpus:
+        return None
+    name, waited = max(of_gpus.items(), key=lambda one: len(one[1]))
+    causes = Counter(str(one.cause) for one in waited)
+    share = statistics.median(one.cost for one in waited)
+    ended = sum(trial.status == Status.OK for trial in found.search.trials)
+    return (
+        f"In {len(waited)} of {ended} trials the others waited for {name}, for {share:.1%} of a step by the median; "
+        f"what slows it: {', '.join(f'{cause} ({times}x)' for cause, times in causes.most_common())}."
+    )
+
+
 def next_hours(found: Found) -> str | None:
     """What the next GPU hours would best be spent on."""
     if found.objective is None:
@@ -244,6 +265,7 @@ FINDINGS: tuple[Callable[[Found], str | None], ...] = (
     recomputation,
     overlap,
     hottest,
+    slowest,
     next_hours,
 )
 

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -307,6 +308,9 @@ def _outcome(result: TrialResult) -> dict[str, str]:
         tags[store.INFRASTRUCTURE] = "true"
     tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}
     notes = []
+    if result.straggler is not None:
+        tags[store.STRAGGLER] = json.dumps(asdict(result.straggler))
+        notes.append(f"The trial's {result.straggler}.")
     if result.cause:
         tags[store.CAUSE] = result.cause
         notes.append(f"**{result.status}**: {result.cause}")

@@ -26,6 +26,7 @@ from service.trials.figures import (
     telemetry_problems,
     trial_metrics,
 )
+from service.trials.straggler import straggler
 from service.trials.windows import Nodes, Span, idle_windows, node_windows, summaries
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
@@ -199,6 +200,7 @@ class Bench:
         worked = [node_windows(of_batch, members, self.telemetry) for of_batch in spans]
         idled = [idle_windows(of_batch, members, self.telemetry) for of_batch in worked]
         seen = summaries([*worked, *(of_batch or () for of_batch in idled)], self.telemetry)
+        ranks = rank_records(outcomes, members)
         runs = []
         for i, (batch, timing) in enumerate(timings.items()):
             summary, idle = seen[i], None if idled[i] is None else seen[len(worked) + i]
@@ -218,6 +220,8 @@ class Bench:
                 methods=methods(summary, idle),
                 step_times_s=timing.window_steps_s,
                 windows=worked[i],
+                # The profiled step is one of the first batch.
+                straggler=straggler(ranks, summary.devices, request.layout) if i == 0 else None,
             )
             runs.append(run)
         return runs

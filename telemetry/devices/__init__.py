@@ -21,7 +21,8 @@ class DeviceInfo:
     `kind` is its vendor's. `energy_method` is `counter` where the hardware counts its energy, `shared` where
     `energy_mj` and power are its equal part of what all devices of a `card` are counted for together (exact over all of
     them, a guess for one), `estimated` where they are a model's. The peaks are of one direction, of PCIe and of all
-    links to other GPUs together; None where there is no such fabric or its speed is not known.
+    links to other GPUs together; None where there is no such fabric or its speed is not known. `power_limit_w` is the
+    one in force, `default_power_limit_w` what the vendor ships it with, `max_sm_clock_mhz` its highest clock.
     """
 
     uuid: str
@@ -32,6 +33,8 @@ class DeviceInfo:
     card: str | None = None
     driver_version: str | None = None
     power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    max_sm_clock_mhz: float | None = None
     pcie_peak_bytes_per_s: float | None = None
     link_peak_bytes_per_s: float | None = None
 

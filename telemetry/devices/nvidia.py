@@ -119,6 +119,7 @@ class NvidiaDevice:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         driver_version = nvml.nvmlSystemGetDriverVersion()
         limit_mw = _answer(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        default_mw = _answer(nvml, lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle))
         self.info = DeviceInfo(
             uuid=nvml.nvmlDeviceGetUUID(handle),
             index=index,
@@ -127,6 +128,8 @@ class NvidiaDevice:
             energy_method="counter",
             driver_version=driver_version,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
+            default_power_limit_w=None if default_mw is None else default_mw / 1000,
+            max_sm_clock_mhz=_answer(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
             pcie_peak_bytes_per_s=_answer(nvml, lambda: _pcie_peak(nvml, handle)),
             link_peak_bytes_per_s=_answer(nvml, lambda: _nvlink_peak(nvml, handle)),
         )

@@ -10,6 +10,11 @@
    FAKE_REFRESH ms after which a counter of 700 W is refreshed, every 100 ms by the monotonic clock, or every FAKE_PERIOD
    FAKE_XID     numbers of the XID errors since the last look, separated by spaces
    FAKE_LINKS   active NVLinks            FAKE_SPEED       their common speed
+   FAKE_LIMIT   power limit in W          FAKE_CLOCK       SM clock in MHz
+   FAKE_BUSY    utilisation in percent    FAKE_MEMORY      memory in use in GiB
+                of these, of links and of the next two there may be a list, by GPU, the last of which is that of all further ones
+   FAKE_UNCORRECTED memory errors that were not corrected, beyond FAKE_ECC
+   FAKE_HEAT    ns for which heat is counted to have slowed the GPU, by software and by hardware
    FAKE_CALLS   file to which each batched call adds the ids that it asked for, a call for the utilisation "utilisation" */
 #define _GNU_SOURCE
 #include <math.h>
@@ -42,6 +47,12 @@ static const char *setting(const char *name, const char *otherwise) {
     return value ? value : otherwise;
 }
 static unsigned long long number(const char *name, const char *otherwise) { return strtoull(setting(name, otherwise), NULL, 10); }
+/* That of the device's place in a list. */
+static unsigned long long number_of(void *device, const char *name, const char *otherwise) {
+    const char *list = setting(name, otherwise);
+    for (int i = (int)(size_t)device - 1; i > 0 && strchr(list, ' '); i--) list = strchr(list, ' ') + 1;
+    return strtoull(list, NULL, 10);
+}
 static int fields_are(const char *mode) { return strcmp(setting("FAKE_FIELDS", "all"), mode) == 0; }
 static int index_of(void *device) { return (int)(size_t)device - 1; }
 static int lost(void *device) { return atoi(setting("FAKE_LOST", "-1")) % 100 == index_of(device); }
@@ -83,7 +94,18 @@ int nvmlDeviceGetName(void *device, char *name, unsigned int length) {
     snprintf(name, length, "Fake H200");
     return SUCCESS;
 }
-int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *limit) { *limit = 700000; return state(device); }
+int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *limit) {
+    *limit = 1000 * number_of(device, "FAKE_LIMIT", "700");
+    return state(device);
+}
+int nvmlDeviceGetPowerManagementDefaultLimit(void *device, unsigned int *limit) {
+    *limit = 700000;
+    return state(device);
+}
+int nvmlDeviceGetMaxClockInfo(void *device, int type, unsigned int *clock) {
+    *clock = type == 1 ? 1980 : 1;
+    return state(device);
+}
 int nvmlDeviceGetMaxPcieLinkGeneration(void *device, unsigned int *generation) {
     *generation = fields_are("odd") ? 9 : number("FAKE_GENERATION", "5");
     return state(device);
@@ -91,11 +113,11 @@ int nvmlDeviceGetMaxPcieLinkGeneration(void *device, unsigned int *generation) {
 int nvmlDeviceGetMaxPcieLinkWidth(void *device, unsigned int *width) { *width = 16; return state(device); }
 int nvmlDeviceGetNvLinkState(void *device, unsigned int link, unsigned int *active) {
     if (link >= 18) return INVALID_ARGUMENT;
-    *active = link < number("FAKE_LINKS", "0");
+    *active = link < number_of(device, "FAKE_LINKS", "0");
     return state(device);
 }
 int nvmlDeviceGetClockInfo(void *device, int type, unsigned int *clock) {
-    *clock = type == 1 ? 1455 : type == 2 ? 3201 : 1;
+    *clock = type == 1 ? number_of(device, "FAKE_CLOCK", "1455") : type == 2 ? 3201 : 1;
     return state(device);
 }
 int nvmlDeviceGetTemperature(void *device, int sensor, unsigned int *celsius) {
@@ -112,13 +134,13 @@ int nvmlDeviceGetUtilizationRates(void *device, Utilization *rates) {
     FILE *log = calls();
     fprintf(log, "utilisation\n");
     fclose(log);
-    rates->gpu = fields_are("odd") ? (unsigned int)-1 : 97;
+    rates->gpu = fields_are("odd") ? (unsigned int)-1 : number_of(device, "FAKE_BUSY", "97");
     rates->memory = 40;
     return state_unless_mig(device);
 }
 int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
     memory->total = 141ULL << 30;
-    memory->used = 12ULL << 30;
+    memory->used = number_of(device, "FAKE_MEMORY", "12") << 30;
     memory->free = memory->total - memory->used;
     return state(device);
 }
@@ -127,7 +149,7 @@ int nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *rea
     return state(device);
 }
 int nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *errors) {
-    *errors = counter == 0 ? number("FAKE_ECC", "0") + 1000 * type : 77;
+    *errors = counter == 0 ? number("FAKE_ECC", "0") + type * number_of(device, "FAKE_UNCORRECTED", "1000") : 77;
     return fields_are("odd") ? UNKNOWN : state(device);
 }
 
@@ -226,10 +248,11 @@ int nvmlDeviceGetFieldValues(void *device, int length, FieldValue *fields) {
             case 76: count(field, 76); break;
             case 251: case 252: case 253: /* another quantity since the renumbering */
                 if (driver_is_renumbered()) gauge(field, 424242);
-                else count(field, field->fieldId * 1000000000ULL);
+                else count(field, getenv("FAKE_HEAT") ? number_of(device, "FAKE_HEAT", "0") : field->fieldId * 1000000000ULL);
                 break;
             case 269: case 270: case 271:
-                if (driver_is_renumbered()) count(field, field->fieldId * 1000000000ULL);
+                if (driver_is_renumbered())
+                    count(field, getenv("FAKE_HEAT") ? number_of(device, "FAKE_HEAT", "0") : field->fieldId * 1000000000ULL);
                 else field->nvmlReturn = INVALID_ARGUMENT;
                 break;
             case 90: gauge(field, number("FAKE_SPEED", "26562")); break;

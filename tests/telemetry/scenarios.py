@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -81,14 +82,26 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Interpreter:
-    """A process that runs scenarios, one at a time. `library` is the folder of the fake driver, if there is one."""
+def compile_nvml(folder: Path) -> bool:
+    """Put the fake driver, a libnvidia-ml.so.1 that the genuine binding loads, into a folder; False where nothing
+    compiles it."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        return False
+    library, source = folder / "libnvidia-ml.so.1", Path(__file__).with_name("fake_nvml.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, "-lm"], check=True)
+    return True
 
-    def __init__(self, library: Path | None, *paths: Path) -> None:
+
+class Interpreter:
+    """A process that runs a module's scenarios, one at a time. `library` is the folder of the fake driver, if there is
+    one."""
+
+    def __init__(self, library: Path | None, *paths: Path, module: str = "tests.telemetry.scenarios") -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROCM_")}
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *paths))), "OMP_NUM_THREADS": "1"}
         environment |= {"LD_LIBRARY_PATH": str(library)} if library else {}
-        command = [sys.executable, "-m", "tests.telemetry.scenarios"]
+        command = [sys.executable, "-m", module]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -118,11 +131,12 @@ def _discover() -> list[Device]:
 
 
 def _take(each: Step) -> None:
-    _set(each["settings"])
+    set_driver(each["settings"])
     time.sleep(each["sleep"])
 
 
-def _set(settings: Mapping[str, object]) -> None:
+def set_driver(settings: Mapping[str, object]) -> None:
+    """Change the fake driver's settings; None takes one back."""
     for name, value in settings.items():
         variable = f"FAKE_{name.upper()}"
         if value is None:
@@ -136,7 +150,8 @@ def _known(buffer: SampleBuffer, since_ns: int) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def _serve() -> None:
+def serve(scenarios: Mapping[str, Callable[..., Any]]) -> None:
+    """Run scenarios, as requests for them come from an `Interpreter`."""
     vendors()  # imports them
     for line in sys.stdin:
         request = json.loads(line)
@@ -146,8 +161,8 @@ def _serve() -> None:
                 os.dup2(log.fileno(), 2)
                 status = 1
                 try:
-                    _set(request["settings"])
-                    json.dump(SCENARIOS[request["scenario"]](request["argument"]), result)
+                    set_driver(request["settings"])
+                    json.dump(scenarios[request["scenario"]](request["argument"]), result)
                     result.flush()
                     status = 0
                 except BaseException:
@@ -162,4 +177,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(SCENARIOS)

@@ -98,6 +98,8 @@ def test_a_sample_of_an_mi300_under_the_genuine_binding(fake_rocm: Interpreter) 
         "card": None,
         "driver_version": "6.14.14",
         "power_limit_w": 750.0,
+        "default_power_limit_w": None,
+        "max_sm_clock_mhz": None,
         "pcie_peak_bytes_per_s": None,
         "link_peak_bytes_per_s": 6 * 16 * 32e9 / 8,  # of seven links one is down
     }

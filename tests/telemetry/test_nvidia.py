@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -17,7 +15,7 @@ from telemetry.devices import DeviceInfo
 from telemetry.devices.nvidia import _Total, _WrappingBytes, throttle_field_ids
 from telemetry.samples import SCHEMA
 from telemetry.windows.trial import WindowSummary, summarise
-from tests.telemetry.scenarios import Interpreter, Step, read_steps, sample_drift, sample_steps, step
+from tests.telemetry.scenarios import Interpreter, Step, compile_nvml, read_steps, sample_drift, sample_steps, step
 
 TICK_NS = 100_000_000
 TRIES = 5
@@ -27,13 +25,9 @@ TRIES = 5
 @pytest.fixture(scope="module")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
     """Has a libnvidia-ml.so.1 that the genuine binding loads."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the fake driver with")
     folder = tmp_path_factory.mktemp("nvml")
-    library = folder / "libnvidia-ml.so.1"
-    source = Path(__file__).with_name("fake_nvml.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, "-lm"], check=True)
+    if not compile_nvml(folder):
+        pytest.skip("no C compiler to build the fake driver with")
     with Interpreter(folder) as interpreter:
         yield interpreter
 
@@ -82,6 +76,8 @@ def test_a_sample_under_the_genuine_binding(fake_driver: Interpreter, driver: st
         energy_method="counter",
         driver_version=driver,
         power_limit_w=700.0,
+        default_power_limit_w=700.0,
+        max_sm_clock_mhz=1980,
         pcie_peak_bytes_per_s=pcie_peak,
     )
     assert seen["infos"] == [asdict(info)]

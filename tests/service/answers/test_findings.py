@@ -15,7 +15,7 @@ from service.answers import findings
 from service.answers.findings import Found
 from service.metrics import DIRECTIONS
 from service.record.results import TrialRecord
-from service.result import Purpose
+from service.result import Purpose, SlowCause, Straggler
 from telemetry.windows.trial import SATURATED
 from tests.service.records import STARTED, search, trial
 
@@ -202,3 +202,13 @@ def test_findings_are_those_that_the_record_bears() -> None:
     assert findings.findings(found()) == []
     told = findings.findings(found(ran(PLAIN, 100.0), ran(replace(PLAIN, micro_batch_size=2), 120.0)))
     assert [sentence.split()[0] for sentence in told] == ["megatron", "Microbatches", "Spend"]
+
+
+def test_the_gpu_for_which_others_waited_is_named_with_what_slows_it() -> None:
+    slow = Straggler(2, "node", "GPU-2", 0.03, SlowCause.HEAT, 0.999)
+    waited = [slow, replace(slow, cost=0.02), replace(slow, device="GPU-0", cause=SlowCause.HOST), None]
+    trials = [replace(ran(PLAIN, 100.0), straggler=one) for one in waited]
+    assert findings.slowest(found(*trials)) == (
+        "In 2 of 4 trials the others waited for GPU-2, for 2.5% of a step by the median; what slows it: heat (2x)."
+    )
+    assert findings.slowest(found(ran(PLAIN, 100.0))) is None
