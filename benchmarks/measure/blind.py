@@ -1,13 +1,14 @@
 """Layouts that nobody has measured, foretold by slices first and measured on all their GPUs after.
 
-    python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--seconds S]
+    python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--not-in TABLE.csv]
+        [--seconds S]
     python -m benchmarks.measure.blind measure FILE.jsonl [--out MEASURED.jsonl] [--seconds S]
 
-`predict` draws N legal layouts of each spec, on as many GPUs as its cluster has, spread over all axes, and runs slices
-of each on the GPUs at hand, several at once where there are several. A line of FILE is one layout: its spec, the
-result by slices, its seconds, and what the cost model foretells. `measure` runs the same layouts by all their ranks, on
-as many GPUs, and prints every point, worst first: by how much slices were off, by how much the cost model, and which
-layouts wait for the CPU; then means and largest errors by model and of all.
+`predict` draws N legal layouts of each spec, on several GPUs, spread over all axes, which a table of a sweep does not
+have if one is named, and runs slices of each on the GPUs at hand, several at once where there are several. A line of
+FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `measure` runs the
+same layouts by all their ranks, on as many GPUs, and prints every point, worst first: by how much slices were off, by
+how much the cost model, and which layouts wait for the CPU; then means and largest errors by model and of all.
 
 All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
 command goes on with what is left.
@@ -21,13 +22,14 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from benchmarks.judge.search import Table, of_any_batch
 from benchmarks.measure.gang import RunTrial, some_gangs
 from benchmarks.measure.off import errors, over, percent, worst_first
 from search_spaces.cost import predicted_metrics
@@ -63,17 +65,19 @@ def draw(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
 
 
 def _settings(layout: Layout) -> list[tuple[str, Any]]:
-    return [(name, getattr(layout, name)) for name in AXES]
+    return [(name, getattr(layout, name)) for name in (*AXES, "data_parallel_size")]
 
 
-def predict(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path, until: float) -> None:
-    """Append a line to `out` for each layout that has none there yet."""
+def predict(
+    specs: Mapping[str, Problem], known: Collection[Layout], layouts: int, seed: int, out: Path, until: float
+) -> None:
+    """Append a line to `out` for each layout that has none there yet. None is drawn that is `known`, at any batch."""
     done = {_key(row) for row in read(out)}
     todo = []
     for path, spec in specs.items():
         sliced = replace(spec, measurement=replace(spec.measurement, explore="slices"))
-        whole = [layout for layout in spec.legal.layouts if layout.num_gpus == spec.cluster.size]
-        todo += [(path, sliced, layout) for layout in draw(whole, layouts, seed) if (path, layout) not in done]
+        new = [one for one in spec.legal.layouts if one.num_gpus > 1 and of_any_batch(one) not in known]
+        todo += [(path, sliced, layout) for layout in draw(new, layouts, seed) if (path, layout) not in done]
     if not todo:
         return
     cluster = todo[0][1].cluster
@@ -213,6 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     first.add_argument("--layouts", type=int, required=True)
     first.add_argument("--seed", type=int, required=True)
     first.add_argument("--out", type=Path, required=True)
+    first.add_argument("--not-in", type=Path, metavar="TABLE.csv")
     second = halves.add_parser("measure")
     second.add_argument("file", type=Path)
     second.add_argument("--out", type=Path)
@@ -222,7 +227,8 @@ def main(argv: list[str] | None = None) -> None:
     until = time.monotonic() + arguments.seconds
     if arguments.half == "predict":
         specs = {path: load_spec(path).located() for path in arguments.specs}
-        predict(specs, arguments.layouts, arguments.seed, arguments.out, until)
+        known = Table(arguments.not_in).results if arguments.not_in else {}
+        predict(specs, {of_any_batch(one) for one in known}, arguments.layouts, arguments.seed, arguments.out, until)
         return
     rows = read(arguments.file)
     if not rows:

@@ -93,6 +93,8 @@ def test_what_a_gpu_does_is_timed_without_the_hosts_part() -> None:
 def test_a_gpu_is_known_to_telemetry_by_the_same_name() -> None:
     platform = platform_of(ACCELERATORS["gpu"])
     device = platform.take(0)
+    torch.cuda.empty_cache()  # of tests before this one in the same process
+    torch.cuda.reset_peak_memory_stats()
     torch.ones(1 << 20, device=device)
     platform.synchronize()
     assert platform.identity(device) in [found.info.uuid for found in discover()]
