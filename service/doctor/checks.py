@@ -10,8 +10,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from search_spaces.hardware import Accelerator, accelerator_named
-from service.doctor.facts import DeviceFacts, Facts, Figures, NodeFacts
+from service.doctor.facts import DeviceFacts, Facts, NodeFacts
 from service.doctor.history import host_key
+from service.history import Figures
 from telemetry.devices import is_host
 from trainables.probes import Attained
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from service import history
 from service.cluster import joined
-from service.doctor import history
 from service.doctor.checks import NOTHING, Finding, Verdict, judge
 from service.doctor.facts import Facts
 from service.doctor.gather import gather
+from service.doctor.history import figures
 from service.doctor.nodes import examine_cluster, store_facts
 from service.home import Home
 
@@ -47,7 +48,7 @@ def examine(address: str | None, tracking_uri: str) -> Examination:
     else:
         nodes, lost = (gather(home.path),), {}
     facts = Facts(nodes, store_facts(tracking_uri, home), lost)
-    found = history.figures(facts)
+    found = figures(facts)
     facts = replace(facts, history=history.load(home, found))
     findings = judge(facts)
     try:

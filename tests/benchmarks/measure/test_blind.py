@@ -26,7 +26,14 @@ def test_what_is_drawn_is_spread_over_all_axes(name: str) -> None:
     drawn = draw(layouts, 12, seed=1)
     assert len(set(drawn)) == 12
     assert drawn == draw(layouts, 12, seed=1) != draw(layouts, 12, seed=2)
-    for axis in ("engine", "compile", "data_parallel_size", "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+    for axis in (
+        "engine",
+        "compile",
+        "data_parallel_size",
+        "tensor_parallel_size",
+        "context_parallel_size",
+        "pipeline_parallel_size",
+    ):
         assert {getattr(layout, axis) for layout in drawn} == {getattr(layout, axis) for layout in layouts}
     schedules = {layout.pipeline_schedule for layout in drawn if layout.pipeline_parallel_size > 1}
     assert len(schedules) >= len(SCHEDULES) - 1
