@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from search_spaces.kinds import RankKind, Share, first_rank
@@ -32,6 +32,7 @@ class RankTimes:
     - `waited_s`: in addition to all these, seconds in which it paused where a pipeline would let it wait (`pauses`).
     - `busy_power_w`: its GPU's mean power over the step, pauses among it; `waiting_power_w`: while it waits for others.
     - `memory_gib`: the peak of what torch reserved.
+    - `slower`: these are the seconds of a GPU that takes so much longer than the one that was measured (`on_slower`).
     """
 
     passes: Mapping[Action, float]
@@ -43,10 +44,24 @@ class RankTimes:
     update_s: float = 0.0
     waited_s: float = 0.0
     exposed_s: Mapping[str, float] = field(default_factory=dict)
+    slower: float = 1.0
 
     @property
     def busy_s(self) -> float:
         return self.head_s + sum(self.passes.values()) + self.tail_s
+
+    def on_slower(self, slower: float) -> RankTimes:
+        """On a GPU that takes `slower` times as long for all but communication, which is taken to be spread evenly, at
+        the same power."""
+        longer = slower - (slower - 1) * sum(self.exposed_s.values()) / self.busy_s
+        return replace(
+            self,
+            passes={action: longer * seconds for action, seconds in self.passes.items()},
+            tail_s=longer * self.tail_s,
+            head_s=longer * self.head_s,
+            update_s=longer * self.update_s,
+            slower=slower,
+        )
 
 
 @dataclass(frozen=True)

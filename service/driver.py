@@ -25,9 +25,10 @@ from service.answers.overview import contests
 from service.checks import notices
 from service.display import Display
 from service.errors import SearchError
+from service.history import slower
 from service.home import Home
 from service.problem import Problem
-from service.record.provenance import busy, hardware, software, surroundings
+from service.record.provenance import busy, described, hardware, software, surroundings
 from service.record.store import first_line
 from service.record.tracking import Tracker
 from service.remote import ON_HEAD, call
@@ -171,6 +172,7 @@ class Driver:
             telemetry=telemetry,
             environment=environment,
             network=self.network,
+            slower=slower(self.home, [device["uuid"] for device in described(telemetry)]),
         )
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),

@@ -13,8 +13,10 @@ import ray
 from search_spaces.layout import Layout
 from service.cluster import ray_session
 from service.fitting import network
+from service.history import slower
 from service.home import Home
 from service.problem import Cluster, Problem
+from service.record.provenance import described
 from service.result import TrialResult
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
@@ -51,7 +53,9 @@ def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int
 
 
 def _run(telemetry: Fleet, gang: Gang, trial_id: str, layout: Layout, of: Problem) -> TrialResult:
-    bench = Bench(of, gang.mailbox, telemetry, {}, network(Home.locate(), of.cluster))
+    home = Home.locate()
+    known = slower(home, [device["uuid"] for device in described(telemetry)])
+    bench = Bench(of, gang.mailbox, telemetry, {}, network(home, of.cluster), known)
     return run_trial(bench, trial_id, layout)
 
 

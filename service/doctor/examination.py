@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from service import history
 from service.cluster import joined
-from service.doctor import history
 from service.doctor.checks import judge
 from service.doctor.checks.judged import NOTHING, Finding, Verdict
 from service.doctor.facts import Facts
 from service.doctor.gather import gather
+from service.doctor.history import figures
 from service.doctor.nodes import examine_cluster, store_facts
 from service.home import Home
 
@@ -48,7 +49,7 @@ def examine(address: str | None, tracking_uri: str) -> Examination:
     else:
         nodes, lost = (gather(home.path),), {}
     facts = Facts(nodes, store_facts(tracking_uri, home), lost)
-    found = history.figures(facts)
+    found = figures(facts)
     facts = replace(facts, history=history.load(home, found))
     findings = judge(facts)
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from service.history import Figures
 from telemetry.devices import DeviceInfo
 from trainables.probes import Attained
 
@@ -85,18 +86,6 @@ class StoreFacts:
 
     uri: str
     error: str | None = None
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a device came to in an examination that ended at `time_s` of the Unix clock."""
-
-    time_s: float
-    flops: float
-    memory_bytes_per_s: float
-    launch_s: float
-    all_reduce_bytes_per_s: float | None = None
-    mean_sm_clock_mhz: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,11 @@
-"""What devices came to in earlier examinations: a file for each in the state directory, a line an examination."""
+"""What an examination adds to what is known of devices."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from pathlib import Path
 
-from service.doctor.facts import Facts, Figures, NodeFacts
-from service.home import Home
-
-KEPT = 50
-"""Examinations that are read of a device; of what is there, the latest."""
+from service.doctor.facts import Facts, NodeFacts
+from service.history import Figures
 
 
 def host_key(node: NodeFacts) -> str:
@@ -39,30 +32,3 @@ def figures(facts: Facts) -> dict[str, Figures]:
     return found | {
         key: Figures(now, host.flops, host.memory_bytes_per_s, host.launch_s) for key, host in hosts if host is not None
     }
-
-
-def load(home: Home, devices: Iterable[str]) -> dict[str, tuple[Figures, ...]]:
-    """What is known of devices, oldest first. Lines that no examination wrote whole are passed over."""
-    return {device: known for device in devices if (known := tuple(_read(_file(home, device))))}
-
-
-def add(home: Home, found: dict[str, Figures]) -> None:
-    """Keep what an examination found. Raises `OSError` where nothing can be written."""
-    for device, one in found.items():
-        file = _file(home, device)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as lines:
-            lines.write(json.dumps(asdict(one)) + "\n")
-
-
-def _file(home: Home, device: str) -> Path:
-    return home.examinations / f"{device.replace('/', '_')}.jsonl"
-
-
-def _read(file: Path) -> Iterator[Figures]:
-    lines = file.read_text().splitlines() if file.exists() else []
-    for line in lines[-KEPT:]:
-        try:
-            yield Figures(**json.loads(line))
-        except (ValueError, TypeError):
-            continue

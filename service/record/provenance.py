@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -39,11 +40,17 @@ def busy(environment: Mapping[str, str]) -> list[str]:
     return [f"the machine was busy: load {load} on {cores} cores"] if float(load) > int(cores) else []
 
 
+def described(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> list[dict[str, Any]]:
+    """The `DeviceInfo` of all devices in the cluster; `telemetry` by node id."""
+    actors = list(telemetry.values())  # a node may join meanwhile
+    return [
+        device for node in ray.get([call(actor, Telemetry.describe) for actor in actors]) for device in node["devices"]
+    ]
+
+
 def hardware(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> dict[str, str]:
     """Names and drivers of the devices in the cluster; `telemetry` by node id."""
-    actors = list(telemetry.values())  # a node may join meanwhile
-    nodes = ray.get([call(actor, Telemetry.describe) for actor in actors])
-    devices = [device for node in nodes for device in node["devices"]]
-    drivers = {device["driver_version"] for device in devices} - {None}
-    names = {"devices": ", ".join(sorted({device["name"] for device in devices}))}
+    found = described(telemetry)
+    drivers = {device["driver_version"] for device in found} - {None}
+    names = {"devices": ", ".join(sorted({device["name"] for device in found}))}
     return names | ({"driver": ", ".join(sorted(drivers))} if drivers else {})

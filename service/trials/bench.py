@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import ray
 from ray import ObjectRef
@@ -60,7 +60,8 @@ class Bench:
     """What a trial runs on: the gang behind a mailbox and the nodes' telemetry, set up for one problem.
 
     `environment` is what all its trials have in common, for their results. `network` tells how long ranks that are not
-    there would take to communicate; None where nothing is known of it.
+    there would take to communicate; None where nothing is known of it. `slower`: by how much the slowest GPU of the
+    cluster takes longer at its power limit than each that it is known of, by UUID.
     """
 
     problem: Problem
@@ -68,6 +69,7 @@ class Bench:
     telemetry: Nodes
     environment: Mapping[str, str]
     network: Network | None = None
+    slower: Mapping[str, float] = field(default_factory=dict)
 
     def at_depth(self, layers: int) -> Bench:
         """The bench for a model of `layers` layers."""

@@ -50,6 +50,7 @@ def evaluate(
     telemetry: Nodes,
     environment: Mapping[str, str],
     network: Network | None,
+    slower: Mapping[str, float],
 ) -> None:
     """A Tune function trainable: report the `TrialResult` of a `Step` as a dict, once; nothing if the pool is lost."""
     from ray import tune  # which takes seconds, and only Tune's own process of a trial has already
@@ -67,9 +68,8 @@ def evaluate(
         if mailbox is None:
             result = lost(f"the gang that was up is gone, and none was up again within {LEASE_S:.0f} s")
         else:
-            result = run_trial(
-                Bench(problem, mailbox, telemetry, environment, network), trial_id, layout, purpose, front
-            )
+            bench = Bench(problem, mailbox, telemetry, environment, network, slower)
+            result = run_trial(bench, trial_id, layout, purpose, front)
     except ExpressionError as error:  # of a template, such as a division by zero
         result = TrialResult(trial_id, layout, Status.CRASH, f"trainer: {error}", purpose=purpose)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window

@@ -70,7 +70,7 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
         if isinstance(one, TrialResult):
             return replace(one, trial_id=request.trial_id, ranks=())
         seen[kind] = one
-    return _together(bench.problem, request, network, seen)
+    return _together(bench, request, network, seen)
 
 
 def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | TrialResult:
@@ -88,10 +88,10 @@ def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | Tri
     return one
 
 
-def _together(problem: Problem, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
+def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
     """The trial's result from what was seen of each kind of its ranks."""
-    first = next(iter(seen.values()))
-    runs = [_composed(problem, request.layout, network, seen, index) for index in range(len(first.runs))]
+    problem, first = bench.problem, next(iter(seen.values()))
+    runs = [_composed(bench, request.layout, network, seen, index) for index in range(len(first.runs))]
     spent: dict[str, float | None] = {
         name: sum(one.whole.metrics.get(name) or 0.0 for one in seen.values()) for name in SPENT
     }
@@ -114,13 +114,12 @@ def _together(problem: Problem, request: TrialRequest, network: Network, seen: M
     return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
 
 
-def _composed(
-    problem: Problem, whole: Layout, network: Network, seen: Mapping[RankKind, Alone], index: int
-) -> TrialResult:
+def _composed(bench: Bench, whole: Layout, network: Network, seen: Mapping[RankKind, Alone], index: int) -> TrialResult:
     """A step with one of the trial's batch sizes; with a pipeline, which is played whole, with that of `whole`."""
-    first, work = next(iter(seen.values())).runs[index], problem.workload.run
+    problem, first = bench.problem, next(iter(seen.values())).runs[index]
+    work = problem.workload.run
     few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
-    times = {kind: rank_times(one, index) for kind, one in seen.items()}
+    times = {kind: rank_times(one, index, bench.slower) for kind, one in seen.items()}
     if few != layout:
         times = {kind: stretch(alone, few, layout, kind.pipeline_rank, work) for kind, alone in times.items()}
     step = compose(layout, work, times, network)
@@ -156,15 +155,20 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(one: Alone, index: int) -> RankTimes:
-    """What a rank did in a step with the batch size that its trial timed as number `index`."""
+def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes:
+    """What a rank does in a step with the batch size that its trial timed as number `index`, on the slowest GPU.
+
+    All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
+    clocks are alike.
+    """
     run, report = one.runs[index], one.report
     assert report.slice is not None
     batch = run.layout.global_batch_size
     times, window = report.slice.times[batch], report.timings[batch].window_steps_s
     # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
     busy = statistics.fmean(window) - times.waited_s
-    return RankTimes(
+    limited = run.metrics.get("power_cap_ratio") or 0.0
+    measured = RankTimes(
         passes=times.passes_s,
         tail_s=busy - times.head_s - sum(times.passes_s.values()),
         busy_power_w=run.metrics.get("mean_power_w") or 0.0,
@@ -175,6 +179,7 @@ def rank_times(one: Alone, index: int) -> RankTimes:
         waited_s=times.waited_s,
         exposed_s=exposed_s(breakdown_of(one), busy),
     )
+    return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1))
 
 
 def breakdown_of(one: Alone) -> Breakdown | None:

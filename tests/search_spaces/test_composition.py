@@ -57,6 +57,20 @@ def test_without_a_pipeline_the_step_is_the_measured_one() -> None:
     assert step.peak_memory_gib == 20.0
 
 
+def test_on_a_slower_gpu_all_but_communication_takes_longer() -> None:
+    layout = Layout("megatron", 4, 4)
+    (kind,) = kinds(layout, WORK)
+    slower = one_rank(0.5, exposed_s={"all_gather": 0.1}).on_slower(1.1)
+    assert slower.slower == 1.1
+    step = compose(layout, WORK, {kind: slower}, NETWORK)
+    assert step.step_time_s == pytest.approx(0.1 + 1.1 * 0.4)
+    assert step.mean_power_w == pytest.approx(4 * 500.0)
+    assert step.exposed_s == {"all_gather": 0.1}
+    times = {kind: one.on_slower(1.1) for kind, one in pipeline_times().items()}
+    played, asked = (compose(PIPELINE, WORK, each, NETWORK) for each in (times, pipeline_times()))
+    assert played.busy_s == pytest.approx([1.1 * busy for busy in asked.busy_s])
+
+
 def test_two_stages_by_hand() -> None:
     """The second stage has its first microbatch from 1.75 on, its gradients come with the exchange from 4.75 to 5, the
     second one's at 8.25; the first rank is through with its passes at 10.25, and clips at 11."""

@@ -15,8 +15,9 @@ from service.doctor.checks.judged import (
     place,
     span,
 )
-from service.doctor.facts import Facts, Figures
+from service.doctor.facts import Facts
 from service.doctor.history import host_key
+from service.history import Figures
 from trainables.probes import Attained
 
 HOST_BEHIND_PEERS, HOST_BEHIND_ITSELF = 0.3, 0.3

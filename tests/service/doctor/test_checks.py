@@ -10,7 +10,8 @@ import pytest
 from service.doctor.checks import CHECKS, judge
 from service.doctor.checks.judged import Verdict
 from service.doctor.examination import lines
-from service.doctor.facts import DiskFacts, Facts, Figures, StoreFacts
+from service.doctor.facts import DiskFacts, Facts, StoreFacts
+from service.history import Figures
 from tests.service.doctor.machines import (
     facts,
     gpu,

@@ -9,7 +9,11 @@ import pytest
 from search_spaces.layout import Layout
 from service.metrics import Method
 from service.result import Purpose, TrialResult
-from service.trials.slices import held_against
+from service.trials.bench import Alone
+from service.trials.slices import held_against, rank_times
+from trainables.measure import Timing
+from trainables.passes import PassTimes
+from trainables.program import RankReport, SliceReport
 from trainables.status import Status
 
 LAYOUT = Layout("megatron", 2, 8)
@@ -27,6 +31,23 @@ FULL = TrialResult(
     metrics={"tokens_per_s": 100.0, "joules_per_token": 1.0, "peak_memory_gib": None, "final_loss": 2.0},
     purpose=Purpose.FINALIST,
 )
+
+
+def seen(power_cap_ratio: float | None) -> Alone:
+    """A rank that took 2 s a step on the GPU `GPU-a`."""
+    timing = Timing((2.0,), (2.0, 2.0), 0, 4_000_000_000, 0.0)
+    of_passes = SliceReport({8: PassTimes(0.0, {}, 2.0, 0.0, 0.0)}, {8: ()}, 0, 1)
+    report = RankReport(0, {}, "GPU-a", {8: timing}, (1.0,), (1.0,), 20.0, {}, slice=of_passes)
+    run = TrialResult("a", LAYOUT, Status.OK, metrics={"power_cap_ratio": power_cap_ratio, "mean_power_w": 700.0})
+    return Alone(report, (run,), run, 100.0)
+
+
+@pytest.mark.parametrize(("power_cap_ratio", "step_s"), [(1.0, 2.2), (0.5, 2.1), (0.0, 2.0), (None, 2.0)])
+def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
+    power_cap_ratio: float | None, step_s: float
+) -> None:
+    assert rank_times(seen(power_cap_ratio), 0, {"GPU-a": 1.1, "GPU-b": 1.0}).busy_s == pytest.approx(step_s)
+    assert rank_times(seen(power_cap_ratio), 0, {"GPU-b": 1.0}).busy_s == 2.0, "nobody examined it"
 
 
 def test_what_was_measured_in_full_is_told_how_far_off_its_slices_were() -> None:

@@ -1,0 +1,31 @@
+"""What is kept of examined devices, and how far they differ in speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.history import Figures, add, load, slower
+from service.home import Home
+
+
+def figures(flops: float) -> Figures:
+    return Figures(time_s=0.0, flops=flops, memory_bytes_per_s=1e12, launch_s=1e-6)
+
+
+def test_what_was_kept_is_read_oldest_first_and_half_a_line_is_passed_over(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    add(home, {"GPU-a": figures(1.0)})
+    add(home, {"GPU-a": figures(2.0), "GPU-b": figures(3.0)})
+    with next(home.examinations.glob("GPU-a*")).open("a") as file:
+        file.write('{"time_s": 1')
+    assert [one.flops for one in load(home, ["GPU-a", "GPU-b", "GPU-c"])["GPU-a"]] == [1.0, 2.0]
+
+
+def test_all_wait_for_the_slowest_as_it_was_examined_last(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    add(home, {"GPU-a": figures(500.0), "GPU-b": figures(100.0), "GPU-elsewhere": figures(1.0)})
+    add(home, {"GPU-b": figures(400.0)})
+    assert slower(home, ["GPU-a", "GPU-b", "GPU-new"]) == pytest.approx({"GPU-a": 1.25, "GPU-b": 1.0})
+    assert slower(home, ["GPU-new"]) == {}
