@@ -20,6 +20,7 @@ from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from trainables.data import DataError
+from trainables.hook import wattune_steps
 from trainables.measure import Procedure
 from trainables.program import InvalidTrial, Place, Progress, TrialRequest
 from trainables.training import Training
@@ -115,7 +116,7 @@ def train(launch: Launch, place: Place, steps: int, tell: Callable[[str], None])
 
 
 class _Steps:
-    """Tells of each step that has ended."""
+    """Tells of each step that has ended, by the hook as well, so that this too can be the program of a trainer."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.tell, self.phase, self.count = tell, "", 0
@@ -123,6 +124,7 @@ class _Steps:
     def __call__(self, progress: Progress) -> None:
         if progress.phase == self.phase and progress.tokens_per_s is not None:
             self.count += 1
+            wattune_steps.step()
             self.tell(f"step {self.count} ({self.phase}): {progress.tokens_per_s:,.0f} tokens/s")
         self.phase = progress.phase
 
