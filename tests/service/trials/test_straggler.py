@@ -24,7 +24,7 @@ from service.trials.straggler import straggler
 from telemetry.actor import start_telemetry, stop_telemetry
 from telemetry.windows.device import DeviceWindow
 from tests.service.trials.test_evaluate import device_window
-from tests.service.trials.test_gang import CLUSTER, PRELOAD, SHORT, trial_process, workers
+from tests.service.trials.test_gang import CLUSTER, PRELOAD, SHORT, trial_processes, workers
 from trainables.breakdown import Breakdown
 from trainables.data import SYNTHETIC
 from trainables.mailbox import Mailbox
@@ -175,18 +175,17 @@ def test_a_process_that_is_halted_most_of_the_time_is_the_one_that_others_wait_f
     request = TrialRequest("t", layout, training, replace(SHORT, window_min_steps=3, breakdown=True), deadline_s=300)
     telemetry = start_telemetry()
     gang = Gang("slow-ranks", 2, CLUSTER, tmp_path, telemetry, PRELOAD)
-    found, before = [], list[psutil.Process]()
+    found = []
     try:
         for slow in range(2):
             answer = call(gang.mailbox, Mailbox.evaluate, replace(request, trial_id=f"slow-{slow}"))
             worker = sorted(workers(), key=lambda one: one.pid)[slow]
-            process = trial_process(worker, before)
-            before.append(process)
-            while not ray.wait([answer], timeout=0.02)[0]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.suspend()
-                    time.sleep(0.3)
-                    process.resume()
+            while not ray.wait([answer], timeout=0.05)[0]:
+                for process in trial_processes(worker):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.suspend()
+                        time.sleep(0.3)
+                        process.resume()
             outcomes, members, _ = ray.get(answer)
             found.append(straggler(rank_records(outcomes, members), (), layout))
     finally:
