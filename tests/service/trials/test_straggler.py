@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import ray
 
 from search_spaces.layout import Layout
-from search_spaces.models import ModelShape
-from service.remote import call
 from service.result import RankRecord, SlowCause, Straggler, TrialResult
-from service.trials.figures import rank_records
-from service.trials.gang import Gang, close_gangs
 from service.trials.straggler import straggler
-from telemetry.actor import start_telemetry, stop_telemetry
 from telemetry.windows.device import DeviceWindow
 from tests.service.trials.test_evaluate import device_window
-from tests.service.trials.test_gang import CLUSTER, PRELOAD, SHORT, trial_processes, workers
 from trainables.breakdown import Breakdown
-from trainables.data import SYNTHETIC
-from trainables.mailbox import Mailbox
-from trainables.program import TrialRequest
 from trainables.status import Status
-from trainables.training import Training
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 LAYOUT = Layout("megatron", 4, 16)
@@ -162,40 +148,6 @@ def waiting(one: RankRecord, share: float) -> RankRecord:
     assert times is not None
     more = times.exposed_communication_s + share * times.span_s
     return replace(one, breakdown=replace(times, exposed_communication_s=more))
-
-
-@pytest.mark.slow
-def test_a_process_that_is_halted_most_of_the_time_is_the_one_that_others_wait_for(
-    ray_session: Any, tmp_path: Path
-) -> None:
-    """Either of two, in turn; for so long that it does not matter what else this machine does."""
-    model = ModelShape("llama", 2, 128, 4, 4, 352, 512, 64)
-    training = Training(model, SYNTHETIC, sequence_length=64, seed=0)
-    layout = Layout("megatron", 2, 16, micro_batch_size=2, precision="fp32", zero_stage=1)
-    request = TrialRequest("t", layout, training, replace(SHORT, window_min_steps=3, breakdown=True), deadline_s=300)
-    telemetry = start_telemetry()
-    gang = Gang("slow-ranks", 2, CLUSTER, tmp_path, telemetry, PRELOAD)
-    found = []
-    try:
-        for slow in range(2):
-            answer = call(gang.mailbox, Mailbox.evaluate, replace(request, trial_id=f"slow-{slow}"))
-            worker = sorted(workers(), key=lambda one: one.pid)[slow]
-            while not ray.wait([answer], timeout=0.05)[0]:
-                for process in trial_processes(worker):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.suspend()
-                        time.sleep(0.3)
-                        process.resume()
-            outcomes, members, _ = ray.get(answer)
-            found.append(straggler(rank_records(outcomes, members), (), layout))
-    finally:
-        close_gangs([gang])
-        stop_telemetry(telemetry)
-    first, second = found
-    assert first is not None
-    assert second is not None
-    assert {first.rank, second.rank} == {0, 1}
-    assert {first.cause, second.cause} == {SlowCause.HOST}
 
 
 def test_a_record_keeps_it() -> None:
