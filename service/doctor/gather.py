@@ -63,7 +63,7 @@ def gather(folder: Path, granted: Sequence[str] | None = None, probe: Probe = pr
         answers = {info.uuid: readings.get(info.uuid, {}) for info in infos}
         seen = [DeviceFacts(info, answers[info.uuid], _held(info, answers[info.uuid], granted)) for info in infos]
         host: Attained | None = None
-        host_error = next((f"left alone: {one.info.name} is {one.held}" for one in seen if one.held), None)
+        host_error = next((f"left alone: {one.info.name}: {one.held}" for one in seen if one.held), None)
         if host_error is None:
             probed = probe("cpu", 1, {})
             host, host_error = probed.attained[0], probed.errors[0]
@@ -98,12 +98,14 @@ def _held(info: DeviceInfo, reading: Mapping[str, Any], granted: Sequence[str] |
     """Why a device must be left alone."""
     if TRACE in os.environ:
         return f"{TRACE} plays a trace in its place"
-    busy = reading.get("cpu_utilisation" if is_host(info.kind) else "gpu_utilisation") or 0.0
-    memory = 0.0 if is_host(info.kind) else reading.get("memory_used_gib") or 0.0
+    if is_host(info.kind):
+        busy = reading.get("cpu_utilisation") or 0.0
+        return f"in use for {busy:.0%} of the time" if busy > HELD_SHARE else None
+    busy, memory = reading.get("gpu_utilisation") or 0.0, reading.get("memory_used_gib")
+    if memory is None:
+        return "it does not say what of it is in use"
     if busy > HELD_SHARE or memory > HELD_GIB:
         return f"in use, {memory:.0f} GiB and {busy:.0%} of the time"
-    if is_host(info.kind):
-        return None
     if granted is not None:
         return None if _named(info, granted) else "Ray has lent it to others"
     if _ray_is_here():
@@ -195,15 +197,17 @@ def _xids() -> tuple[str, ...] | None:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What telemetry warns of meanwhile, in place of its place in the log."""
+    """What telemetry warns of GPUs meanwhile, which goes into no log."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("telemetry")
-    logger.addHandler(handler)
-    before, logger.propagate = logger.propagate, False
+    loggers = [logging.getLogger(f"telemetry.devices.{kind}") for kind in VISIBLE]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
     try:
         yield said
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.propagate = True

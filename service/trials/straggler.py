@@ -24,6 +24,9 @@ NOISE, NOISE_OF_COMMUNICATION = 0.002, 0.02
 """Standard deviation of a rank's own time in one step, taken to be this share of the step, where whole windows repeat
 within 0.0012, and this share of the communication beside it, of which each piece takes now more, now less."""
 
+NOISE_OF_HOSTS = 0.05
+"""Likewise where processors compute, which ranks share with each other and with whatever else runs there."""
+
 CONFIDENT = 0.99
 
 SLOWER_CLOCK, HOT, CAPPED = 0.005, 0.01, 0.1
@@ -44,7 +47,8 @@ def straggler(ranks: Sequence[RankRecord], windows: Sequence[DeviceWindow], layo
         return None
     cost, (rank, breakdown), others = max(found, key=lambda one: one[0])
     usual = statistics.median(one.exposed_communication_s / one.span_s for _, one in others)
-    confidence = _normal(cost / (math.sqrt(2) * (NOISE + NOISE_OF_COMMUNICATION * usual)))
+    noise = NOISE + NOISE_OF_COMMUNICATION * usual if rank.device is not None else NOISE_OF_HOSTS
+    confidence = _normal(cost / (math.sqrt(2) * noise))
     if cost < COST or confidence < CONFIDENT:
         return None
     seen = {window.device: window for window in windows}

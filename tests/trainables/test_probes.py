@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from trainables.probes import probe, rounds
 
@@ -40,3 +41,22 @@ def test_a_device_that_is_not_there_is_an_error_in_a_line() -> None:
     assert probed.attained == (None,)
     assert probed.errors[0]
     assert "\n" not in probed.errors[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="takes a GPU")
+def test_gpus_measure_themselves_and_each_other() -> None:
+    count = torch.cuda.device_count()
+    probed = probe("cuda", count)
+    assert probed.errors == (None,) * count
+    devices = [one.device for one in probed.attained if one is not None]
+    assert devices == [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(count)]
+    for one in probed.attained:
+        assert one is not None
+        assert 1e13 < one.flops < 1e16
+        assert 1e11 < one.memory_bytes_per_s < 1e14
+        assert one.end_ns - one.start_ns == pytest.approx(8e9, rel=0.1)
+        assert (one.all_reduce_bytes_per_s is None) is (count == 1)
+        if one.pairs is not None:
+            assert set(one.pairs) == set(devices) - {one.device}
+            assert min(one.pairs.values()) > 1e9

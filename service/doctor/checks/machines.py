@@ -21,7 +21,7 @@ from service.history import Figures
 from trainables.probes import Attained
 
 HOST_BEHIND_PEERS, HOST_BEHIND_ITSELF = 0.3, 0.3
-"""Likewise of processors, whose figures repeat less well."""
+"""How far processors may be behind those of other nodes, and behind what they were: their figures vary more."""
 
 
 FREE_BYTES, WRITE_BYTES_PER_S = 10e9, 50e6

@@ -19,7 +19,7 @@ from service.metrics import Method
 from service.problem import Problem
 from service.record.results import Results
 from service.record.tracking import Tracker
-from service.result import Purpose, TrialResult
+from service.result import Purpose, SlowCause, Straggler, TrialResult
 from service.spec import parse_spec
 from tests.service.records import problem
 from trainables.status import Status
@@ -68,6 +68,19 @@ def test_finished_searches_of_the_same_are_read_one_by_one_the_latest_first(home
     (last,) = found
     assert (last.id, [trial.trial_id for trial in last.trials]) == ("alpha-1", ["alpha-1-0"])
     assert list(Results(home.tracking_uri).finished({"parameters": parameters, "accelerator": "h200"})) == []
+
+
+def test_the_gpu_for_which_others_waited_is_read_with_its_trial(home: Home) -> None:
+    slow = Straggler(1, "node", "GPU-1", 0.03, SlowCause.HEAT, 0.999)
+    trials = [TrialResult("a-0", CONFIG, Status.OK, straggler=slow), TrialResult("a-1", CONFIG, Status.OK)]
+    record(home, "a", *trials)
+    results = Results(home.tracking_uri)
+    search = results.search("a")
+    assert [trial.straggler for trial in search.trials] == [slow, None]
+    kept = results.result_of(search.trials[0])
+    assert kept is not None
+    assert kept.straggler == slow
+    assert search.trials[0].to_dict()["straggler"]["cause"] == "heat"
 
 
 def test_a_search_is_found_by_a_unique_beginning_of_its_id(home: Home) -> None:

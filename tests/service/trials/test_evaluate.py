@@ -13,7 +13,7 @@ import ray
 from search_spaces.layout import Layout
 from service.metrics import METRICS
 from service.problem import Problem
-from service.result import NodeWindow, Purpose, TrialResult
+from service.result import NodeWindow, Purpose, SlowCause, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run_trial
@@ -357,6 +357,20 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
     assert result.environment == {"gpu": "H200", "torch": "2"}
     assert result.cause is not None
     assert "GPU-1: was reset" in result.cause
+    assert TrialResult.from_dict(result.to_dict()) == result
+
+
+def test_a_trial_s_result_names_the_gpu_for_which_the_others_waited(ray_session: Any) -> None:
+    spec = make_spec()
+    telemetry = {"a": start(NodeTelemetry, {f"GPU-{rank}": 2560.0 for rank in range(4)})}
+    steps = [replace(step_of(3.0 - waits, 0.0), exposed_communication_s=waits) for waits in (1.0, 1.0, 0.8, 1.0)]
+    profiles = [Profile(replace(step, span_s=3.0), None, 0.5) for step in steps]
+    result = Bench(spec, answering(ranks(4, [1.0] * 4, profiles=profiles)), telemetry, {}).run(
+        make_request("t1", CONFIG, spec)
+    )
+    assert result.straggler is not None
+    assert (result.straggler.rank, result.straggler.device, result.straggler.cause) == (2, "GPU-2", SlowCause.UNKNOWN)
+    assert result.straggler.cost == pytest.approx(0.2 / 3)
     assert TrialResult.from_dict(result.to_dict()) == result
 
 

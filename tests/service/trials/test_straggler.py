@@ -75,9 +75,11 @@ def test_what_a_gpu_lacks_work_for_is_the_host_s() -> None:
 
 
 def test_without_gpus_it_is_the_host() -> None:
-    found = straggler([replace(one, device=None) for one in SLOW], [], LAYOUT)
+    slow = [rank(0, 0.6), rank(1, 0.6), rank(2, 0.1), rank(3, 0.6)]
+    found = straggler([replace(one, device=None) for one in slow], [], LAYOUT)
     assert found is not None
     assert (found.device, found.cause) == (None, SlowCause.HOST)
+    assert straggler([replace(one, device=None) for one in SLOW], [], LAYOUT) is None, "which processors vary by"
 
 
 def test_at_the_same_clock_experts_may_have_more_to_do() -> None:
