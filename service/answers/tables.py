@@ -74,13 +74,13 @@ def trials_table(trials: Sequence[TrialRecord]) -> str:
 
 
 def trials_csv(trials: Sequence[TrialRecord]) -> str:
-    """A header, and a line a trial: what it is, its axes, its metrics by their names, and how these were obtained where
-    that is not plain, as `METRIC_method`. What a trial lacks is empty."""
+    """A header, and a line a trial: what it is, what its search is of, its axes, its metrics by their names, and how
+    these were obtained where that is not plain, as `METRIC_method`. What a trial lacks is empty."""
     flat = []
     for trial in trials:
         values = trial.to_dict()
-        config, metrics, methods = (values.pop(key) for key in ("config", "metrics", "methods"))
-        flat.append(values | config | metrics | {f"{metric}_method": how for metric, how in methods.items()})
+        facts, config, metrics, methods = (values.pop(key) for key in ("facts", "config", "metrics", "methods"))
+        flat.append(values | facts | config | metrics | {f"{metric}_method": how for metric, how in methods.items()})
     columns = dict.fromkeys(name for row in flat for name in row)
     text = StringIO()
     writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")

@@ -48,6 +48,9 @@ INFRASTRUCTURE = "wattune.infrastructure"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 
+FACTS = ("model", "accelerator", "nodes", "gpus_per_node", "sequence_length")
+"""What each trial says of its search too, by which trials of several searches can be told apart."""
+
 SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
 PAGE = "report.html"  # artifact of a search's run: its report as one page
 RESULT = "result.json"  # artifact of a trial's run: all that it came to
