@@ -478,15 +478,16 @@ def data(text: tuple[Path, ...], out: Path) -> None:
 
 
 @main.command()
+@click.argument("search", required=False)
 @click.option("--port", default=5000, show_default=True, help="Port on this machine's loopback address.")
 @TRACKING
 @refusing_bad_input
-def ui(port: int, tracking_uri: str | None) -> None:
-    """Open MLflow's web pages on the record, for this machine alone."""
+def ui(search: str | None, port: int, tracking_uri: str | None) -> None:
+    """Open MLflow's web pages on the record, for this machine alone; on SEARCH, if one is named."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it
             signal.signal(number, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Wattune(tracking_uri).pages(port)) as pages:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Wattune(tracking_uri).pages(port, search)) as pages:
         click.echo(f"{pages.url}    (Ctrl-C ends it)")
         sys.exit(pages.wait())
 
@@ -516,7 +517,7 @@ def _print_outcome(client: Wattune, search: str) -> None:
     click.echo(f"\nThe record: search {search} at {client.shown_uri}")
     click.echo(f"  wattune best {search}     the best configuration, to launch with")
     click.echo(f"  wattune report {search}   how it got there, and what to make of it")
-    click.echo(f"  {client.pages_url or 'wattune ui'}    every trial, in the browser")
+    click.echo(f"  {client.pages_url(search) or f'wattune ui {search}'}       every trial, in the browser")
 
 
 if __name__ == "__main__":

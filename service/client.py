@@ -326,18 +326,23 @@ class Wattune:
 
         return watch(address)
 
-    def pages(self, port: int = 5000) -> Pages:
-        """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`."""
+    def pages(self, port: int = 5000, search: str | None = None) -> Pages:
+        """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`.
+
+        `search` is the one that they show first: its trials, sorted by the first objective, and charts of them.
+        """
         from service.record.pages import serve
 
-        return serve(self.tracking_uri, home.Home.locate(), port)
+        shown = None if search is None else self._record(search).id
+        return serve(self.tracking_uri, home.Home.locate(), port, shown)
 
-    @property
-    def pages_url(self) -> str | None:
-        """Where a tracking server shows the record itself; None of a database, which has no pages but `pages`."""
-        from service.record import store
+    def pages_url(self, search: str) -> str | None:
+        """Where a tracking server shows a search itself; None of a database, which has no pages but `pages`."""
+        from service.record import store, view
+        from service.record.runs import Runs
 
-        return self.shown_uri if store.is_server(self.tracking_uri) else None
+        experiment = Runs(self.tracking_uri).experiment() if store.is_server(self.tracking_uri) else None
+        return None if experiment is None else view.link(self.shown_uri, experiment, search)
 
     @staticmethod
     def trainers() -> list[ReadyTrainer]:

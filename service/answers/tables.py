@@ -36,7 +36,12 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def candidates_table(search: SearchRecord, candidates: Sequence[Candidate]) -> str:
-    """One row a layout: its figures, with the confidence intervals of objectives. A dash is a missing figure.
+    """See `candidates_rows`."""
+    return render(*candidates_rows(search, candidates))
+
+
+def candidates_rows(search: SearchRecord, candidates: Sequence[Candidate]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row a layout: its figures, with the confidence intervals of objectives; a dash is a missing one.
 
     Estimated figures carry an asterisk, figures extrapolated from depth proxies a tilde. Where some layouts were
     measured again, a column tells how many trials a row is the mean of.
@@ -49,7 +54,7 @@ def candidates_table(search: SearchRecord, candidates: Sequence[Candidate]) -> s
         headings.insert(1, "measured")
         for row, one in zip(rows, candidates, strict=True):
             row.insert(1, f"again, {len(one.trials)}x" if one.confirmed else "once")
-    return render(headings, rows)
+    return headings, rows
 
 
 def breakdown_table(candidates: Sequence[Candidate]) -> str | None:

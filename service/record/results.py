@@ -197,14 +197,14 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
 
 
 def _trial(run: Run, facts: dict[str, Any]) -> TrialRecord:
-    tags = run.tags
+    tags, layout = run.tags, Layout.from_dict({k: store.from_param(v) for k, v in run.params.items()})
     return TrialRecord(
         trial_id=tags[store.TRIAL_ID],
-        label=run.name,
-        layout=Layout.from_dict({k: store.from_param(v) for k, v in run.params.items()}),
+        label=layout.label,
+        layout=layout,
         status=tags[store.STATUS],
         cause=tags.get(store.CAUSE),
-        metrics={k: v for k, v in run.metrics.items() if "/" not in k and math.isfinite(v)},
+        metrics={name: v for k, v in run.metrics.items() if (name := store.metric_name(k)) and math.isfinite(v)},
         methods={k.removeprefix(store.METHOD): Method(v) for k, v in tags.items() if k.startswith(store.METHOD)},
         run_id=run.id,
         purpose=Purpose(tags.get(store.PURPOSE, Purpose.SEARCH)),
