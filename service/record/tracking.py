@@ -95,18 +95,14 @@ class Tracker:
             store.OBJECTIVES: json.dumps(dict(problem.goals.objectives)),
             store.CONSTRAINTS: json.dumps([limit.text for limit in problem.goals.limits]),
         }
-        axes = [axis for axis, values in problem.axes.items() if len(values) > 1]
         with store.readable(self._uri):
             self._experiment_id = self._experiment()
             run = self._client.create_run(self._experiment_id, run_name=problem.name, tags=_clip(tags))
             self._parent = run.info.run_id
             self._log(self._parent, params={**problem.facts(), **_prefixed(environment)})
             self._client.log_text(self._parent, dump_spec(problem), store.SPEC)
-            self._client.set_experiment_tag(
-                self._experiment_id,
-                *view.tag(search_id, problem.name, problem.goals.objectives, axes, _now_ms()),
-            )
             self._describe("")
+        self._attempt("the view for MLflow's pages", lambda: self._keep_view(problem))
 
     def resume_search(self, search: SearchRecord) -> dict[str, float]:
         """Go on with a search whose driver died, `queued` as a new one is, and return the summary that it had.
@@ -184,6 +180,11 @@ class Tracker:
     def attach_description(self, text: Callable[[], str]) -> None:
         """Describe the search, in Markdown, where MLflow's pages do. Whatever fails becomes a notice."""
         self._attempt("the description", lambda: self._describe(text()))
+
+    def _keep_view(self, problem: Problem) -> None:
+        axes = [axis for axis, values in problem.axes.items() if len(values) > 1]
+        kept = view.tag(self._search_id, problem.name, problem.goals.objectives, axes, _now_ms())
+        self._client.set_experiment_tag(self._experiment_id, *kept)
 
     def _describe(self, text: str) -> None:
         shown = f"[All trials, as a table and in charts]({view.link('', self._experiment_id, self._search_id)})"

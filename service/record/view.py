@@ -19,13 +19,21 @@ from service.record import store
 SHARED = "mlflow.sharedViewState."
 """How the tag of a view begins; its key follows."""
 
+_COLUMNS = {"objectives": 2, "axes": 1, "memory": 2}
+"""Charts beside each other, by section."""
+
+_CHOSEN, _NAME = "0", "attributes.`Run Name`"
+"""MLflow's names for the first two columns, of boxes to tick and of runs' names."""
+
 MEMORY = "peak_memory_gib"
 
 
 def link(pages: str, experiment: str, search_id: str | None = None) -> str:
-    """Where MLflow's pages, at such a URL, show the experiment's runs, or a search in its view."""
+    """Where MLflow's pages, at such a URL, show the experiment's runs, or a search in its view; without a URL, from one
+    of these pages."""
+    home = f"{pages.rstrip('/')}/" if pages else ""
     shared = f"&viewStateShareKey={search_id}" if search_id else ""
-    return f"{pages.rstrip('/')}/#/experiments/{experiment}/runs?workflowType=machine_learning{shared}"
+    return f"{home}#/experiments/{experiment}/runs?workflowType=machine_learning{shared}"
 
 
 def tag(
@@ -42,6 +50,11 @@ def _state(search_id: str, objectives: Mapping[str, Direction], axes: Sequence[s
     first, way = next(iter(objectives.items()))
     metrics = list(dict.fromkeys([*objectives, MEMORY]))
     sections = {"objectives": "Objectives", "axes": "Axes and objectives", "memory": "Memory"}
+    columns = [
+        *(_column("metrics", metric) for metric in metrics),
+        *(_column("tags", key) for key in (store.STATUS, store.PURPOSE)),
+        *(_column("params", axis) for axis in axes),
+    ]
     return {
         "searchFilter": store.having({store.SEARCH_ID: search_id, store.ROLE: store.TRIAL}, {}),
         "orderByKey": _column("metrics", first),
@@ -50,11 +63,9 @@ def _state(search_id: str, objectives: Mapping[str, Direction], axes: Sequence[s
         "lifecycleFilter": "Active",
         "datasetsFilter": [],
         "modelVersionFilter": "All Runs",
-        "selectedColumns": [
-            *(_column("metrics", metric) for metric in metrics),
-            *(_column("tags", key) for key in (store.STATUS, store.PURPOSE)),
-            *(_column("params", axis) for axis in axes),
-        ],
+        "selectedColumns": columns,
+        "columnOrder": [_CHOSEN, _NAME, *columns],
+        "columnWidths": {_CHOSEN: 73, _NAME: 300, **dict.fromkeys(columns, 130)},
         "runsHiddenMode": "SHOW_ALL",
         "runListHidden": False,
         "hideEmptyCharts": True,
@@ -77,7 +88,8 @@ def _column(kind: str, key: str) -> str:
 
 
 def _section(uuid: str, title: str, shown: bool = True) -> dict[str, Any]:
-    return {"uuid": uuid, "name": title, "display": shown, "isReordered": True, "deleted": False, "isGenerated": False}
+    placed = {"isReordered": True, "deleted": False, "isGenerated": False}
+    return {"uuid": uuid, "name": title, "display": shown, "columns": _COLUMNS.get(uuid, 3), "cardHeight": 400} | placed
 
 
 def _chart(kind: str, name: str, section: str, title: str) -> dict[str, Any]:
