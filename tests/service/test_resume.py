@@ -169,7 +169,7 @@ def test_a_result_that_the_store_does_not_take_is_not_run_again(
 ) -> None:
     search, _ = broken_off
     kept = home.spool(search) / "unsent" / "t1"
-    (kept / "series.json").write_text("broken")
+    (kept / "start.json").write_text("broken")
     with pytest.raises(InputError, match="t1 is not recorded"):
         Tracker(home.tracking_uri, home).resume_search(Results(home.tracking_uri).search(search))
     assert kept.exists()
