@@ -9,14 +9,14 @@ from typing import Any
 
 from service.answers.candidates import Candidate
 from service.answers.change import Change, Value, comparable
-from service.answers.compare.causes import Matched, matched
-from service.answers.compare.figures import FIGURES, Figure
+from service.answers.compare.causes import COUNTERS, Matched, matched
+from service.answers.compare.figures import FIGURES, PER_JOULE, Figure
 from service.answers.compare.scale import Scaling, scalings
 from service.answers.compare.sides import WORK, Side, check, differences
 from service.answers.overview import contests
 from service.answers.tables import render
 from service.errors import InputError
-from service.metrics import Doubt
+from service.metrics import Doubt, heading, number
 
 SHOWN = 8
 """Layouts that several searches ran of which a terminal shows what they did; programs and the page get all."""
@@ -123,7 +123,7 @@ def _notices(sides: Sequence[Side], best: Sequence[Best], scaled: Sequence[Scali
         told.append(f"{', '.join(unknown)}: up or out cannot be told, as its GPUs and nodes are not known")
     elif not scaled:
         told.append("up or out cannot be told: no way to split ran on few nodes or GPUs and on more, in the same batch")
-    if any("joule" in row.figure.key or row.figure.by(side.rates) for row in best for side in sides):
+    if any(row.figure.key == PER_JOULE for row in best):
         told.append("energy, and what is counted by it, is that of the GPUs alone")
     return told
 
@@ -165,10 +165,10 @@ def _priced(figure: Figure, value: Value | None, side: Side) -> str:
 def _named(compared: Compared) -> list[str]:
     """Which layouts are the best of each search, each told once."""
     lines = []
-    for number, side in enumerate(compared.sides):
+    for place, side in enumerate(compared.sides):
         titles: dict[str, list[str]] = {}
         for row in compared.best:
-            if (one := row.layouts[number]) is not None:
+            if (one := row.layouts[place]) is not None:
                 titles.setdefault(one.label, []).append(row.figure.title)
         lines += [f"{side.name}, {', '.join(figures)}: {label}" for label, figures in titles.items()]
     return lines
@@ -185,6 +185,7 @@ def _matched_text(pairs: Sequence[Matched]) -> list[str]:
         for pair in shown
     ]
     parts = [render([f"alike layouts{left}, against {pairs[0].base.name}", *(figure.title for figure in keys)], rows)]
+    parts += _counters_text(shown)
     told = [
         [
             f"{pair.layout.label}: {pair.side.name}",
@@ -201,6 +202,24 @@ def _matched_text(pairs: Sequence[Matched]) -> list[str]:
         lines = [f"  {reason}, in {times} of {len(pairs)} alike layouts" for reason, times in untold.items()]
         parts.append("\n".join(["What cannot be told of the difference:", *lines]))
     return parts
+
+
+def _counters_text(pairs: Sequence[Matched]) -> list[str]:
+    """What GPUs did in the first search and in another one, of the counters that both have."""
+    known = [
+        name for name in COUNTERS if any(name in pair.one.metrics and name in pair.other.metrics for pair in pairs)
+    ]
+    if not known:
+        return []
+    rows = []
+    for pair in pairs:
+        values = [(pair.one.metrics.get(name), pair.other.metrics.get(name)) for name in known]
+        cells = [
+            "-" if before is None or after is None else f"{number(name, before)} > {number(name, after)}"
+            for name, (before, after) in zip(known, values, strict=True)
+        ]
+        rows.append([f"{pair.layout.label}: {pair.side.name}", *cells])
+    return [render([f"what GPUs did, {pairs[0].base.name} > other", *map(heading, known)], rows)]
 
 
 def _ms(seconds: float | None) -> str:

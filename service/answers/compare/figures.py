@@ -13,6 +13,7 @@ from service.goals import Comparison
 from service.metrics import Doubt, written
 
 SPEED, ENERGY = "tokens_per_s_per_gpu", "joules_per_token"
+PER_JOULE = "tokens_per_joule"
 JOULES = 3.6e6
 """Of a kWh."""
 
@@ -144,7 +145,7 @@ def _sum(values: Sequence[Value | None]) -> Value | None:
 FIGURES = (
     Figure(SPEED, "throughput per GPU", "tokens/s", ",.0f", _per_gpu),
     Figure("mfu", "model FLOPs utilisation", "1", ".1%", _mfu),
-    Figure("tokens_per_joule", "tokens for a joule", "tokens/J", ",.4g", _per_joule),
+    Figure(PER_JOULE, "tokens for a joule", "tokens/J", ",.4g", _per_joule),
     Figure("tokens_per_dollar", "tokens for a dollar", "tokens/$", ",.0f", _per_dollar, lambda rates: rates.price),
     Figure("tokens_per_kg_co2", "tokens for a kg of CO2", "tokens/kg", ",.0f", _per_kg, lambda rates: rates.intensity),
 )

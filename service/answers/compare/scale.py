@@ -131,7 +131,7 @@ def scalings(sides: Sequence[Side]) -> list[Scaling]:
         ordered = sorted(fastest, key=lambda placed: placed.size)
         fewest = {placed.side.accelerator: placed for placed in reversed(ordered)}
         found += [_scaling(split, up, out) for out in ordered for up in fewest.values() if _scaled(up, out)]
-    return found
+    return [one for one in found if one.changes]
 
 
 def _fastest(some: Sequence[Placed], figure: Figure) -> Placed | None:

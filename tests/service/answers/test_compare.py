@@ -343,6 +343,8 @@ def test_a_comparison_reads_like_this() -> None:
     assert "what differs" in told
     assert "b against a" in told
     assert "Up or out, by how the model is split:" in told
+    counters = next(line for line in told.splitlines() if "1,500 > 1,200" in line)
+    assert counters.startswith("megatron 4gpu dp4 zero1 mbs1: b ")
     assert "b: clock: no mean SM clock in a and b, in 1 of 3 alike layouts" in told
 
 
