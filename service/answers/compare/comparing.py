@@ -15,7 +15,7 @@ from service.answers.compare.scale import Scaling, scalings
 from service.answers.compare.sides import WORK, Side, check, differences
 from service.answers.overview import contests
 from service.answers.tables import render
-from service.errors import InputError
+from service.errors import InputError, NoAnswerError
 from service.metrics import Doubt, heading, number
 
 SHOWN = 8
@@ -87,7 +87,8 @@ class Compared:
 def compare(sides: Sequence[Side]) -> Compared:
     """Hold searches against each other.
 
-    Raises `InputError` for less than two and for one that is given twice, `NoAnswerError` for one without results.
+    Raises `InputError` for less than two and for one that is given twice, `NoAnswerError` for one without results, or
+    if none has what they are compared by.
     """
     if len(sides) < 2:
         raise InputError("compare: give two searches or more")
@@ -98,6 +99,8 @@ def compare(sides: Sequence[Side]) -> Compared:
     best = [_best(sides, figure) for figure in FIGURES]
     pairs, scaled = matched(sides), scalings(sides)
     rows = tuple(row for row in best if any(value is not None for value in row.values))
+    if not rows:
+        raise NoAnswerError(f"compare: no search has any of {', '.join(figure.key for figure in FIGURES)}")
     return Compared(
         tuple(sides), differences(tuple(sides)), rows, tuple(pairs), tuple(scaled), tuple(_notices(sides, rows, scaled))
     )

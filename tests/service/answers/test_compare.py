@@ -257,6 +257,9 @@ def test_less_than_two_searches_the_same_twice_and_empty_ones_are_refused() -> N
         compare([one])
     with pytest.raises(InputError, match="a is given twice"):
         compare([one, one])
+    nothing = trial("x", tokens_per_s=1.0)
+    with pytest.raises(NoAnswerError, match="no search has any of tokens_per_s_per_gpu, mfu"):
+        compare([side("a", nothing), side("b", nothing)])
     with pytest.raises(NoAnswerError, match="b: no trial of it came to a result"):
         compare([one, side("b", replace(ran(PLAIN, 1.0), status="oom"))])
 
