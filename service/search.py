@@ -90,7 +90,7 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
         check_machine(problem.least)
         with ray_session(problem.cluster):
             check_cluster(problem.least)
-            summary = tracker.resume_search(record)
+            summary = tracker.resume_search(record, problem)
             results = results_of(recorded.search(record.id))
             calibration = load_calibration(home, problem.cluster)
             study = _study(problem, record.id, home, recorded, calibration)

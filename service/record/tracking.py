@@ -19,7 +19,6 @@ import pyarrow
 
 from search_spaces.layout import Layout
 from service.errors import InputError
-from service.goals import Goals
 from service.home import Home
 from service.metrics import TABLE, heading, number
 from service.problem import Problem
@@ -43,6 +42,7 @@ _PARAM_LENGTH = 6000
 _TAG_LENGTH = 5000
 
 _SEARCH = "the state of the search"
+_VIEW = "the view for MLflow's pages"
 _RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _ESTIMATED = "Energy is **estimated**: this machine has no energy counter. Not comparable with measured figures."
 
@@ -84,7 +84,7 @@ class Tracker:
 
         `environment`: versions, devices and drivers, by name. Raises `InputError` if MLflow refuses.
         """
-        self._begin(search_id, problem.goals, problem.facts())
+        self._begin(search_id, problem)
         tags = {
             **_authorship(environment),
             store.ROLE: store.SEARCH,
@@ -102,15 +102,15 @@ class Tracker:
             self._log(self._parent, params={**problem.facts(), **_prefixed(environment)})
             self._client.log_text(self._parent, dump_spec(problem), store.SPEC)
             self._describe("")
-        self._attempt("the view for MLflow's pages", lambda: self._keep_view(problem))
+        self._attempt(_VIEW, self._keep_view)
 
-    def resume_search(self, search: SearchRecord) -> dict[str, float]:
+    def resume_search(self, search: SearchRecord, problem: Problem) -> dict[str, float]:
         """Go on with a search whose driver died, `queued` as a new one is, and return the summary that it had.
 
         Sends what is still in the spool, and marks trials that have no result as stopped. Raises `InputError` if
         MLflow refuses.
         """
-        self._begin(search.id, search.goals, search.params)
+        self._begin(search.id, problem, {metric for trial in search.trials for metric in trial.metrics})
         self._parent = search.run_id
         for half in self._unsent.glob(".*"):
             shutil.rmtree(half)
@@ -127,11 +127,13 @@ class Tracker:
             self._log(self._parent, tags={store.STATUS: "queued", store.HEARTBEAT: str(Heartbeat.now())})
             return dict(self._client.get_run(self._parent).data.metrics)
 
-    def _begin(self, search_id: str, goals: Goals, facts: Mapping[str, Any]) -> None:
-        """What all that follows goes by."""
-        self._search_id = search_id
+    def _begin(self, search_id: str, problem: Problem, measured: Iterable[str] = ()) -> None:
+        """What all that follows goes by. `measured`: the metrics that trials have already."""
+        self._search_id, self._problem = search_id, problem
+        self._measured = set(measured)
+        facts = problem.facts()
         self._facts = {name: facts[name] for name in store.FACTS if facts.get(name) is not None}
-        asked = {*goals.objectives, *(limit.metric for limit in goals.limits)}
+        asked = {*problem.goals.objectives, *(limit.metric for limit in problem.goals.limits)}
         self._plain = asked | {metric.name for metric in TABLE if metric.heading}
 
     def beating(self) -> AbstractContextManager[None]:
@@ -162,6 +164,10 @@ class Tracker:
         directory = self._spool(result, samples, {**start, "finished_ms": _now_ms()})
         self._open.pop(trial_id, None)
         self._attempt(f"trial {trial_id}", lambda: self._send(directory), f"; kept in {directory} to be sent again")
+        known = {metric for metric, value in result.metrics.items() if value is not None}
+        if new := (known & {*self._problem.goals.objectives, view.MEMORY}) - self._measured:
+            self._measured |= new
+            self._attempt(_VIEW, self._keep_view)
 
     def update_search(self, summary: Mapping[str, float | None]) -> None:
         """Record the figures of the search so far."""
@@ -181,9 +187,13 @@ class Tracker:
         """Describe the search, in Markdown, where MLflow's pages do. Whatever fails becomes a notice."""
         self._attempt("the description", lambda: self._describe(text()))
 
-    def _keep_view(self, problem: Problem) -> None:
-        axes = [axis for axis, values in problem.axes.items() if len(values) > 1]
-        kept = view.tag(self._search_id, problem.name, problem.goals.objectives, axes, _now_ms())
+    def _keep_view(self) -> None:
+        """With all objectives or, once trials have some, with these: a chart of others too would be empty."""
+        name, axes = self._problem.name, [axis for axis, values in self._problem.axes.items() if len(values) > 1]
+        objectives = self._problem.goals.objectives
+        shown = {metric: way for metric, way in objectives.items() if metric in self._measured} or dict(objectives)
+        memory = view.MEMORY in self._measured
+        kept = view.tag(self._search_id, name, shown, axes, memory, _now_ms())
         self._client.set_experiment_tag(self._experiment_id, *kept)
 
     def _describe(self, text: str) -> None:

@@ -37,19 +37,26 @@ def link(pages: str, experiment: str, search_id: str | None = None) -> str:
 
 
 def tag(
-    search_id: str, name: str, objectives: Mapping[str, Direction], axes: Sequence[str], now_ms: int
+    search_id: str, name: str, objectives: Mapping[str, Direction], axes: Sequence[str], memory: bool, now_ms: int
 ) -> tuple[str, str]:
-    """Key and value of the tag with the view of a search of that name. `axes`: those on which its layouts differ."""
-    state = json.dumps(_state(search_id, objectives, axes), separators=(",", ":"))
+    """Key and value of the tag with the view of a search of that name.
+
+    `axes`: those on which its layouts differ; `memory`: whether its trials have a peak of memory.
+    """
+    state = json.dumps(_state(search_id, objectives, axes, memory), separators=(",", ":"))
     packed = "deflate;" + base64.b64encode(zlib.compress(state.encode(), 9)).decode()
     envelope = {"name": f"{name} ({search_id})", "createdAt": now_ms, "updatedAt": now_ms, "state": packed}
     return SHARED + search_id, json.dumps(envelope)
 
 
-def _state(search_id: str, objectives: Mapping[str, Direction], axes: Sequence[str]) -> dict[str, Any]:
+def _state(search_id: str, objectives: Mapping[str, Direction], axes: Sequence[str], memory: bool) -> dict[str, Any]:
     first, way = next(iter(objectives.items()))
-    metrics = list(dict.fromkeys([*objectives, MEMORY]))
-    sections = {"objectives": "Objectives", "axes": "Axes and objectives", "memory": "Memory"}
+    metrics = list(dict.fromkeys([*objectives, *([MEMORY] if memory else [])]))
+    sections = {"axes": "Axes and objectives"}
+    if len(objectives) > 1:
+        sections = {"objectives": "Objectives"} | sections
+    if memory:
+        sections["memory"] = "Memory"
     columns = [
         *(_column("metrics", metric) for metric in metrics),
         *(_column("tags", key) for key in (store.STATUS, store.PURPOSE)),
@@ -77,8 +84,7 @@ def _state(search_id: str, objectives: Mapping[str, Direction], axes: Sequence[s
         "compareRunCharts": [
             *(_scatter(first, metric, "objectives") for metric in list(objectives)[1:]),
             _parallel(axes, list(objectives), "axes"),
-            _scatter(MEMORY, first, "memory"),
-            _bar(MEMORY, "memory"),
+            *([_scatter(MEMORY, first, "memory"), _bar(MEMORY, "memory")] if memory else []),
         ],
     }
 

@@ -276,6 +276,27 @@ def test_the_view_of_a_search_is_kept_with_the_experiment(home: Home) -> None:
     assert "viewStateShareKey=s1" in note
 
 
+def test_a_view_keeps_to_what_was_measured(home: Home) -> None:
+    tracker, client = start(home), MlflowClient(home.tracking_uri)
+
+    def charts() -> list[str]:
+        experiment = client.get_experiment_by_name("wattune")
+        assert experiment is not None
+        packed = json.loads(experiment.tags["mlflow.sharedViewState.s1"])["state"]
+        state = json.loads(zlib.decompress(base64.b64decode(packed.removeprefix("deflate;"))))
+        assert {one["metricSectionId"] for one in state["compareRunCharts"]} <= {
+            section["uuid"] for section in state["compareRunSections"]
+        }
+        return [one["displayName"] for one in state["compareRunCharts"]]
+
+    assert charts() == ["joules_per_token by tokens_per_s", "Axes and objectives"]
+    for number, metrics in enumerate(({"tokens_per_s": 1.0}, {"tokens_per_s": 1.0, "peak_memory_gib": 2.0})):
+        tracker.start_trial(f"s1-00{number}", CONFIG)
+        tracker.finish_trial(TrialResult(f"s1-00{number}", CONFIG, Status.OK, None, {**metrics}))
+        memory = ["tokens_per_s by peak_memory_gib", "peak_memory_gib"] if number else []
+        assert charts() == ["Axes and objectives", *memory]
+
+
 def test_a_description_joins_the_link(home: Home) -> None:
     tracker = start(home)
     tracker.attach_description(lambda: "| the front |")

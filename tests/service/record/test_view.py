@@ -39,7 +39,7 @@ def column(name: str) -> str:
 def test_the_view_of_a_search_over_all_axes_fits_into_a_tag() -> None:
     objectives = dict.fromkeys(itertools.islice(METRICS, 6), Direction.MINIMIZE)
     axes = [*AXES, *(f"an_axis_of_my_own_{number}" for number in range(10))]
-    key, value = view.tag("a" * 60, "a search with a long name", objectives, axes, 1)
+    key, value = view.tag("a" * 60, "a search with a long name", objectives, axes, True, 1)
     assert key == f"mlflow.sharedViewState.{'a' * 60}"
     assert set(json.loads(value)) == {"name", "createdAt", "updatedAt", "state"}
     assert len(value) < MOST
