@@ -401,13 +401,11 @@ def report(search: str, html: Path | None, figures: Path | None, tracking_uri: s
 
     client = Wattune(tracking_uri)
     if html or figures:
-        try:
+        with _told_if_not_written():
             if html:
                 html.write_text(client.page(search), encoding="utf-8")
             if figures:
                 client.figures(search, figures)
-        except OSError as error:
-            raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
         return
     reported = client.report(search)
     click.echo(json.dumps(reported.to_dict(), indent=2) if as_json else text(reported))
@@ -447,6 +445,34 @@ def whatif(search: str, slow_gpu: str | None, link: str | None, tracking_uri: st
 
 
 @main.command()
+@click.argument("searches", nargs=-1, required=True, metavar="SEARCH|FILE...")
+@click.option("--price-per-gpu-hour", multiple=True, type=float, metavar="$", help="Of one GPU; see below.")
+@click.option("--price-per-kwh", multiple=True, type=float, metavar="$", help="Of the GPUs' energy.")
+@click.option("--co2-per-kwh", multiple=True, type=float, metavar="KG", help="Carbon intensity of that energy.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write it as one page, with figures, into this file.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def compare(
+    searches: tuple[str, ...], html: Path | None, tracking_uri: str | None, as_json: bool, **rates: tuple[float, ...]
+) -> None:
+    """Hold searches against the first: the best per GPU, joule, dollar and CO2, layouts that both ran, up or out.
+
+    FILE is what `wattune trials SEARCH --json` printed elsewhere. Prices and intensities are given once for all
+    searches or once for each, in their order.
+    """
+    from service.answers.compare.comparing import text
+
+    client = Wattune(tracking_uri)
+    compared = client.compare(searches, **rates)
+    if html:
+        with _told_if_not_written():
+            html.write_text(client.comparison_page(compared), encoding="utf-8")
+    else:
+        click.echo(json.dumps(compared.to_dict(), indent=2) if as_json else text(compared))
+
+
+@main.command()
 @JSON
 @refusing_bad_input
 def trainers(as_json: bool) -> None:
@@ -469,17 +495,26 @@ def data(text: tuple[Path, ...], out: Path) -> None:
 
 
 @main.command()
+@click.argument("search", required=False)
 @click.option("--port", default=5000, show_default=True, help="Port on this machine's loopback address.")
 @TRACKING
 @refusing_bad_input
-def ui(port: int, tracking_uri: str | None) -> None:
-    """Open MLflow's web pages on the record, for this machine alone."""
+def ui(search: str | None, port: int, tracking_uri: str | None) -> None:
+    """Open MLflow's web pages on the record, for this machine alone; on SEARCH, if one is named."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it
             signal.signal(number, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Wattune(tracking_uri).pages(port)) as pages:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Wattune(tracking_uri).pages(port, search)) as pages:
         click.echo(f"{pages.url}    (Ctrl-C ends it)")
         sys.exit(pages.wait())
+
+
+@contextlib.contextmanager
+def _told_if_not_written() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
 
 
 def _print_notes(notices: Iterable[str], not_expressible: Mapping[str, str] | None = None) -> None:
@@ -499,7 +534,7 @@ def _print_outcome(client: Wattune, search: str) -> None:
     click.echo(f"\nThe record: search {search} at {client.shown_uri}")
     click.echo(f"  wattune best {search}     the best configuration, to launch with")
     click.echo(f"  wattune report {search}   how it got there, and what to make of it")
-    click.echo(f"  {client.pages_url or 'wattune ui'}    every trial, in the browser")
+    click.echo(f"  {client.pages_url(search) or f'wattune ui {search}'}       every trial, in the browser")
 
 
 if __name__ == "__main__":

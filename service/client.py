@@ -15,6 +15,7 @@ from service.errors import InputError
 
 if TYPE_CHECKING:
     from service.answers.candidates import Candidate
+    from service.answers.compare.comparing import Compared
     from service.answers.exports import Formatted
     from service.answers.front import Choice, Front
     from service.answers.overview import SearchInfo
@@ -297,6 +298,35 @@ class Wattune:
         change, record = parse_change(slow_gpu, link), self._record(search)
         return whatif(record, parse_spec(self._results.spec_of(record)), change, self._results.result_of)
 
+    def compare(
+        self,
+        searches: Sequence[str],
+        price_per_gpu_hour: Sequence[float] = (),
+        price_per_kwh: Sequence[float] = (),
+        co2_per_kwh: Sequence[float] = (),
+    ) -> Compared:
+        """Searches held against the first of them; see `service.answers.compare`.
+
+        Each is one of this record, or a file of what ``wattune trials SEARCH --json`` printed. Rates are in $ and in
+        kg of CO2, given once for all searches or once for each in their order.
+        """
+        from service.answers.compare.comparing import compare
+        from service.answers.compare.figures import rates
+        from service.answers.compare.sides import Side
+
+        of_each = rates(price_per_gpu_hour, price_per_kwh, co2_per_kwh, len(searches))
+        records = [self._record_or_file(search) for search in searches]
+        return compare([Side(record.id, record, its) for record, its in zip(records, of_each, strict=True)])
+
+    @staticmethod
+    def comparison_page(compared: Compared) -> str:
+        """A comparison as one HTML page, as `page` is of a search. Raises as that does."""
+        from service.answers.page import draw
+        from service.answers.page.comparison import html
+
+        draw.check()
+        return html(compared)
+
     def watch(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
         """What each node of a cluster is at, every second until the cluster is gone; empty while no search runs.
 
@@ -307,18 +337,23 @@ class Wattune:
 
         return watch(address)
 
-    def pages(self, port: int = 5000) -> Pages:
-        """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`."""
+    def pages(self, port: int = 5000, search: str | None = None) -> Pages:
+        """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`.
+
+        `search` is the one that they show first: its trials, sorted by the first objective, and charts of them.
+        """
         from service.record.pages import serve
 
-        return serve(self.tracking_uri, home.Home.locate(), port)
+        shown = None if search is None else self._record(search).id
+        return serve(self.tracking_uri, home.Home.locate(), port, shown)
 
-    @property
-    def pages_url(self) -> str | None:
-        """Where a tracking server shows the record itself; None of a database, which has no pages but `pages`."""
-        from service.record import store
+    def pages_url(self, search: str) -> str | None:
+        """Where a tracking server shows a search itself; None of a database, which has no pages but `pages`."""
+        from service.record import store, view
+        from service.record.runs import Runs
 
-        return self.shown_uri if store.is_server(self.tracking_uri) else None
+        experiment = Runs(self.tracking_uri).experiment() if store.is_server(self.tracking_uri) else None
+        return None if experiment is None else view.link(self.shown_uri, experiment, search)
 
     @staticmethod
     def trainers() -> list[ReadyTrainer]:
@@ -356,6 +391,13 @@ class Wattune:
     def _record(self, search: str) -> SearchRecord:
         _check_name(search)
         return self._results.search(search)
+
+    def _record_or_file(self, target: str) -> SearchRecord:
+        if isinstance(target, str) and os.path.isfile(target):
+            from service.record.exported import read
+
+            return read(Path(target))
+        return self._record(target)
 
     def _launch(self, record: SearchRecord, candidate: Candidate) -> Launch:
         from service.spec import parse_spec

@@ -329,7 +329,12 @@ def number(metric: str, value: float, method: str | None = None, half_width: flo
     `half_width` is that of the confidence interval of a mean: it is printed with two digits that count, and the value
     with no more digits than are sure.
     """
-    style, mark = known(metric).style, MARKS.get(method or "", "")
+    return written(known(metric).style, value, method, half_width)
+
+
+def written(style: str, value: float, method: str | None = None, half_width: float | None = None) -> str:
+    """A value in one of Python's formats; see `number`."""
+    mark = MARKS.get(method or "", "")
     if half_width is None or half_width <= 1e-6 * abs(value):
         return format(value, style) + mark
     if style.endswith("%"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from search_spaces.coefficients import Coefficients
+from service.answers.front import front, markdown
 from service.answers.page import draw
 from service.answers.page.document import html
 from service.answers.page.evidence import gather
+from service.answers.page.trial import picture
 from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver, phases
@@ -49,12 +51,12 @@ def run(
     with home.driving(search_id), ray_session(problem.cluster):
         check_cluster(problem.least)
         problem = problem.on(at_hand := room(problem.cluster))
-        tracker = Tracker(store_uri(tracking_uri), home)
+        tracker = _tracker(tracking_uri, home)
         calibration = load_calibration(home, problem.cluster)
         study = _study(problem, search_id, home, Results(store_uri(tracking_uri)), calibration)
         agenda = SearchAgenda(study, problem, phases(problem, at_hand)[0].gangs)
         Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster)).run()
-        _keep_page(tracker, search_id, problem, tracking_uri, calibration)
+        _keep_answers(tracker, search_id, problem, tracking_uri, calibration)
     return search_id
 
 
@@ -72,7 +74,7 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
         raise InputError(f"search {record.id} is a calibration: calibrate anew")
     if not study_exists(record.id, home.optuna_storage):
         raise InputError(f"search {record.id} was not run from {home.path}: resume it with the WATTUNE_HOME it had")
-    tracker = Tracker(store_uri(tracking_uri), home)
+    tracker = _tracker(tracking_uri, home)
     with home.driving(record.id):
         record = recorded.search(record.id)
         if record.status == "finished":
@@ -88,7 +90,7 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
         check_machine(problem.least)
         with ray_session(problem.cluster):
             check_cluster(problem.least)
-            summary = tracker.resume_search(record)
+            summary = tracker.resume_search(record, problem)
             results = results_of(recorded.search(record.id))
             calibration = load_calibration(home, problem.cluster)
             study = _study(problem, record.id, home, recorded, calibration)
@@ -96,7 +98,7 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
             agenda = SearchAgenda(study, problem, phases(problem, room(problem.cluster))[0].gangs, results, spent)
             Driver(problem, record.id, home, tracker, agenda, network(home, problem.cluster)).run(begun=True)
-            _keep_page(tracker, record.id, problem, tracking_uri, calibration)
+            _keep_answers(tracker, record.id, problem, tracking_uri, calibration)
     return record.id
 
 
@@ -118,19 +120,27 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
     ]
 
 
-def _keep_page(
+def _tracker(tracking_uri: str | None, home: Home) -> Tracker:
+    """What keeps the record, and pictures of GPUs in it if what draws them is installed."""
+    return Tracker(store_uri(tracking_uri), home, picture if draw.available() else None)
+
+
+def _keep_answers(
     tracker: Tracker, search_id: str, problem: Problem, tracking_uri: str | None, calibration: Coefficients | None
 ) -> None:
-    """Put the report into the record as a page, if what draws it is installed. Nothing that fails ends the search."""
-    if not draw.available():
-        return
+    """Put what was found into the record: a description and, if what draws it is installed, the report as a page.
+
+    Nothing that fails ends the search.
+    """
+    results = Results(store_uri(tracking_uri))
 
     def page() -> str:
-        results = Results(store_uri(tracking_uri))
         return html(gather(results, results.search(search_id), problem, calibration))
 
     told = tracker.notices
-    tracker.attach_page(page)
+    tracker.attach_description(lambda: markdown(front(results.search(search_id))))
+    if draw.available():
+        tracker.attach_page(page)
     for notice in tracker.notices:
         if notice not in told:
             print(f"notice: {notice}", flush=True)

@@ -5,7 +5,6 @@ A finding is a function of what is known, which returns a sentence, or None wher
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import AXES, Layout
 from service.answers.candidates import Candidate
+from service.answers.change import Value, change
 from service.answers.growth import advances, spent_gpu_hours
 from service.answers.ranking import compared, leaders, undecided
 from service.goals import Comparison
@@ -329,18 +329,8 @@ def _gain(best: Candidate, other: Candidate, metric: str) -> str:
 
 
 def _change(one: Candidate, base: Candidate, metric: str) -> str:
-    """By what share a figure differs from that of `base`, with the 95% interval of the ratio where both have one.
-
-    Relative errors of a ratio of independent means add in squares, to first order.
-    """
-    share = one.metrics[metric] / base.metrics[metric] - 1
-    errors = [each.intervals.get(metric) for each in (one, base)]
-    if None in errors:
-        return f"{share:+.1%}"
-    relative = math.hypot(
-        *(width / each.metrics[metric] for width, each in zip(errors, (one, base), strict=True) if width)
-    )
-    return f"{share:+.1%} ± {(1 + share) * relative:.1%}"
+    """By what share a figure differs from that of `base`, with the 95% interval of the ratio where both have one."""
+    return str(change(*(Value(each.metrics[metric], each.intervals.get(metric)) for each in (one, base))))
 
 
 def _better(one: Candidate, base: Candidate, metric: str, direction: Direction) -> float:

@@ -11,7 +11,7 @@ from service.answers.export import export
 from service.answers.overview import notices
 from service.answers.query import Query
 from service.answers.ranking import answer, compared, leaders
-from service.answers.tables import breakdown_table, candidates_table
+from service.answers.tables import breakdown_table, candidates_rows, candidates_table
 from service.metrics import with_unit
 from service.record.results import SearchRecord
 
@@ -72,6 +72,16 @@ def text(front: Front) -> str:
         figure = with_unit(metric, one.metrics[metric], one.methods.get(metric), one.intervals.get(metric))
         lines.append(f"  {figure}: {one.label}")
     return "\n".join([*lines, *(f"note: {notice}" for notice in front.notices)])
+
+
+def markdown(front: Front) -> str:
+    """For MLflow's pages: the layouts' figures as a table, the best on each objective, and the notices."""
+    headings, rows = candidates_rows(front.search, front.candidates)
+    lines = [f"Nothing beats these layouts on {' and '.join(front.search.objectives)} at once:", ""]
+    lines += [f"| {' | '.join(cells)} |" for cells in (headings, ["---", *["---:"] * (len(headings) - 1)], *rows)]
+    if not rows:
+        lines = ["No trial came to a result."]
+    return "\n".join([*lines, "", *(f"- {notice}" for notice in front.notices)]).strip()
 
 
 def figures(search: SearchRecord, candidates: Sequence[Candidate]) -> str:

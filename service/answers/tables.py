@@ -36,7 +36,12 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def candidates_table(search: SearchRecord, candidates: Sequence[Candidate]) -> str:
-    """One row a layout: its figures, with the confidence intervals of objectives. A dash is a missing figure.
+    """See `candidates_rows`."""
+    return render(*candidates_rows(search, candidates))
+
+
+def candidates_rows(search: SearchRecord, candidates: Sequence[Candidate]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row a layout: its figures, with the confidence intervals of objectives; a dash is a missing one.
 
     Estimated figures carry an asterisk, figures extrapolated from depth proxies a tilde. Where some layouts were
     measured again, a column tells how many trials a row is the mean of.
@@ -49,7 +54,7 @@ def candidates_table(search: SearchRecord, candidates: Sequence[Candidate]) -> s
         headings.insert(1, "measured")
         for row, one in zip(rows, candidates, strict=True):
             row.insert(1, f"again, {len(one.trials)}x" if one.confirmed else "once")
-    return render(headings, rows)
+    return headings, rows
 
 
 def breakdown_table(candidates: Sequence[Candidate]) -> str | None:
@@ -74,13 +79,13 @@ def trials_table(trials: Sequence[TrialRecord]) -> str:
 
 
 def trials_csv(trials: Sequence[TrialRecord]) -> str:
-    """A header, and a line a trial: what it is, its axes, its metrics by their names, and how these were obtained where
-    that is not plain, as `METRIC_method`. What a trial lacks is empty."""
+    """A header, and a line a trial: what it is, what its search is of, its axes, its metrics by their names, and how
+    these were obtained where that is not plain, as `METRIC_method`. What a trial lacks is empty."""
     flat = []
     for trial in trials:
         values = trial.to_dict()
-        config, metrics, methods = (values.pop(key) for key in ("config", "metrics", "methods"))
-        flat.append(values | config | metrics | {f"{metric}_method": how for metric, how in methods.items()})
+        facts, config, metrics, methods = (values.pop(key) for key in ("facts", "config", "metrics", "methods"))
+        flat.append(values | facts | config | metrics | {f"{metric}_method": how for metric, how in methods.items()})
     columns = dict.fromkeys(name for row in flat for name in row)
     text = StringIO()
     writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from service.errors import InputError
 from service.home import Home
-from service.record import store
+from service.record import store, view
 from service.record.runs import Runs
 
 _HOST = "127.0.0.1"
@@ -25,7 +25,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Pages:
-    """A web server on this machine's loopback address, which answers. `url` lists all trials."""
+    """A web server on this machine's loopback address, which answers. `url` lists all trials, or those of a search."""
 
     url: str
     server: subprocess.Popen[bytes]
@@ -50,8 +50,10 @@ class Pages:
             os.killpg(self.server.pid, number)
 
 
-def serve(tracking_uri: str, home: Home, port: int) -> Pages:
+def serve(tracking_uri: str, home: Home, port: int, search_id: str | None = None) -> Pages:
     """Start MLflow's server on a database, for this machine alone, and return once it answers.
+
+    `search_id`: the search that is to be shown first, in its view.
 
     Raises `InputError` for a store that is a server itself or in which nothing is recorded, for a port that cannot be
     had, and for a server that does not start.
@@ -69,7 +71,7 @@ def serve(tracking_uri: str, home: Home, port: int) -> Pages:
         env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         start_new_session=True,
     )
-    pages = Pages(f"http://{_HOST}:{port}/#/experiments/{experiment}/runs?workflowType=machine_learning", server)
+    pages = Pages(view.link(f"http://{_HOST}:{port}", experiment, search_id), server)
     try:
         _await_answer(server, port)
     except BaseException:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from io import BytesIO
@@ -35,7 +35,7 @@ class TrialRecord:
     `methods` says how metrics were obtained where that is not plain: of energy and throttling, and what is extrapolated
     from depth proxies or short trials. `infrastructure`: whether a failure was the machines', after which the layout is
     run again. `straggler`: the rank for which the others waited, if one stood out. `ended` is None while the trial
-    runs.
+    runs. `facts` are those of the search which `store.FACTS` names.
     """
 
     trial_id: str
@@ -51,6 +51,7 @@ class TrialRecord:
     straggler: Straggler | None = None
     started: datetime | None = None
     ended: datetime | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe; the layout is under `config`."""
@@ -58,6 +59,22 @@ class TrialRecord:
         del values["layout"]
         times = {name: time and time.isoformat() for name, time in (("started", self.started), ("ended", self.ended))}
         return values | times | {"config": self.layout.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrialRecord:
+        """Inverse of `to_dict`, also after a round trip through JSON. Raises as `Layout.from_dict` does, `KeyError` for
+        what is not there and ValueError for what is nothing of its kind."""
+        times = {name: datetime.fromisoformat(values[name]) if values[name] else None for name in ("started", "ended")}
+        return cls(
+            **{name: value for name, value in values.items() if name != "config"}
+            | times
+            | {
+                "layout": Layout.from_dict(values["config"]),
+                "metrics": {name: float(value) for name, value in values["metrics"].items()},
+                "methods": {name: Method(how) for name, how in values["methods"].items()},
+                "purpose": Purpose(values["purpose"]),
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +176,9 @@ def _some(ids: Sequence[str]) -> str:
 
 
 def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
-    tags, params = run.tags, run.params
+    tags = run.tags
+    params = {k: store.from_param(v) for k, v in run.params.items() if not k.startswith(store.ENVIRONMENT)}
+    facts = {name: params[name] for name in store.FACTS if name in params}
     return SearchRecord(
         id=tags[store.SEARCH_ID],
         name=run.name,
@@ -167,27 +186,27 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
         started=_time(run.started_ms),
         objectives={metric: Direction(way) for metric, way in json.loads(tags[store.OBJECTIVES]).items()},
         constraints=tuple(json.loads(tags[store.CONSTRAINTS])),
-        params={k: store.from_param(v) for k, v in params.items() if not k.startswith(store.ENVIRONMENT)},
+        params=params,
         environment={
-            k.removeprefix(store.ENVIRONMENT): v for k, v in params.items() if k.startswith(store.ENVIRONMENT)
+            k.removeprefix(store.ENVIRONMENT): v for k, v in run.params.items() if k.startswith(store.ENVIRONMENT)
         },
         notices=tuple(tags.get(store.NOTICES, "").splitlines()),
         run_id=run.id,
         # A run is there for a moment before its parameters are.
-        trials=tuple(_trial(child) for child in children if "engine" in child.params),
+        trials=tuple(_trial(child, facts) for child in children if "engine" in child.params),
         heartbeat=Heartbeat.parse(tags[store.HEARTBEAT]) if store.HEARTBEAT in tags else None,
     )
 
 
-def _trial(run: Run) -> TrialRecord:
-    tags = run.tags
+def _trial(run: Run, facts: dict[str, Any]) -> TrialRecord:
+    tags, layout = run.tags, Layout.from_dict({k: store.from_param(v) for k, v in run.params.items()})
     return TrialRecord(
         trial_id=tags[store.TRIAL_ID],
-        label=run.name,
-        layout=Layout.from_dict({k: store.from_param(v) for k, v in run.params.items()}),
+        label=layout.label,
+        layout=layout,
         status=tags[store.STATUS],
         cause=tags.get(store.CAUSE),
-        metrics={k: v for k, v in run.metrics.items() if "/" not in k and math.isfinite(v)},
+        metrics={name: v for k, v in run.metrics.items() if (name := store.metric_name(k)) and math.isfinite(v)},
         methods={k.removeprefix(store.METHOD): Method(v) for k, v in tags.items() if k.startswith(store.METHOD)},
         run_id=run.id,
         purpose=Purpose(tags.get(store.PURPOSE, Purpose.SEARCH)),
@@ -195,6 +214,7 @@ def _trial(run: Run) -> TrialRecord:
         straggler=Straggler.from_dict(json.loads(tags[store.STRAGGLER])) if store.STRAGGLER in tags else None,
         started=_time(run.started_ms),
         ended=_time(run.ended_ms) if run.ended_ms else None,
+        facts=facts,
     )
 
 

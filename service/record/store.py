@@ -1,8 +1,9 @@
 """The shape of the record in MLflow, shared by its writer (`tracking`) and its readers (`results`).
 
 One experiment, `wattune`; one parent run per search and one nested child run per trial. Tags under `wattune.` say
-what a run is. Final metrics have plain names; a metric key with a slash (`step/loss`, `power_w/gpu0`) is a time
-series. Parameters under `env.` are the environment; all others are the configuration.
+what a run is. Final metrics have plain names, those that are rarely asked for a group's name before them, as
+`metric_key` has it; any other key with a slash is a series: `step/loss` and, in older records, `power_w/gpu0`.
+Parameters under `env.` are the environment; all others are the configuration and, of a trial, `FACTS` of its search.
 """
 
 from __future__ import annotations
@@ -49,10 +50,20 @@ INFRASTRUCTURE = "wattune.infrastructure"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 
+FACTS = ("model", "accelerator", "nodes", "gpus_per_node", "sequence_length")
+"""What each trial says of its search too, by which trials of several searches can be told apart."""
+
+GROUPS = ("breakdown", "slice_error", "bound")
+"""What names of metrics begin with that are kept in a group of their own."""
+
+REST = "more"
+"""The group of all other metrics that are rarely asked for."""
+
 SPEC = "spec.yaml"  # artifact of a search's run: its whole spec
 PAGE = "report.html"  # artifact of a search's run: its report as one page
 RESULT = "result.json"  # artifact of a trial's run: all that it came to
 SAMPLES = "samples.parquet"  # artifact of a trial's run: what telemetry saw of its windows
+PICTURE = "gpus.png"  # artifact of a trial's run: what its GPUs did over time
 
 GOING_ON = ("queued", "running")  # statuses of a search that has a driver, if that is not dead
 
@@ -225,6 +236,26 @@ def having(tags: Mapping[str, str], params: Mapping[str, Any]) -> str:
     wanted = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
     wanted += [f"params.`{key}` = '{to_param(value)}'" for key, value in params.items()]
     return " and ".join(wanted)
+
+
+def metric_key(name: str, plain: Collection[str]) -> str:
+    """How MLflow keeps a final metric: by its name, if it is one of `plain`, else by a group and the rest of it."""
+    if name in plain:
+        return name
+    for group in GROUPS:
+        if name.startswith(f"{group}_"):
+            return f"{group}/{name.removeprefix(f'{group}_')}"
+    return f"{REST}/{name}"
+
+
+def metric_name(key: str) -> str | None:
+    """Inverse of `metric_key`; None of a series."""
+    group, slash, rest = key.rpartition("/")
+    if not slash:
+        return key
+    if group == REST:
+        return rest
+    return f"{group}_{rest}" if group in GROUPS else None
 
 
 def matching(key: str, known: Collection[str]) -> list[str]:

@@ -21,14 +21,15 @@ import pyarrow
 from search_spaces.layout import Layout
 from service.errors import InputError
 from service.home import Home
+from service.metrics import TABLE, heading, number
 from service.problem import Problem
-from service.record import store
+from service.record import store, view
 from service.record.heartbeat import Heartbeat, beating
-from service.result import TrialResult
+from service.result import Purpose, TrialResult
 from service.spec import dump_spec
-from telemetry.devices import is_host
-from telemetry.store import thin, write_samples
+from telemetry.store import write_samples
 from trainables.data import SYNTHETIC
+from trainables.status import Status
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -42,8 +43,12 @@ _PARAM_LENGTH = 6000
 _TAG_LENGTH = 5000
 
 _SEARCH = "the state of the search"
+_VIEW = "the view for MLflow's pages"
 _RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _ESTIMATED = "Energy is **estimated**: this machine has no energy counter. Not comparable with measured figures."
+
+
+Picture = Callable[[TrialResult, pyarrow.Table], bytes | None]
 
 
 class Tracker:
@@ -54,12 +59,16 @@ class Tracker:
     of the `notices` and is never raised.
     """
 
-    def __init__(self, tracking_uri: str, home: Home) -> None:
-        """Raises `InputError` if the store cannot be opened or the server does not answer."""
+    def __init__(self, tracking_uri: str, home: Home, picture: Picture | None = None) -> None:
+        """`picture` draws what a trial's GPUs did, as PNG, to be kept beside its samples.
+
+        Raises `InputError` if the store cannot be opened or the server does not answer.
+        """
         if tracking_uri == home.tracking_uri:
             home.create()
         self._uri = tracking_uri
         self._home = home
+        self._picture = picture
         self._client = store.open_client(tracking_uri)
         self._runs: dict[str, str] = {}
         self._open: dict[str, dict[str, Any]] = {}
@@ -76,7 +85,7 @@ class Tracker:
 
         `environment`: versions, devices and drivers, by name. Raises `InputError` if MLflow refuses.
         """
-        self._search_id = search_id
+        self._begin(search_id, problem)
         tags = {
             **_authorship(environment),
             store.ROLE: store.SEARCH,
@@ -93,14 +102,17 @@ class Tracker:
             self._parent = run.info.run_id
             self._log(self._parent, params={**problem.facts(), **_prefixed(environment)})
             self._client.log_text(self._parent, dump_spec(problem), store.SPEC)
+            self._describe("")
+        self._attempt(_VIEW, self._keep_view)
 
-    def resume_search(self, search: SearchRecord) -> dict[str, float]:
+    def resume_search(self, search: SearchRecord, problem: Problem) -> dict[str, float]:
         """Go on with a search whose driver died, `queued` as a new one is, and return the summary that it had.
 
         Sends what is still in the spool, and marks trials that have no result as stopped. Raises `InputError` if
         MLflow refuses.
         """
-        self._search_id, self._parent = search.id, search.run_id
+        self._begin(search.id, problem, {metric for trial in search.trials for metric in trial.metrics})
+        self._parent = search.run_id
         for half in self._unsent.glob(".*"):
             shutil.rmtree(half)
         with store.readable(self._uri):
@@ -115,6 +127,15 @@ class Tracker:
             self._client.update_run(self._parent, "RUNNING")
             self._log(self._parent, tags={store.STATUS: "queued", store.HEARTBEAT: str(Heartbeat.now())})
             return dict(self._client.get_run(self._parent).data.metrics)
+
+    def _begin(self, search_id: str, problem: Problem, measured: Iterable[str] = ()) -> None:
+        """What all that follows goes by. `measured`: the metrics that trials have already."""
+        self._search_id, self._problem = search_id, problem
+        self._measured = set(measured)
+        facts = problem.facts()
+        self._facts = {name: facts[name] for name in store.FACTS if facts.get(name) is not None}
+        asked = {*problem.goals.objectives, *(limit.metric for limit in problem.goals.limits)}
+        self._plain = asked | {metric.name for metric in TABLE if metric.heading}
 
     def beating(self) -> AbstractContextManager[None]:
         """The search's heartbeat, from a thread of its own. To be entered once the search has begun."""
@@ -135,15 +156,19 @@ class Tracker:
         self._attempt(f"trial {trial_id}", lambda: self._create_trial(trial_id, self._open[trial_id]))
 
     def finish_trial(self, result: TrialResult, samples: pyarrow.Table | None = None) -> None:
-        """Record the outcome: the metrics that are not missing, methods, cause, time series and artifacts.
+        """Record the outcome: the metrics that are not missing, methods, cause, steps and artifacts.
 
-        `samples` is a table of `telemetry.samples.SCHEMA`, in MLflow whole as Parquet and thinned as time series.
+        `samples` is a table of `telemetry.samples.SCHEMA`, which MLflow gets as Parquet.
         """
         trial_id = result.trial_id
         start = self._open.get(trial_id) or {"started_ms": _now_ms(), "config": result.layout.to_dict(), "tags": {}}
         directory = self._spool(result, samples, {**start, "finished_ms": _now_ms()})
         self._open.pop(trial_id, None)
         self._attempt(f"trial {trial_id}", lambda: self._send(directory), f"; kept in {directory} to be sent again")
+        known = {metric for metric, value in result.metrics.items() if value is not None}
+        if new := (known & {*self._problem.goals.objectives, view.MEMORY}) - self._measured:
+            self._measured |= new
+            self._attempt(_VIEW, self._keep_view)
 
     def update_search(self, summary: Mapping[str, float | None]) -> None:
         """Record the figures of the search so far."""
@@ -158,6 +183,23 @@ class Tracker:
     def attach_page(self, page: Callable[[], str]) -> None:
         """Keep the search's report, in HTML, beside its spec. Whatever fails, `page` included, becomes a notice."""
         self._attempt("the report", lambda: self._client.log_text(self._parent, page(), store.PAGE))
+
+    def attach_description(self, text: Callable[[], str]) -> None:
+        """Describe the search, in Markdown, where MLflow's pages do. Whatever fails becomes a notice."""
+        self._attempt("the description", lambda: self._describe(text()))
+
+    def _keep_view(self) -> None:
+        """With all objectives or, once trials have some, with these: a chart of others too would be empty."""
+        name, axes = self._problem.name, [axis for axis, values in self._problem.axes.items() if len(values) > 1]
+        objectives = self._problem.goals.objectives
+        shown = {metric: way for metric, way in objectives.items() if metric in self._measured} or dict(objectives)
+        memory = view.MEMORY in self._measured
+        kept = view.tag(self._search_id, name, shown, axes, memory, _now_ms())
+        self._client.set_experiment_tag(self._experiment_id, *kept)
+
+    def _describe(self, text: str) -> None:
+        shown = f"[All trials, as a table and in charts]({view.link('', self._experiment_id, self._search_id)})"
+        self._log(self._parent, tags={"mlflow.note.content": "\n\n".join(filter(None, [shown, text]))})
 
     def _send_spooled(self) -> None:
         for directory in sorted(self._unsent.glob("[!.]*")):
@@ -223,10 +265,12 @@ class Tracker:
             store.TRIAL_ID: trial_id,
             store.STATUS: "running",
         }
-        label = Layout.from_dict(start["config"]).label
-        run = self._client.create_run(self._experiment_id, start["started_ms"], _clip(tags), label)
+        name, purpose = Layout.from_dict(start["config"]).label, start["tags"].get(store.PURPOSE, Purpose.SEARCH)
+        if purpose != Purpose.SEARCH:
+            name = f"{purpose}: {name}"
+        run = self._client.create_run(self._experiment_id, start["started_ms"], _clip(tags), name)
         self._runs[trial_id] = run.info.run_id
-        self._log(run.info.run_id, params=start["config"])
+        self._log(run.info.run_id, params={**self._facts, **start["config"]})
 
     @property
     def _unsent(self) -> Path:
@@ -240,28 +284,36 @@ class Tracker:
             shutil.rmtree(stale, ignore_errors=True)
         half.mkdir(parents=True)
         _write_json(half / store.RESULT, result.to_dict())
-        _write_json(half / "series.json", {} if samples is None else _series(samples))
         _write_json(half / "start.json", dict(start))
         if samples is not None:
             write_samples(samples, half / store.SAMPLES)
+            if self._picture is not None and samples.num_rows:
+                self._draw(self._picture, result, samples, half / store.PICTURE)
         os.replace(half, directory)
         return directory
+
+    def _draw(self, picture: Picture, result: TrialResult, samples: pyarrow.Table, to: Path) -> None:
+        """Whatever fails becomes a notice: the samples are there."""
+        try:
+            if (drawn := picture(result, samples)) is not None:
+                to.write_bytes(drawn)
+        except Exception as error:
+            self._troubles["pictures"] = f"what GPUs did in trial {result.trial_id} is not drawn: {error}"
 
     def _send(self, directory: Path) -> None:
         """Give MLflow a spooled trial. Safe to repeat after a failure half-way: MLflow drops equal points."""
         result = TrialResult.from_dict(json.loads((directory / store.RESULT).read_text()))
-        series = json.loads((directory / "series.json").read_text())
         start = json.loads((directory / "start.json").read_text())
-        began, ended = start["started_ms"], start["finished_ms"]
+        ended = start["finished_ms"]
         if result.trial_id not in self._runs:
             self._adopt_or_create(result.trial_id, start)
         run_id = self._runs[result.trial_id]
-        self._log(run_id, params={**start["config"], **_prefixed(result.environment)})
-        self._log(run_id, metrics=_final_metrics(result.metrics, ended))
+        self._log(run_id, params={**self._facts, **start["config"], **_prefixed(result.environment)})
+        keys = {store.metric_key(name, self._plain): value for name, value in result.metrics.items()}
+        self._log(run_id, metrics=_final_metrics(keys, ended))
         steps = {"step/step_time_s": result.step_times_s, "step/loss": result.losses}
         self._log(run_id, metrics=[p for key, values in steps.items() for p in _step_points(key, values, ended)])
-        self._log(run_id, metrics=[p for key, points in series.items() for p in _time_points(key, points, began)])
-        for artifact in (store.RESULT, store.SAMPLES):
+        for artifact in (store.RESULT, store.SAMPLES, store.PICTURE):
             if (directory / artifact).exists():
                 self._client.log_artifact(run_id, str(directory / artifact))
         self._log(run_id, tags=_outcome(result))
@@ -307,7 +359,7 @@ def _outcome(result: TrialResult) -> dict[str, str]:
     if result.infrastructure:
         tags[store.INFRASTRUCTURE] = "true"
     tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}
-    notes = []
+    notes = [_figures(result)] if result.status == Status.OK else []
     if result.straggler is not None:
         tags[store.STRAGGLER] = json.dumps(asdict(result.straggler))
         notes.append(f"The trial's {result.straggler}.")
@@ -326,6 +378,16 @@ def _outcome(result: TrialResult) -> dict[str, str]:
         whole = result.layout.global_batch_size
         notes.append(f"Of a **short** trial: steps of {few} and {many} sequences stand for steps of {whole}.")
     return tags | ({"mlflow.note.content": "\n\n".join(notes)} if notes else {})
+
+
+def _figures(result: TrialResult) -> str:
+    """What a trial came to, as a table in Markdown."""
+    rows = [
+        f"| {heading(metric.name)} | {number(metric.name, value, result.methods.get(metric.name))} |"
+        for metric in TABLE
+        if metric.heading and (value := result.metrics.get(metric.name)) is not None
+    ]
+    return "\n".join([f"| {result.layout.label} | {result.purpose} |", "|---|---:|", *rows])
 
 
 def _authorship(environment: Mapping[str, str]) -> dict[str, str]:
@@ -348,37 +410,6 @@ def _step_points(key: str, values: Iterable[float | None], time_ms: int) -> list
     from mlflow.entities import Metric
 
     return [Metric(key, v, time_ms, step) for step, v in enumerate(values) if v is not None]
-
-
-def _time_points(key: str, points: Sequence[tuple[int, float]], began_ms: int) -> list[Metric]:
-    from mlflow.entities import Metric
-
-    return [Metric(key, value, began_ms + ms, ms) for ms, value in points]
-
-
-def _series(samples: pyarrow.Table) -> dict[str, list[tuple[int, float]]]:
-    """Metric key such as `power_w/gpu0` -> thinned points (ms since the device's first point, value)."""
-    names = _device_names(samples)
-    series = {}
-    for device, columns in thin(samples).items():
-        start_ns = min(points[0][0] for points in columns.values()) if columns else 0
-        for column, points in columns.items():
-            series[f"{column}/{names[device]}"] = [(round((t - start_ns) / 1e6), value) for t, value in points]
-    return series
-
-
-def _device_names(samples: pyarrow.Table) -> dict[str, str]:
-    """Short names for charts: `gpu3`, or `<node>-gpu3` where there are several nodes."""
-    columns = samples.select(["device", "node", "kind", "index"])
-    firsts = [(name, "first") for name in ("node", "kind", "index")]
-    devices = columns.group_by("device", use_threads=False).aggregate(firsts).to_pylist()
-    nodes = {row["node_first"] for row in devices}
-    short = 8 if len({node[:8] for node in nodes}) == len(nodes) else None
-    names = {}
-    for row in devices:
-        name = ("cpu" if is_host(row["kind_first"]) else "gpu") + str(row["index_first"])
-        names[row["device"]] = f"{row['node_first'][:short]}-{name}" if len(nodes) > 1 else name
-    return names
 
 
 def _prefixed(environment: Mapping[str, str]) -> dict[str, str]:

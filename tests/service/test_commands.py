@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from service import Wattune
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
@@ -35,7 +36,7 @@ def searched(home: Home) -> str:
     layouts = of.legal.layouts
     trials = [(Purpose.SEARCH, layout) for layout in layouts] + [(Purpose.FINALIST, layouts[0])] * 2
     for number, (purpose, layout) in enumerate(trials):
-        speed: dict[str, float | None] = {"tokens_per_s": 100.0 - number}
+        speed: dict[str, float | None] = {"tokens_per_s": 100.0 - number, "tokens_per_s_per_gpu": 50.0 - number / 2}
         tracker.start_trial(f"t{number}", layout, purpose)
         tracker.finish_trial(TrialResult(f"t{number}", layout, Status.OK, None, speed, purpose=purpose))
     tracker.finish_search("finished", {})
@@ -50,10 +51,12 @@ def imported(commands: list[list[str]], names: tuple[str, ...]) -> list[str]:
     return loaded
 
 
-def test_answers_import_no_library_that_they_do_not_need(searched: str) -> None:
+def test_answers_import_no_library_that_they_do_not_need(searched: str, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text(json.dumps([trial.to_dict() for trial in Wattune().trials(searched)]))
     reading = [["list"], ["status", searched], ["best", searched], ["pareto", searched]]
     assert imported(reading, (*HEAVY, "pydantic", "requests")) == []
-    assert imported([["report", searched], ["why", searched]], HEAVY) == []
+    assert imported([["report", searched], ["why", searched], ["compare", searched, str(elsewhere)]], HEAVY) == []
 
 
 def test_asking_for_help_imports_nothing_but_what_parses_arguments() -> None:

@@ -20,9 +20,10 @@ from service.cli import main
 from service.client import Wattune
 from service.errors import InputError
 from service.home import Home
+from service.problem import Problem
 from service.record import store
 from service.record.heartbeat import Heartbeat
-from service.record.results import Results
+from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
 from service.sampling.agenda import SearchAgenda, settled
@@ -56,6 +57,13 @@ def spec_file(tmp_path: Path) -> Path:
     return path
 
 
+def recorded(home: Home, search: str) -> tuple[SearchRecord, Problem]:
+    """A search as it is recorded, and its problem."""
+    results = Results(home.tracking_uri)
+    record = results.search(search)
+    return record, parse_spec(results.spec_of(record))
+
+
 @pytest.fixture
 def broken_off(home: Home, spec_file: Path) -> tuple[str, list[TrialResult]]:
     """What a driver leaves that was killed: one trial recorded, one in the spool only, one under way."""
@@ -82,7 +90,7 @@ def test_the_record_is_taken_up_where_it_was(home: Home, broken_off: tuple[str, 
     assert Wattune().status(search).status == "interrupted"
     assert [info.status for info in Wattune().searches()] == ["interrupted"]
     tracker = Tracker(home.tracking_uri, home)
-    summary = tracker.resume_search(Results(home.tracking_uri).search(search))
+    summary = tracker.resume_search(*recorded(home, search))
     assert summary == {"search_time_s": 100.0, "gpu_hours": 0.5}
     record = Results(home.tracking_uri).search(search)
     assert [(t.trial_id, t.status) for t in record.trials] == [("t0", "ok"), ("t1", "crash"), ("t2", "stopped")]
@@ -106,7 +114,7 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
     """Finalists that were measured are not measured again, and a layout that the machines failed is."""
     search, results = broken_off
     tracker = Tracker(home.tracking_uri, home)
-    tracker.resume_search(Results(home.tracking_uri).search(search))
+    tracker.resume_search(*recorded(home, search))
     later = [
         replace(results[2], trial_id="t3", status=Status.CRASH, metrics={}, infrastructure=True),
         replace(results[0], trial_id="t4", purpose=Purpose.SENTINEL),
@@ -159,7 +167,7 @@ def test_what_cannot_be_resumed_is_refused(
         elsewhere.setenv("WATTUNE_HOME", str(tmp_path / "elsewhere"))
         refused(search, "elsewhere", "WATTUNE_HOME")
     tracker = Tracker(home.tracking_uri, home)
-    tracker.resume_search(Results(home.tracking_uri).search(search))
+    tracker.resume_search(*recorded(home, search))
     tracker.finish_search("finished", {})
     refused(search, "finished")
 
@@ -169,9 +177,9 @@ def test_a_result_that_the_store_does_not_take_is_not_run_again(
 ) -> None:
     search, _ = broken_off
     kept = home.spool(search) / "unsent" / "t1"
-    (kept / "series.json").write_text("broken")
+    (kept / "start.json").write_text("broken")
     with pytest.raises(InputError, match="t1 is not recorded"):
-        Tracker(home.tracking_uri, home).resume_search(Results(home.tracking_uri).search(search))
+        Tracker(home.tracking_uri, home).resume_search(*recorded(home, search))
     assert kept.exists()
 
 

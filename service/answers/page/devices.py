@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.answers.candidates import Candidate
-from service.answers.page.evidence import GAUGES, TRAFFIC, DeviceMeans, Evidence
+from service.answers.page.evidence import GAUGES, TRAFFIC, DeviceMeans, Evidence, Trace
 from service.answers.page.layouts import LAYOUT
 from service.answers.page.table import Column, Lacking, Table
 from service.metrics import Method
@@ -24,6 +24,7 @@ PARTS = {
     "exposed_communication_s": "exposed communication",
     "idle_s": "idle",
 }
+GUESSED = "Power is estimated, not measured: these devices do not tell theirs."
 STEP = "end of an optimizer step"
 OVERLAPPED = "overlapped_communication_s"
 
@@ -126,6 +127,11 @@ def over_time(evidence: Evidence) -> Table | Lacking:
     trace = evidence.trace
     if trace is None:
         return Lacking("The record has no samples over time of a layout on the front.")
+    return of_trace(trace)
+
+
+def of_trace(trace: Trace) -> Table | Lacking:
+    """Power, clock and temperature of a trial's devices."""
     rows = [
         {"device": name, "gauge": column, "quantity": GAUGES[column][0], "time_s": time_s, "value": value}
         for name, columns in trace.series.items()
@@ -133,18 +139,17 @@ def over_time(evidence: Evidence) -> Table | Lacking:
         for time_s, value in points
     ]
     if not rows:
-        return Lacking("The samples of the trial on the front hold no power, clock or temperature.")
+        return Lacking("The samples of the trial hold no power, clock or temperature.")
     rows += [{"device": None, "quantity": STEP, "time_s": end} for end in trace.steps_s]
     columns = (DEVICE, Column("quantity", "quantity"), Column("time_s", "time in the window", "s", ".2f"))
     value = Column("value", "value, in W, MHz or degC", None, ",.1f")
-    note = f"Of {trace.candidate.label}. Vertical lines mark ends of optimizer steps. {_guessed([trace.candidate])}"
+    note = f"Of {trace.label}. Vertical lines mark ends of optimizer steps. {GUESSED if trace.guessed else ''}"
     return Table((*columns, value), rows, note.strip())
 
 
 def _guessed(some: Sequence[Candidate]) -> str:
     """What a reader has to know of power where it is not measured."""
-    guessed = any(one.methods.get("mean_power_w") == Method.ESTIMATED for one in some)
-    return "Power is estimated, not measured: these devices do not tell theirs." if guessed else ""
+    return GUESSED if any(one.methods.get("mean_power_w") == Method.ESTIMATED for one in some) else ""
 
 
 def _off(devices: Sequence[DeviceMeans], name: str) -> list[float | None]:

@@ -6,11 +6,12 @@ once, prints as it looks and needs no script. Colours come from its style sheet,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from service.answers.findings import findings
 from service.answers.overview import notices
@@ -35,19 +36,24 @@ def html(evidence: Evidence) -> str:
     body = [
         f"<h1>{escape(search.name)}</h1>",
         f'<p class="facts">{escape(_facts(evidence))}</p>',
-        _list("Findings", findings(evidence.found), "findings"),
-        _list("Notices", notices(search), "findings"),
-        *(_section(section, table) for section, table in tables if isinstance(table, Table)),
-        _list(
+        listed("Findings", findings(evidence.found), "findings"),
+        listed("Notices", notices(search), "findings"),
+        *(shown(section, table) for section, table in tables if isinstance(table, Table)),
+        listed(
             "Not shown", [f"{one.title}: {lack.reason}" for one, lack in tables if isinstance(lack, Lacking)], "plain"
         ),
         *_method(evidence),
     ]
+    return page(f"{search.name}: report", body)
+
+
+def page(title: str, body: list[str]) -> str:
+    """A whole page of these parts, which loads nothing."""
     style = files("service.answers.page").joinpath("style.css").read_text(encoding="utf-8")
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(search.name)}: report</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
     )
     return head + "\n".join(filter(None, body)) + "\n</body>\n</html>\n"
 
@@ -93,14 +99,16 @@ def _model(evidence: Evidence) -> str:
     return f"a model of {size}" if model == INLINE and size else f"{model} ({size})" if size else str(model)
 
 
-def _list(title: str, lines: list[str], kind: str) -> str:
+def listed(title: str, lines: Sequence[str], kind: str) -> str:
+    """A heading and a list beneath; nothing if there are no lines."""
     if not lines:
         return ""
     items = "\n".join(f"<li>{escape(line)}</li>" for line in lines)
     return f'<h2>{title}</h2>\n<ul class="{kind}">\n{items}\n</ul>'
 
 
-def _section(section: Section, table: Table) -> str:
+def shown(section: Section[Any], table: Table) -> str:
+    """A section: its figure, with the numbers beneath."""
     title = f'<h2 id="{section.key}">{escape(section.title)}</h2>'
     drawn = draw.inline(draw.svg(section.draw(table, IN_PAGE), IN_PAGE), section.key, section.title)
     parts = [title, f'<p class="lead">{escape(section.lead)}</p>', f"<figure>{drawn}</figure>"]

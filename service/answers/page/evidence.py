@@ -15,6 +15,7 @@ from service.answers.candidates import Candidate
 from service.answers.findings import Found
 from service.answers.report import found
 from service.goals import Comparison
+from service.metrics import Method
 from service.problem import Problem
 from service.record.results import Results, SearchRecord
 from service.result import NodeWindow, TrialResult
@@ -65,11 +66,12 @@ class DeviceMeans:
 @dataclass(frozen=True)
 class Trace:
     """One trial over time: name of the device -> column of `GAUGES` -> (s since the window began, value), and when
-    optimizer steps ended, in s."""
+    optimizer steps ended, in s. `guessed`: whether power is estimated."""
 
-    candidate: Candidate
+    label: str
     series: dict[str, dict[str, list[tuple[float, float]]]]
     steps_s: tuple[float, ...]
+    guessed: bool
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def gather(
         if samples is not None and samples.num_rows:
             devices[first] = device_means(samples, known[first].windows)
             if trace is None and candidate in bare.front:
-                trace = trace_of(candidate, samples, known[first])
+                trace = trace_of(samples, known[first])
     return replace(bare, results=known, devices=devices, trace=trace)
 
 
@@ -204,7 +206,7 @@ def mean_over_time(time_ns: np.ndarray, value: np.ndarray) -> float:
         return float(value.mean())
 
 
-def trace_of(candidate: Candidate, samples: pa.Table, result: TrialResult) -> Trace:
+def trace_of(samples: pa.Table, result: TrialResult) -> Trace:
     """A trial over time, of at most `POINTS` points a device and column."""
     from telemetry.store import thin
 
@@ -219,7 +221,8 @@ def trace_of(candidate: Candidate, samples: pa.Table, result: TrialResult) -> Tr
             for column, points in thinned[device].items()
             if column in GAUGES
         }
-    return Trace(candidate, series, tuple(float(end) for end in np.cumsum(result.step_times_s)))
+    steps_s = tuple(float(end) for end in np.cumsum(result.step_times_s))
+    return Trace(result.layout.label, series, steps_s, result.methods.get("mean_power_w") == Method.ESTIMATED)
 
 
 def _by_device(samples: pa.Table, windows: Sequence[NodeWindow]) -> Iterator[tuple[int, str, pa.Table]]:

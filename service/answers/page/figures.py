@@ -38,7 +38,7 @@ def front(table: Table, theme: Theme) -> Spec:
 
 def _pair(table: Table, theme: Theme, across: Column, up: Column) -> Spec:
     x, y = across.key, up.key
-    rows = _told(table)
+    rows = tipped(table)
     seen = [outcome for outcome in OUTCOMES if any(row["outcome"] == outcome for row in rows)]
     colours = dict(zip(OUTCOMES, (theme.palette[1], theme.faint, theme.palette[3]), strict=True))
     kinds = {"domain": seen, "range": [colours[outcome] for outcome in seen]}
@@ -89,7 +89,7 @@ def _pair(table: Table, theme: Theme, across: Column, up: Column) -> Spec:
                 "color": {"field": "outcome", "type": "nominal", "scale": kinds, "title": None},
                 "fill": {"field": "outcome", "type": "nominal", "scale": kinds, "title": None},
                 "shape": {"field": "outcome", "type": "nominal", "scale": shapes, "title": None},
-                "fillOpacity": _hollow(),
+                "fillOpacity": hollow(),
                 "description": {"field": "tip"},
             },
         }
@@ -104,7 +104,7 @@ def axes(table: Table, theme: Theme) -> Spec:
     lines: list[Spec] = []
     ticks: list[Spec] = []
     first = next(column for column in columns if column.key in metrics)
-    rows = _told(table)
+    rows = tipped(table)
     for column in columns:
         values = [row[column.key] for row in rows]
         if column.key in metrics:
@@ -169,12 +169,12 @@ def figures(table: Table, theme: Theme) -> Spec:
     for i, (mean, extreme) in enumerate(pairs):
         column = table.column(mean)
         rows: list[Spec] = []
-        for told, row in zip(_told(table), table.rows, strict=True):
+        for told, row in zip(tipped(table), table.rows, strict=True):
             name = names[row["layout"]]
             for key, what in ((mean, "mean"), (extreme, "lowest" if extreme == "min_sm_clock_mhz" else "peak")):
                 if key is not None and row.get(key) is not None:
                     rows.append(
-                        {"name": name, "value": row[key], "what": what, "how": _word(row.get(f"{key}_method"))}
+                        {"name": name, "value": row[key], "what": what, "how": word_of(row.get(f"{key}_method"))}
                         | {"tip": told["tip"], "other": row.get(mean)}
                         | {"low": row.get(f"{key}_low"), "high": row.get(f"{key}_high")}
                     )
@@ -188,7 +188,7 @@ def figures(table: Table, theme: Theme) -> Spec:
         panels.append(
             {
                 "data": {"values": rows},
-                "width": (WIDTH - _beside(names.values())) // len(pairs) - 14,
+                "width": (WIDTH - room_beside(names.values())) // len(pairs) - 14,
                 "height": {"step": ROW},
                 "encoding": {"y": y},
                 "layer": [
@@ -206,7 +206,7 @@ def figures(table: Table, theme: Theme) -> Spec:
                         "encoding": {
                             "x": x,
                             "shape": {"field": "what", "type": "nominal", "scale": shapes, "title": None},
-                            "fillOpacity": _hollow(),
+                            "fillOpacity": hollow(),
                             "description": {"field": "tip"},
                         },
                     },
@@ -220,9 +220,9 @@ def sweep(table: Table, theme: Theme) -> Spec:
     """Metrics over the microbatch, a line a layout that is otherwise the same."""
     names = short([row["layout"] for row in table.rows])
     metrics = [column for column in table.columns if column.key not in ("layout", "micro_batch_size")]
-    rows = [row | {"name": names[row["layout"]]} for row in _told(table)]
+    rows = [row | {"name": names[row["layout"]]} for row in tipped(table)]
     order = list(dict.fromkeys(row["name"] for row in rows))
-    legend = {"columns": max(1, WIDTH // (_beside(order) + 30))}
+    legend = {"columns": max(1, WIDTH // (room_beside(order) + 30))}
     kind: Spec = {"field": "name", "type": "nominal", "title": None, "scale": {"domain": order}, "legend": legend}
     size = {"field": "micro_batch_size", "type": "ordinal", "axis": {"labelAngle": 0}}
     panels = [
@@ -275,7 +275,7 @@ def breakdown(table: Table, theme: Theme) -> Spec:
         "legend": {"columns": 3},
         "title": None,
     }
-    return _bars(order, rows, "time in a step (s)", colour, hidden, "overlapped communication", 35, theme)
+    return bars(order, rows, "time in a step (s)", colour, hidden, "overlapped communication", 35, theme)
 
 
 def heat(table: Table, theme: Theme) -> Spec:
@@ -285,7 +285,7 @@ def heat(table: Table, theme: Theme) -> Spec:
     nodes = {row["device"]: row["node"] for row in sorted(table.rows, key=lambda row: row["node"])}
     devices = list(nodes)
     begins = [device for i, device in enumerate(devices) if i == 0 or nodes[device] != nodes[devices[i - 1]]]
-    cell = max(14, min(64, (WIDTH - _beside(names.values()) - AXIS) // len(devices)))
+    cell = max(14, min(64, (WIDTH - room_beside(names.values()) - AXIS) // len(devices)))
     maps = []
     for key, (title, unit) in heats.items():
         rows = [
@@ -347,7 +347,7 @@ def imbalance(table: Table, theme: Theme) -> Spec:
     keys = [key for key in ("warmer_c", "clock_mhz", "power_w") if table.has(key)]
     if len(keys) < 2:
         keys *= 2
-    rows = _told(table)
+    rows = tipped(table)
     kind = {"field": "node", "type": "nominal", "title": None}
     several = len({row["node"] for row in rows}) > 1
     marks: Spec = {"color": kind, "shape": kind} if several else {}
@@ -433,10 +433,10 @@ def memory(table: Table, theme: Theme) -> Spec:
     parts = {"domain": list(MEMORY_PARTS), "range": list(theme.palette)}
     colour: Spec = {"field": "part", "type": "nominal", "scale": parts, "title": "predicted:", "legend": {"columns": 4}}
     x = "memory of the fullest GPU (GiB)"
-    return _bars(list(names.values()), rows, x, colour, measured, "measured", 55, theme)
+    return bars(list(names.values()), rows, x, colour, measured, "measured", 55, theme)
 
 
-def _bars(
+def bars(
     order: Sequence[str],
     rows: Sequence[Spec],
     title: str,
@@ -453,7 +453,7 @@ def _bars(
     tip: Spec = {"field": "tip"}
     diamond: Spec = {"datum": label, "type": "nominal", "title": None, "scale": {"range": ["diamond"]}}
     return {
-        "width": WIDTH - _beside(order),
+        "width": WIDTH - room_beside(order),
         "height": {"step": ROW},
         "layer": [
             {
@@ -479,7 +479,7 @@ def _bars(
 def predictions(table: Table, theme: Theme) -> Spec:
     """Measured over predicted; on the line they are the same."""
     metrics = [key for key in ("tokens_per_s", "joules_per_token") if table.has(key)]
-    rows, panels = _told(table), []
+    rows, panels = tipped(table), []
     engines = {"field": "engine", "type": "nominal", "title": None}
     for metric in metrics:
         measured, foretold = table.column(metric), table.column(f"{metric}_predicted")
@@ -507,7 +507,7 @@ def predictions(table: Table, theme: Theme) -> Spec:
                             "color": engines,
                             "fill": engines,
                             "shape": engines,
-                            "fillOpacity": _hollow(f"{metric}_how"),
+                            "fillOpacity": hollow(f"{metric}_how"),
                             "description": {"field": "tip"},
                         },
                     },
@@ -520,7 +520,7 @@ def predictions(table: Table, theme: Theme) -> Spec:
 def growth(table: Table, theme: Theme) -> Spec:
     """The share of the last front's hypervolume that was reached, over GPU hours."""
     return {
-        "data": {"values": _told(table)},
+        "data": {"values": tipped(table)},
         "width": WIDTH - AXIS,
         "height": 220,
         "encoding": {
@@ -541,7 +541,7 @@ def failures(table: Table, theme: Theme) -> Spec:
     """How many trials came to no result, by how they ended."""
     return {
         "data": {"values": [dict(row) for row in table.rows]},
-        "width": WIDTH - _beside(row["status"] for row in table.rows),
+        "width": WIDTH - room_beside(row["status"] for row in table.rows),
         "height": {"step": ROW},
         "mark": {"type": "bar", "color": theme.palette[1]},
         "encoding": {
@@ -562,7 +562,7 @@ def _objectives(table: Table) -> list[Column]:
     return [column for column in table.columns if f"{column.key}_method" in keys]
 
 
-def _told(table: Table) -> list[Spec]:
+def tipped(table: Table) -> list[Spec]:
     """Copies of the rows, each with a `tip`: its cells in words."""
     titles = [column for column in table.columns if column.key != "layout"]
     told = []
@@ -570,7 +570,7 @@ def _told(table: Table) -> list[Spec]:
         cells = [
             f"{column.title} {column.text(row)} {_unit(column)}" for column in titles if row.get(column.key) is not None
         ]
-        hows = {f"{column.key}_how": _word(row.get(f"{column.key}_method")) for column in titles}
+        hows = {f"{column.key}_how": word_of(row.get(f"{column.key}_method")) for column in titles}
         told.append(dict(row) | hows | {"tip": f"{row.get('layout', '')}: {'; '.join(cell.strip() for cell in cells)}"})
     return told
 
@@ -584,12 +584,12 @@ def _q(column: Column) -> Spec:
     return {"field": column.key, "type": "quantitative", "title": column.heading, "scale": {"zero": False}}
 
 
-def _hollow(how: str = "how") -> Spec:
+def hollow(how: str = "how") -> Spec:
     """Marks are filled for what was measured, as the field `how` tells."""
     return {"condition": {"test": f"datum['{how}'] === '{MEASURED}'", "value": FILLED}, "value": HOLLOW}
 
 
-def _word(method: str | None) -> str:
+def word_of(method: str | None) -> str:
     return WORDS.get(method or "", MEASURED)
 
 
@@ -597,7 +597,7 @@ def _stacked(panels: Sequence[Mapping[str, Any]]) -> Spec:
     return {"vconcat": list(panels), "spacing": 18}
 
 
-def _beside(names: Iterable[str]) -> int:
+def room_beside(names: Iterable[str]) -> int:
     """Width that labels take to the left of a figure."""
     return round(LETTER * max(map(len, names))) + 12
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from service.answers.page import course, devices, figures, layouts
 from service.answers.page.evidence import Evidence
@@ -11,21 +12,23 @@ from service.answers.page.figures import Spec
 from service.answers.page.table import Lacking, Table
 from service.answers.page.theme import Theme
 
+E = TypeVar("E")
+
 
 @dataclass(frozen=True)
-class Section:
-    """`key` names its figure. `lead`: what that shows, and how to read it."""
+class Section(Generic[E]):
+    """`key` names its figure, of what is known in `E`. `lead`: what that shows, and how to read it."""
 
     key: str
     title: str
     lead: str
-    table: Callable[[Evidence], Table | Lacking]
+    table: Callable[[E], Table | Lacking]
     draw: Callable[[Table, Theme], Spec]
 
 
 HOLLOW = "Hollow marks are not measured: estimated, extrapolated or put together from slices, as the table says."
 
-SECTIONS = (
+SECTIONS: tuple[Section[Evidence], ...] = (
     Section(
         "front",
         "The front",

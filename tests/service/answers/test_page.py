@@ -25,10 +25,11 @@ from service import InputError, Wattune
 from service.answers.findings import findings
 from service.answers.page import course, devices, layouts
 from service.answers.page.devices import cost_of_slowest
-from service.answers.page.evidence import Evidence, foretold, gather, mean_over_time
+from service.answers.page.evidence import Evidence, Trace, foretold, gather, mean_over_time
 from service.answers.page.sections import SECTIONS
 from service.answers.page.table import Lacking, Table, metric_column
 from service.answers.page.theme import ALONE
+from service.answers.page.trial import picture, together
 from service.cli import main
 from service.home import Home
 from service.metrics import DIRECTIONS, Method
@@ -363,6 +364,25 @@ def test_a_page_of_many_trials_stays_small() -> None:
     page = html(Evidence(search(*trials, objectives=TWO)))
     assert time.monotonic() - began < 60, "some seconds on an idle core"
     assert len(page) < 4_000_000
+
+
+def test_a_trials_gpus_are_drawn_together_however_many_they_are() -> None:
+    series = {f"gpu{i}": {"power_w": [(0.0, 100.0 * i), (10.0, 200.0 * i)]} for i in (1, 2, 6)}
+    trace = together(Trace("one", series, (5.0,), False))
+    assert trace.series == {
+        "highest of all": {"power_w": [(0.0, 600.0), (10.0, 1200.0)]},
+        "mean of all": {"power_w": [(0.0, 300.0), (10.0, 600.0)]},
+        "lowest of all": {"power_w": [(0.0, 100.0), (10.0, 200.0)]},
+    }
+    alone = Trace("one", {"gpu1": series["gpu1"]}, (), False)
+    assert together(alone) == alone
+
+
+def test_the_picture_of_a_trial_is_a_png(recorded: Evidence) -> None:
+    drawn = picture(result(0, FAST, 100.0, 2.0), samples())
+    assert drawn is not None
+    assert drawn.startswith(b"\x89PNG")
+    assert picture(result(0, FAST, 100.0, 2.0), samples().slice(0, 0)) is None
 
 
 def test_a_search_in_a_notebook(store: Home, recorded: Evidence, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,8 +23,9 @@ from mlflow import MlflowClient
 
 from search_spaces.layout import Layout
 from service.errors import InputError
+from service.goals import Goals
 from service.home import Home
-from service.metrics import Method
+from service.metrics import Direction, Method
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
 from service.result import NodeWindow, Proxy, Purpose, RankRecord, TrialResult
@@ -162,23 +165,144 @@ def test_a_record_from_before_there_were_ranks_in_it_is_read() -> None:
     assert TrialResult.from_dict(values) == replace(measured(), ranks=())
 
 
-def test_series_are_kept_by_step_and_by_device(home: Home) -> None:
-    tracker = start(home)
+def test_series_are_kept_by_step_alone_and_what_gpus_did_in_files(home: Home) -> None:
+    tracker = Tracker(home.tracking_uri, home, lambda result, table: f"{result.trial_id} {table.num_rows}".encode())
+    tracker.start_search("s1", PROBLEM, ENVIRONMENT)
     tracker.start_trial("s1-000", CONFIG)
     tracker.finish_trial(measured(), samples())
     client, run_id = MlflowClient(home.tracking_uri), read(home).trials[0].run_id
     assert history(client, run_id, "step/step_time_s") == [(0, 0.5), (1, 0.6), (2, 0.4)]
     assert history(client, run_id, "step/loss") == [(0, 9.0), (1, 8.0), (2, 7.5), (3, 7.25)]
-    assert history(client, run_id, "power_w/gpu1") == [(0, 600.0), (100, 601.0), (200, 602.0), (300, 603.0)]
+    assert {key for key in client.get_run(run_id).data.metrics if "/" in key} == {"step/step_time_s", "step/loss"}
+    assert {file.path for file in client.list_artifacts(run_id)} == {"result.json", "samples.parquet", "gpus.png"}
+    assert Path(client.download_artifacts(run_id, "gpus.png")).read_bytes() == b"s1-000 8"
 
 
-def test_devices_of_several_nodes_are_told_apart(home: Home) -> None:
+def test_a_picture_that_fails_costs_nothing_else(home: Home) -> None:
+    def broken(result: TrialResult, table: pa.Table) -> bytes:
+        raise ZeroDivisionError("no line")
+
+    tracker = Tracker(home.tracking_uri, home, broken)
+    tracker.start_search("s1", PROBLEM, ENVIRONMENT)
+    tracker.start_trial("s1-000", CONFIG)
+    tracker.finish_trial(measured(), samples())
+    assert tracker.notices == ["what GPUs did in trial s1-000 is not drawn: no line"]
+    assert read(home).trials[0].metrics["tokens_per_s"] == 1e5
+
+
+def test_rare_metrics_are_grouped_and_read_back_by_their_names(home: Home) -> None:
+    tracker = start(home)
+    named: dict[str, float | None]
+    named = {"tokens_per_s": 1.0, "breakdown_matmul_s": 2.0, "slice_error_tokens_per_s": 3.0, "final_loss": 4.0}
+    named |= {"power_spread_w": 5.0, "peak_memory_gib": 6.0, "breakdown_time_s": 7.0, "bound_step_time_s": 8.0}
+    tracker.start_trial("s1-000", CONFIG)
+    tracker.finish_trial(TrialResult("s1-000", CONFIG, Status.OK, None, named))
+    (trial,) = read(home).trials
+    assert trial.metrics == named
+    client = MlflowClient(home.tracking_uri)
+    assert set(client.get_run(trial.run_id).data.metrics) == {
+        "tokens_per_s",
+        "peak_memory_gib",
+        "breakdown/matmul_s",
+        "breakdown/time_s",
+        "slice_error/tokens_per_s",
+        "bound/step_time_s",
+        "more/final_loss",
+        "more/power_spread_w",
+    }
+
+
+def test_metrics_of_an_older_record_are_read_and_its_series_are_none(home: Home) -> None:
     tracker = start(home)
     tracker.start_trial("s1-000", CONFIG)
-    tracker.finish_trial(measured(), samples(nodes=("a", "b")))
+    tracker.finish_trial(measured())
     client, run_id = MlflowClient(home.tracking_uri), read(home).trials[0].run_id
-    series = {key for key in client.get_run(run_id).data.metrics if key.startswith("power_w/")}
-    assert series == {"power_w/a-gpu0", "power_w/a-gpu1", "power_w/b-gpu0", "power_w/b-gpu1"}
+    for key in ("breakdown_matmul_s", "final_loss", "power_w/gpu0", "power_w/a-gpu0"):
+        client.log_metric(run_id, key, 1.0)
+    assert read(home).trials[0].metrics == {
+        "tokens_per_s": 1e5,
+        "joules_per_token": 0.07,
+        "step_time_s": 0.5,
+        "breakdown_matmul_s": 1.0,
+        "final_loss": 1.0,
+    }
+
+
+def test_an_objective_keeps_its_plain_name_however_rare_it_is(home: Home) -> None:
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.start_search("s1", replace(PROBLEM, goals=Goals({"power_spread_w": Direction.MINIMIZE})), ENVIRONMENT)
+    tracker.start_trial("s1-000", CONFIG)
+    tracker.finish_trial(TrialResult("s1-000", CONFIG, Status.OK, None, {"power_spread_w": 5.0}))
+    run = MlflowClient(home.tracking_uri).get_run(read(home).trials[0].run_id)
+    assert run.data.metrics == {"power_spread_w": 5.0}
+
+
+def test_a_trial_says_what_its_search_is_of_and_why_it_ran(home: Home) -> None:
+    tracker = start(home)
+    for number, purpose in enumerate((Purpose.SEARCH, Purpose.FINALIST)):
+        tracker.start_trial(f"s1-00{number}", CONFIG, purpose)
+        tracker.finish_trial(replace(measured(f"s1-00{number}"), purpose=purpose))
+    client = MlflowClient(home.tracking_uri)
+    trials = read(home).trials
+    runs = [client.get_run(trial.run_id) for trial in trials]
+    assert [run.info.run_name for run in runs] == [CONFIG.label, f"finalist: {CONFIG.label}"]
+    assert [trial.label for trial in trials] == [CONFIG.label] * 2
+    facts = {"model": "tiny-llama", "accelerator": "cpu", "nodes": 1, "gpus_per_node": 2, "sequence_length": 128}
+    assert {name: runs[0].data.params[name] for name in facts} == {name: str(value) for name, value in facts.items()}
+    assert trials[0].facts == facts
+    note = runs[1].data.tags["mlflow.note.content"]
+    assert f"| {CONFIG.label} | finalist |" in note
+    assert "| tokens/s | 100,000 |" in note
+
+
+def test_the_view_of_a_search_is_kept_with_the_experiment(home: Home) -> None:
+    start(home)
+    client = MlflowClient(home.tracking_uri)
+    experiment = client.get_experiment_by_name("wattune")
+    assert experiment is not None
+    envelope = json.loads(experiment.tags["mlflow.sharedViewState.s1"])
+    state = json.loads(zlib.decompress(base64.b64decode(envelope["state"].removeprefix("deflate;"))))
+    assert envelope["name"] == "tiny (s1)"
+    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`tokens_per_s`", False)
+    found = client.search_runs([experiment.experiment_id], state["searchFilter"])
+    assert len(found) == 0
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.start_search("s2", PROBLEM, ENVIRONMENT)
+    tracker.start_trial("s2-000", CONFIG)
+    assert client.search_runs([experiment.experiment_id], state["searchFilter"]) == []
+    assert len(client.search_runs([experiment.experiment_id], state["searchFilter"].replace("s1", "s2"))) == 1
+    note = client.get_run(read(home).run_id).data.tags["mlflow.note.content"]
+    assert f"#/experiments/{experiment.experiment_id}/runs?" in note
+    assert "viewStateShareKey=s1" in note
+
+
+def test_a_view_keeps_to_what_was_measured(home: Home) -> None:
+    tracker, client = start(home), MlflowClient(home.tracking_uri)
+
+    def charts() -> list[str]:
+        experiment = client.get_experiment_by_name("wattune")
+        assert experiment is not None
+        packed = json.loads(experiment.tags["mlflow.sharedViewState.s1"])["state"]
+        state = json.loads(zlib.decompress(base64.b64decode(packed.removeprefix("deflate;"))))
+        assert {one["metricSectionId"] for one in state["compareRunCharts"]} <= {
+            section["uuid"] for section in state["compareRunSections"]
+        }
+        return [one["displayName"] for one in state["compareRunCharts"]]
+
+    assert charts() == ["joules_per_token by tokens_per_s", "Axes and objectives"]
+    for number, metrics in enumerate(({"tokens_per_s": 1.0}, {"tokens_per_s": 1.0, "peak_memory_gib": 2.0})):
+        tracker.start_trial(f"s1-00{number}", CONFIG)
+        tracker.finish_trial(TrialResult(f"s1-00{number}", CONFIG, Status.OK, None, {**metrics}))
+        memory = ["tokens_per_s by peak_memory_gib", "peak_memory_gib"] if number else []
+        assert charts() == ["Axes and objectives", *memory]
+
+
+def test_a_description_joins_the_link(home: Home) -> None:
+    tracker = start(home)
+    tracker.attach_description(lambda: "| the front |")
+    note = MlflowClient(home.tracking_uri).get_run(read(home).run_id).data.tags["mlflow.note.content"]
+    assert "viewStateShareKey=s1" in note
+    assert note.endswith("| the front |")
 
 
 def test_a_failed_trial_keeps_its_cause_and_no_figure_is_made_up(home: Home) -> None:
@@ -286,7 +410,6 @@ def test_what_mlflow_does_not_take_stays_on_disk_and_is_sent_in_the_end(home: Ho
     assert not unsent.exists()
     client = MlflowClient(home.tracking_uri)
     assert len(history(client, trial.run_id, "tokens_per_s")) == 1
-    assert len(history(client, trial.run_id, "power_w/gpu0")) == 4
 
 
 def test_a_trial_under_way_when_the_search_stops_is_marked(home: Home) -> None:
