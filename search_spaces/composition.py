@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from statistics import fmean
 
 from search_spaces.kinds import RankKind, Share, first_rank
@@ -207,11 +208,11 @@ def _step(
 
 def transfers(layout: Layout, work: Workload, network: Network, longer: float = 1.0) -> Callable[[int, int], float]:
     """Seconds that hidden states of a microbatch, or their gradients, take from one pipeline rank to another."""
-    size = message_bytes(layout, work)
 
+    @cache
     def transfer(sender: int, receiver: int) -> float:
         ends = first_rank(layout, sender), first_rank(layout, receiver)
-        return longer * network.seconds(Collective.SEND, size, ends)
+        return longer * network.seconds(Collective.SEND, message_bytes(layout, work), ends)
 
     return transfer
 

@@ -41,8 +41,10 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
 
     Data, context and tensor-parallel ranks do the same: the first of each is measured. Where experts are spread over
     ranks there are two kinds of each pipeline rank, of which the fullest comes second; but one where all experts are
-    filled up to the fullest.
+    filled up to the fullest. Without either all ranks are alike, of whatever model.
     """
+    if layout.pipeline_parallel_size == layout.expert_parallel_size == 1:
+        return (RankKind(0, 0, (0,)),)
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank in range(layout.pipeline_parallel_size):
         alike[_content(layout, work, rank)].append(rank)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
@@ -30,6 +30,9 @@ MEASURED_SHARE = 1.03
 
 UNMEASURED_SHARE = 1.15
 """Share above which a layout is taken not to fit that is of a kind by which no part of the formula was set."""
+
+GUESSED_SHARE = 0.5
+"""What a layout is taken to need of a GPU's memory before a trial tells, where nothing is known of the model."""
 
 PRIOR_TRIALS = 3
 """Trials for which the formula counts beside those of a search."""
@@ -146,6 +149,15 @@ def band_of(layout: Layout, work: Workload, share: float | None) -> Band | None:
     return "borderline" if share >= SAFE_SHARE or layout.expert_parallel_size > 1 else "fits"
 
 
+class Needed(NamedTuple):
+    """What a trial tells of the share of a GPU's memory that its layout needs: `before`, what was estimated, and
+    `after`; None where it is known only whether it `fits`."""
+
+    before: float
+    after: float | None
+    fits: bool
+
+
 class MemoryModel:
     """The estimates of one search, corrected by what its trials took.
 
@@ -155,26 +167,36 @@ class MemoryModel:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        self.needed: dict[Layout, tuple[float, float]] = {}
-        """Of the trials seen, the share that they were estimated to need, and what it was then; of those that ran out
-        although they should have fitted, one."""
+        self.needed: dict[Layout, Needed] = {}
         self._shares: dict[Layout, float | None] = {}
         self._ratios: dict[str, list[float]] = {}
         self._factors: dict[str, float] = {}
 
-    def observe(self, layout: Layout, measured_gib: float | None) -> None:
-        """What a trial reserved on its fullest GPU (`peak_memory_gib`); None if it ran out of memory."""
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the estimates are of another program than the one that trains: a trainer's."""
+        return self.work.trainer is not None
+
+    def observe(self, layout: Layout, measured_gib: float | None, fits: bool) -> None:
+        """What a trial reserved on its fullest GPU (`peak_memory_gib`), None where that is not known, and whether it
+        fitted."""
+        share, usable = self.prior(layout), usable_bytes(self.work.accelerator)
         if self.work.model is None:
+            if share is not None and usable is not None:
+                measured = None if measured_gib is None else measured_gib * 2**30 / usable
+                self.needed[layout] = Needed(share, measured, fits)
             return
-        share = self.estimated(layout)
         if measured_gib is not None:
             ratio = measured_gib * 2**30 / estimate(layout, self.work).peak_bytes
-        elif share is not None and share < 1:
+        elif share is not None and share < 1 and not fits:
             ratio = 1 / share  # at least
         else:
-            return
+            ratio = None
         if share is not None:
-            self.needed[layout] = share, share * ratio
+            after = share * ratio if ratio is not None and measured_gib is not None else None
+            self.needed[layout] = Needed(share, after, fits)
+        if ratio is None:
+            return
         ratios = self._ratios.setdefault(layout.engine, [])
         ratios.append(ratio)
         weight = len(ratios) / (len(ratios) + PRIOR_TRIALS)
@@ -189,6 +211,12 @@ class MemoryModel:
     def band(self, layout: Layout) -> Band | None:
         """`band` of the corrected share."""
         return band_of(layout, self.work, self.share(layout))
+
+    def prior(self, layout: Layout) -> float | None:
+        """`estimated`, or a guess where nothing is known of the model; None where a GPU's memory is not known."""
+        if self.work.model is not None:
+            return self.estimated(layout)
+        return None if usable_bytes(self.work.accelerator) is None else GUESSED_SHARE
 
     def estimated(self, layout: Layout) -> float | None:
         """`share` before any correction."""

@@ -57,7 +57,9 @@ GATHERED = 3
 
 
 def scripts(layout: Layout) -> tuple[Script, ...]:
-    """Of each pipeline rank, by rank."""
+    """Of each pipeline rank, by rank; a rank without a pipeline has nothing to do with others."""
+    if layout.pipeline_parallel_size == 1:
+        return ((),)
     ends, order = _Ends(layout), orders(layout)
     if engine_of(layout).sends_one_by_one:
         steps = [_one_by_one(each, ends) for each in order]

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from search_spaces.coefficients import data_sheet
+from search_spaces.trainer import Trainer
 from service.errors import InputError
 from service.goals import Limit
 from service.metrics import Direction, Needs, known
 from service.problem import Cluster, Problem
 from trainables.data import DataError, MissingDataError, open_tokens
+from trainables.logs import LAST_RANK_LOGS
 
 MOST_TRIALS = 1_000_000
 MOST_REPEATS = 1_000
@@ -187,6 +189,23 @@ def unsliced(problem: Problem) -> Iterator[str]:
         )
     if True in problem.axes["async_tensor_parallel"]:
         yield "space.async_tensor_parallel: a slice is alone, and has no other GPU's memory to reach: leave true out"
+    if problem.trainer is not None:
+        yield from _unsliced_trainer(problem, problem.trainer)
+
+
+def _unsliced_trainer(problem: Problem, trainer: Trainer) -> Iterator[str]:
+    """Of whose program one rank alone stands for all, so that all of them must do the same."""
+    for axis, why in (
+        ("pipeline_parallel_size", "a program does not tell what each of its stages does, and when"),
+        ("expert_parallel_size", "how many tokens come to an expert only all ranks together know"),
+    ):
+        if problem.axes[axis] != [1]:
+            yield f"space.{axis}: slices of the trainer {trainer.name} take 1 alone: {why}"
+    if trainer.steps in LAST_RANK_LOGS:
+        yield (
+            f"measurement.explore: slices run the first rank, and {trainer.steps} logs its steps on the last: "
+            "trainer.steps: hook, or gang"
+        )
 
 
 def _contradictions(problem: Problem) -> Iterator[str]:

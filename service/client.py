@@ -15,6 +15,7 @@ from service.errors import InputError
 
 if TYPE_CHECKING:
     from service.answers.candidates import Candidate
+    from service.answers.commands import CommandLaunch
     from service.answers.compare.comparing import Compared
     from service.answers.exports import Formatted
     from service.answers.front import Choice, Front
@@ -217,9 +218,13 @@ class Wattune:
     def formatted(self, search: str, candidate: Candidate, format: str) -> Formatted:
         """A layout of a search as a framework takes it, such as ``megatron-lm``; see `service.answers.exports`."""
         from service.answers import exports
+        from service.answers.commands import CommandLaunch, script
 
-        export = exports.named(format)
-        launch = self._launch(self._record(search), candidate)
+        export, record = exports.named(format), self._record(search)
+        launch = self._launch(record, candidate)
+        if isinstance(launch, CommandLaunch):
+            launch.check(format)
+            return exports.Formatted(script(launch, _title(record)), launch.not_expressible)
         return exports.Formatted(export.text(launch), export.not_expressible(launch))
 
     def write_folder(self, search: str, candidate: Candidate, target: str, out: str | Path) -> Written:
@@ -230,8 +235,7 @@ class Wattune:
         from service.answers import start
 
         record = self._record(search)
-        title = f"search {record.id} ({record.name})"
-        written = start.folder(target, self._launch(record, candidate), title)
+        written = start.folder(target, self._launch(record, candidate), _title(record))
         start.write(written.files, Path(out))
         return written
 
@@ -399,17 +403,24 @@ class Wattune:
             return read(Path(target))
         return self._record(target)
 
-    def _launch(self, record: SearchRecord, candidate: Candidate) -> Launch:
+    def _launch(self, record: SearchRecord, candidate: Candidate) -> Launch | CommandLaunch:
+        from search_spaces.expressions import ExpressionError
+        from service.answers.commands import CommandLaunch
         from service.spec import parse_spec
+        from service.trials.command import command_of
         from trainables.data import located
         from trainables.launch import Launch
         from trainables.training import Training
 
         problem = parse_spec(self._results.spec_of(record))
-        if problem.trainer is not None or problem.shape is None or problem.data is None:
-            name = problem.trainer.name if problem.trainer else ""
-            raise InputError(f"search {record.id}: its layouts are of the trainer {name}, whose command starts them")
-        training = Training(problem.shape, located(problem.data), problem.sequence_length, problem.seed)
+        if problem.trainer is not None:
+            try:
+                command = command_of(candidate.layout, problem.trainer, problem)
+            except ExpressionError as error:
+                raise InputError(f"search {record.id}: trainer: {error}") from None
+            return CommandLaunch(candidate.layout, command, problem.cluster.gpus_per_node)
+        assert problem.data is not None, "only a trainer does without"
+        training = Training(problem.workload.shape, located(problem.data), problem.sequence_length, problem.seed)
         return Launch(candidate.layout, training, problem.cluster.accelerator, problem.cluster.gpus_per_node)
 
     def _gathered(self, record: SearchRecord) -> Evidence:
@@ -457,6 +468,10 @@ def _joined(info: SearchInfo | None, submission: Submission, tracking_uri: str) 
 def _check_name(search: str) -> None:
     if not isinstance(search, str):
         raise InputError(f"search: give its id, which is text, not {search!r}")
+
+
+def _title(record: SearchRecord) -> str:
+    return f"search {record.id} ({record.name})"
 
 
 def _loaded(spec: Problem | str | Path) -> Problem:

@@ -44,6 +44,8 @@ from service.trials.pool import Pool, start_pool
 from service.trials.slices import held_against
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
 from trainables.command import Command
+from trainables.command_slice import CommandSlice
+from trainables.program import RankProgram
 from trainables.slice import Slice
 from trainables.training import Training
 
@@ -77,6 +79,13 @@ def phases(problem: Problem, at_hand: int) -> list[Phase]:
     exploring = tuple(purpose for purpose in Purpose if purpose.explores)
     slices = Phase(exploring, max(1, min(problem.cluster.size, at_hand, most)), 1, sliced)
     return [slices, whole] if problem.finalists.count else [slices]
+
+
+def _program(problem: Problem, part: Phase) -> type[RankProgram]:
+    """What the gangs of a part of the search must be able to run, which holds for all that they run."""
+    if problem.trainer is not None:
+        return CommandSlice if part.sliced else Command
+    return Slice if part.sliced or problem.borderline == "probe" else Training
 
 
 class Driver:
@@ -123,11 +132,10 @@ class Driver:
     def _measure(self, parts: Sequence[Phase], telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
-        layouts, probes = self.problem.legal.layouts, self.problem.borderline == "probe"
+        layouts = self.problem.legal.layouts
         try:
             for part in parts:
-                program = Command if self.problem.trainer else Slice if part.sliced or probes else Training
-                preload = program.preload(layouts)
+                preload = _program(self.problem, part).preload(layouts)
                 close_gangs(gangs)
                 gangs.clear()
                 self._clear_spool()  # Ray would go on with the files of the part before, or of a driver that was killed

@@ -310,8 +310,6 @@ class SearchSpec(Strict):
         measurement = self.measurement
         if measurement.short_trials and "short_trials" in measurement.model_fields_set:
             raise ValueError("measurement.short_trials: a trainer's program takes steps of its own batch alone: false")
-        if measurement.explore != "gang":
-            raise ValueError("measurement.explore: a trainer's program runs whole, not by slices: gang")
         if self.depth_proxy is not None:
             raise ValueError("depth_proxy: a trainer's program has the layers that it has: leave it out")
         if self.borderline != "risk":

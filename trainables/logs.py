@@ -48,6 +48,9 @@ LOGS = {
 }
 """By the names of specs."""
 
+LAST_RANK_LOGS = ("megatron-lm",)
+"""Those that the last rank writes, even where all ranks have the loss."""
+
 
 @dataclass(frozen=True)
 class LogLine:

@@ -62,15 +62,14 @@ class Traffic:
 class SliceReport:
     """What a rank measured that ran alone, beside the rest.
 
-    By global batch size as `timings` are: `times` are means over the window, `traffic` is that of its last step. From
-    `wait_start_ns` to `wait_end_ns`, stamps on this node's monotonic clock, the rank did nothing but wait, as for
-    others in a collective.
+    By global batch size as `timings` are: `times` are means over the window, `traffic` is that of its last step, empty
+    where the program does not tell. From the first to the second of `waited_ns`, stamps on this node's monotonic clock,
+    the rank did nothing but wait, as for others in a collective; None where it never did.
     """
 
     times: dict[int, PassTimes]
     traffic: dict[int, tuple[Traffic, ...]]
-    wait_start_ns: int
-    wait_end_ns: int
+    waited_ns: tuple[int, int] | None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from search_spaces.network import Network
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
 from trainables.training import Training
 
+UNNAMED = "what stands in for collectives cannot be told from other copies on this device"
+"""Why a rank that runs alone has no breakdown where `Platform.names_kernels` is false."""
+
 
 @dataclass(frozen=True)
 class Slice(RankProgram):

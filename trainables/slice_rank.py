@@ -20,7 +20,7 @@ from trainables.measure import Timing
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
 from trainables.rank import Rank
-from trainables.slice import Slice
+from trainables.slice import UNNAMED, Slice
 from trainables.standin.join import join
 from trainables.standin.ledger import Call
 from trainables.world import World
@@ -95,12 +95,12 @@ class SliceRank(Rank):
         self.platform.synchronize()
         end_ns = time.monotonic_ns()
         self.enter("report")
-        return replace(report, slice=SliceReport(self.times, self.traffic, start_ns, end_ns))
+        return replace(report, slice=SliceReport(self.times, self.traffic, (start_ns, end_ns)))
 
     def profile(self, report: RankReport) -> Profile:
         """Profile a step without pauses: what a pipeline adds, its schedule tells."""
         if self.platform.profiler_device is not None and not self.platform.names_kernels:
-            return Profile(None, "what stands in for collectives cannot be told from other copies on this device", 0.0)
+            return Profile(None, UNNAMED, 0.0)
         self.clock.pauses = {}
         return super().profile(report)
 

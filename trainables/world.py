@@ -19,7 +19,7 @@ def join_trial(request: TrialRequest, place: Place, backend: str, device: torch.
     timeout = timedelta(seconds=2 * request.deadline_s)  # the deadline is kept from outside: a hang is not a crash
     shared = TCPStore(place.store_host, place.store_port, is_master=False, timeout=timeout)
     store = PrefixStore(request.trial_id, shared)
-    size = request.layout.num_gpus
+    size = len(request.ranks)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, timeout=timeout, device_id=device)
     return store
 

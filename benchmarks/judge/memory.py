@@ -194,7 +194,7 @@ def corrected(measured: Sequence[MeasuredMemory], seeds: int = 20) -> str:
 def _errors_after(measured: Sequence[MeasuredMemory], trials: int) -> list[float]:
     model = MemoryModel(measured[0].work)
     for point in measured[:trials]:
-        model.observe(point.layout, point.reserved_gib)
+        model.observe(point.layout, point.reserved_gib, fits=not point.ran_out)
     errors = []
     for point in measured[trials:]:
         share = model.share(point.layout)

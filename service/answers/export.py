@@ -6,6 +6,7 @@ from typing import Any
 
 from search_spaces.layout import Layout
 from service.answers.candidates import Candidate
+from service.answers.commands import FORMAT
 from service.answers.exports import megatron_lm
 from service.record.results import SearchRecord
 from trainables.engines.deepspeed import configuration as deepspeed
@@ -37,6 +38,6 @@ def export(search: SearchRecord, candidate: Candidate) -> dict[str, Any]:
 
 def _beside(layout: Layout) -> dict[str, Any]:
     if layout.engine not in BESIDE:
-        return {"not_expressible": {"engine": f"layouts of the engine {layout.engine} have no export"}}
+        return {"not_expressible": {"engine": f"{layout.engine} is a program of its own: see --format {FORMAT}"}}
     key, settings, not_expressible = BESIDE[layout.engine]
     return {key: settings(layout), "not_expressible": not_expressible(layout)}

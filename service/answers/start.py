@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.answers import exports
+from service.answers.commands import CommandLaunch, hook_files, script
 from service.answers.exports import Export, Program, Variable
-from service.answers.nodes import nodes_of, torchrun
+from service.answers.nodes import Placed, needed, nodes_of, torchrun
 from service.errors import InputError
 from trainables.launch import Launch
 
@@ -30,7 +31,7 @@ def targets() -> list[str]:
     return [*(name for name in exports.names() if exports.named(name).program is not None), SLURM]
 
 
-def folder(target: str, launch: Launch, title: str) -> Written:
+def folder(target: str, launch: Launch | CommandLaunch, title: str) -> Written:
     """The files that start a run; `title` is told in their first lines.
 
     Raises `InputError` for an unknown target, for a layout that it cannot express, and for one whose GPUs do not come
@@ -38,6 +39,8 @@ def folder(target: str, launch: Launch, title: str) -> Written:
     """
     if target not in targets():
         raise InputError(f"there is no folder for {target!r}; must be one of {', '.join(targets())}")
+    if isinstance(launch, CommandLaunch):
+        return _of_command(target, launch, title)
     export = exports.named("torchrun" if target == SLURM else target)
     export.check(launch)
     assert export.program is not None
@@ -48,6 +51,15 @@ def folder(target: str, launch: Launch, title: str) -> Written:
     if target == SLURM:
         files[JOB] = _job(launch, title)
     return Written(files, unsaid)
+
+
+def _of_command(target: str, launch: CommandLaunch, title: str) -> Written:
+    """A program of the user's, whose files its script writes: they tell where they are."""
+    launch.check("torchrun" if target == SLURM else target)
+    files = {START: script(launch, title), **(hook_files() if launch.command.steps is None else {})}
+    if target == SLURM:
+        files[JOB] = _job(launch, title)
+    return Written(files, {name: how for name, how in launch.not_expressible.items() if name != "hook"})
 
 
 def write(files: dict[str, str], out: Path) -> None:
@@ -73,9 +85,7 @@ def _script(export: Export, launch: Launch, program: Program, title: str, unsaid
         lines.append(f"# On each of {nodes} nodes, with MASTER_ADDR the first of them and NODE_RANK from 0 on.")
     lines += [f"# {name}: {how}" for name, how in unsaid.items()]
     lines += ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")"']
-    if nodes > 1:
-        lines.append(': "${MASTER_ADDR:?set it to the address of the first node}"')
-        lines.append(f': "${{NODE_RANK:?set it to the number of this node, 0 to {nodes - 1}}}"')
+    lines += needed(launch)
     for one in variables:
         if one.default is None:
             lines.append(f': "${{{one.name}:?set it to {one.meaning}}}"')
@@ -88,7 +98,7 @@ def _script(export: Export, launch: Launch, program: Program, title: str, unsaid
     return "\n".join([*lines, f"exec {torchrun(launch, program.words)}"]) + "\n"
 
 
-def _job(launch: Launch, title: str) -> str:
+def _job(launch: Placed, title: str) -> str:
     nodes, processes = nodes_of(launch)
     return f"""#!/usr/bin/env bash
 # {title}: {launch.layout.label}

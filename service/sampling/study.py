@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from search_spaces.layout import Layout, axis_of
-from search_spaces.memory import MemoryModel
+from search_spaces.memory import MemoryModel, Needed
 from search_spaces.space import varying
 from service.errors import InputError
 from service.goals import Goals
@@ -168,7 +168,12 @@ class SearchStudy:
                 for layout, metrics in (predicted or {}).items()
             }
             inner: BaseSampler = SurrogateSampler(
-                self.distributions, self._candidates, self._needed, figures, self.seed
+                self.distributions,
+                self._candidates,
+                self._needed,
+                figures,
+                self.seed,
+                doubtful_memory=memory is not None and memory.is_doubtful,
             )
         elif sampler in ("random", "exhaustive"):
             inner = UniformSampler(self.distributions, self._candidates, self.seed)
@@ -251,9 +256,8 @@ class SearchStudy:
         ok = result.status == Status.OK
         if ok:
             self.good.append(result)
-        measured = result.metrics.get("peak_memory_gib") if ok else None
-        if self.memory is not None and (measured is not None or result.status == Status.OOM):
-            self.memory.observe(result.layout, measured)
+        if self.memory is not None and (ok or result.status == Status.OOM):
+            self.memory.observe(result.layout, result.metrics.get("peak_memory_gib") if ok else None, fits=ok)
 
     def _excess_of_memory(self, layout: Layout, exceeds: bool) -> float:
         share = None if self.memory is None else self.memory.share(layout)
@@ -291,16 +295,18 @@ class SearchStudy:
     def _candidates(self) -> dict[Coordinates, float | None]:
         """What may be handed out, with the share of memory that it is estimated to need, None where that is not known.
 
-        Points that are expected not to fit are left out while there are others.
+        Points that are expected not to fit are left out while there are others, but where the sampler itself learns
+        how far expectations can be trusted.
         """
         if self.memory is None:
             return dict.fromkeys(self.unseen)
         shares = {where: self.memory.share(layout) for where, layout in self.unseen.items()}
-        fitting = [where for where, share in shares.items() if share is None or share <= 1] or shares
-        return {where: self.memory.estimated(self.unseen[where]) for where in fitting}
+        weighed = self.memory.is_doubtful and isinstance(self.sampler.inner, SurrogateSampler)
+        fitting = [where for where, share in shares.items() if weighed or share is None or share <= 1] or shares
+        return {where: self.memory.prior(self.unseen[where]) for where in fitting}
 
-    def _needed(self) -> dict[Coordinates, tuple[float, float]]:
-        """What layouts that were tried needed of memory: see `MemoryModel.needed`."""
+    def _needed(self) -> dict[Coordinates, Needed]:
+        """What layouts that were tried needed of memory."""
         needed = {} if self.memory is None else self.memory.needed
         return {self._coordinates(layout): shares for layout, shares in needed.items()}
 

@@ -13,6 +13,9 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from scipy.linalg import cho_factor, cho_solve
 from scipy.special import ndtr
+from scipy.stats import norm
+
+from search_spaces.memory import Needed
 
 Array = NDArray[np.float64]
 
@@ -39,12 +42,19 @@ SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 UNMEASURED = 0.03
 
-MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED = 0.01, (0.001, 0.003, 0.01, 0.03, 0.1), 0.01
+TRUSTED_MEMORY = 0.01, (0.001, 0.003, 0.01, 0.03, 0.1), 0.01
 """The variances that hold for the memory that layouts need, in place of `OFFSET`, `SCALES` and `UNMEASURED`. Of a sweep
 that it had not seen, the memory model's estimates were a tenth off."""
 
+DOUBTFUL_MEMORY = 0.3, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), 0.3
+"""Likewise where the estimates are of another program, or there are none: twice as much would be no surprise."""
+
 SUM, REACH = 0.9, 0.5
 """Share of the kernel that is a sum over the axes, and its length scale, in that of an axis from end to end."""
+
+LIKELY = 0.9
+"""A layout is left while others are likelier to fit in memory: while its probability is below this share of the
+largest."""
 
 FAILURES = ("ran", "memory")
 """Constraints of which a trial without figures of its own violates one."""
@@ -57,25 +67,28 @@ class SurrogateSampler(BaseSampler):
     is off what was predicted, or off its mean where nothing was. Its kernel is mostly a sum over the axes, as a setting
     costs about the same share beside any others (Duvenaud et al. 2011), the rest a product. Trials without figures of
     their own are taken to come out as expected. Constraints are modelled likewise, memory by how much its logarithm is
-    off the estimates: what a candidate may add counts by the probability that it keeps them (Gardner et al. 2014).
+    off the estimates: what a candidate may add counts by the probability that it keeps them (Gardner et al. 2014),
+    and nothing while others are clearly likelier to fit in memory: a trial that runs out adds nothing.
     """
 
     def __init__(
         self,
         space: Mapping[str, BaseDistribution],
         candidates: Callable[[], Mapping[Coordinates, float | None]],
-        needed: Callable[[], Mapping[Coordinates, tuple[float, float]]],
+        needed: Callable[[], Mapping[Coordinates, Needed]],
         predicted: Mapping[Coordinates, Sequence[float | None]],
         seed: int,
+        doubtful_memory: bool = False,
     ) -> None:
         """`candidates` has the share of a GPU's memory that each is estimated to need, None where that is not known;
-        `needed` has that of layouts that were tried, and what they needed then, where they ran out at least one.
+        `needed` has what was learnt of that by trials. With `doubtful_memory` the estimates may be far off.
 
         `predicted` has the objectives of layouts, in the study's order, None where there is no prediction.
         """
         self.space, self.axes = dict(space), list(space)
         self.ordered = np.array([isinstance(axis, FloatDistribution) for axis in space.values()])
         self.spans = np.array([axis.high - axis.low for axis in space.values() if isinstance(axis, FloatDistribution)])
+        self.memory = DOUBTFUL_MEMORY if doubtful_memory else TRUSTED_MEMORY
         self.candidates, self.needed, self.predicted = candidates, needed, predicted
         self.random = np.random.default_rng(seed)
 
@@ -136,11 +149,12 @@ class SurrogateSampler(BaseSampler):
             figures.append(sign * values)
             means.append(sign * mean)
             deviations.append(deviation)
-        if not means:
-            return self.random.random(len(untried))
-
         estimated = bool(np.isfinite(shares).all())
         chance = self._fits(untried, shares) if estimated else np.ones(len(untried))
+        likely = chance >= LIKELY * chance.max()
+        if not means:
+            return np.where(likely, self.random.random(len(untried)), 0.0)
+
         for name in complete[0].constraints if complete else ():
             values = np.array([t.constraints[name] for t in (measured + failed if name in FAILURES else measured)])
             if len(set(values)) > 1 and not (name == "memory" and estimated):
@@ -149,15 +163,23 @@ class SurrogateSampler(BaseSampler):
         kept = [max(trial.constraints.values()) <= 0 for trial in measured]
         front = np.array(figures).T[kept]
         gain: Array = chance * self._added(front, np.array(means).T, np.array(deviations).T)[len(seen) :]
-        return gain
+        gain = np.where(likely, gain, 0.0)
+        return gain if gain.any() else chance  # rather than whichever is first
 
     def _fits(self, untried: list[Coordinates], shares: Array) -> Array:
         """Probability of each of `untried` that it fits in memory, of which it is estimated to need `shares`."""
         needed = self.needed()
-        before, after = np.log(np.array(list(needed.values()), float).reshape(-1, 2).T)
-        seen = list(needed)
-        process = _Process(self._likeness(seen, seen + untried), MEMORY_OFFSET, MEMORY_SCALES, MEMORY_UNMEASURED)
-        mean, deviation = process.expect(after, np.append(before, np.log(shares)))
+        known = [place for place, need in needed.items() if need.after is not None]
+        seen = known + [place for place, need in needed.items() if need.after is None]
+        places = seen + untried
+        ahead = np.log(np.array([needed[place].before for place in seen] + list(shares), float))
+        after = np.log(np.array([needed[place].after for place in known], float))
+        measured = _Process(self._likeness(known, places), *self.memory)
+        mean, deviation = measured.expect(after, ahead)
+        bounded = slice(len(known), len(seen))
+        signs = np.array([-1.0 if needed[place].fits else 1.0 for place in seen[bounded]])
+        after = np.append(after, _beyond_zero(mean[bounded], deviation[bounded], signs))
+        mean, deviation = _Process(self._likeness(seen, places), *self.memory).expect(after, ahead)
         chance: Array = ndtr(-mean / deviation)[len(seen) :]
         return chance
 
@@ -191,6 +213,12 @@ class SurrogateSampler(BaseSampler):
 def _has_figures(trial: FrozenTrial) -> bool:
     """Whether the values of a complete trial are its own, not the worst that others had."""
     return all(trial.constraints[name] <= 0 for name in FAILURES)
+
+
+def _beyond_zero(mean: Array, deviation: Array, signs: Array) -> Array:
+    """Means of normal variables of which the sign is known, 1 or -1."""
+    apart = signs * mean / deviation
+    return mean + signs * deviation * np.exp(norm.logpdf(apart) - norm.logcdf(apart))
 
 
 class _Process:

@@ -92,10 +92,13 @@ class Bench:
         report = outcomes[0].report
         assert report is not None
         assert report.slice is not None
-        waited = Span(report.device, report.slice.wait_start_ns, report.slice.wait_end_ns)
-        (waiting,) = summaries([node_windows([waited], members, self.telemetry)], self.telemetry)
+        waiting_w = None
+        if report.slice.waited_ns is not None:
+            waited = Span(report.device, *report.slice.waited_ns)
+            (waiting,) = summaries([node_windows([waited], members, self.telemetry)], self.telemetry)
+            waiting_w = waiting.mean_power_w
         runs = self._runs(request, outcomes, members)
-        return Alone(report, runs, self._whole(request, outcomes, members, gang_s, runs), waiting.mean_power_w)
+        return Alone(report, runs, self._whole(request, outcomes, members, gang_s, runs), waiting_w)
 
     def _answer(self, request: TrialRequest, front: Sequence[Mapping[str, float]] = ()) -> Answer | TrialResult:
         """What a gang answers whose ranks all ended well, or else the trial's result."""

@@ -24,7 +24,9 @@ from service.trials.extrapolation import SPENT, over_batch
 from service.trials.figures import breakdown_metrics, of_step
 from service.trials.slice_breakdown import by_pipeline_rank, exposed_s
 from trainables.breakdown import Breakdown
-from trainables.program import TrialRequest
+from trainables.command import Command
+from trainables.command_slice import CommandSlice
+from trainables.program import RankProgram, TrialRequest
 from trainables.slice import Slice
 from trainables.status import Status
 from trainables.training import Training
@@ -78,9 +80,14 @@ def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | Tri
 
     `request` is a trial of the whole layout.
     """
-    training, usable = request.program, usable_bytes(bench.problem.workload.accelerator)
-    assert isinstance(training, Training)
-    program = Slice(training, kind.rank, network_of(bench, request.layout), kind.share, usable)
+    whole, network = request.program, network_of(bench, request.layout)
+    usable = usable_bytes(bench.problem.workload.accelerator)
+    program: RankProgram
+    if isinstance(whole, Command):
+        program = CommandSlice(whole, network, usable)
+    else:
+        assert isinstance(whole, Training)
+        program = Slice(whole, kind.rank, network, kind.share, usable)
     one = bench.alone(replace(request, program=program))
     if isinstance(one, TrialResult) and one.status == Status.OOM and usable is not None:
         name = bench.problem.cluster.accelerator
@@ -194,7 +201,8 @@ def _figures(
     runs = {kind: one.runs[index].metrics for kind, one in seen.items()}
     powered = all(metrics.get("mean_power_w") for metrics in runs.values())
     weighed = all(one.report.peak_memory_gib for one in seen.values())
-    tokens = layout.global_batch_size * problem.sequence_length
+    first = next(iter(seen.values()))
+    tokens = first.report.tokens_per_step or layout.global_batch_size * problem.sequence_length
     figures = of_step(
         problem,
         layout.num_gpus,

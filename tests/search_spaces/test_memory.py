@@ -407,7 +407,7 @@ def test_trials_correct_their_engine() -> None:
     predicted_gib = estimate(layout, H200).peak_bytes / 2**30
     shares = [share_of(layout, model)]
     for _ in range(40):
-        model.observe(layout, 1.1 * predicted_gib)
+        model.observe(layout, 1.1 * predicted_gib, fits=True)
         shares.append(share_of(layout, model))
     assert shares == sorted(shares)
     assert shares[0] == share_of(layout)
@@ -419,23 +419,23 @@ def test_trials_correct_their_engine() -> None:
 def test_one_odd_trial_corrects_nothing() -> None:
     model, layout = MemoryModel(H200), replicas()
     for measured in (1.0, 1.0, 3.0, 1.0, 1.0):
-        model.observe(layout, measured * estimate(layout, H200).peak_bytes / 2**30)
+        model.observe(layout, measured * estimate(layout, H200).peak_bytes / 2**30, fits=True)
     assert share_of(layout, model) == share_of(layout)
 
 
 def test_running_out_says_that_more_was_needed() -> None:
     model, layout, hopeless = MemoryModel(H200), replicas(), replicas(micro_batch_size=2, compile=False)
-    model.observe(hopeless, None)  # which was known
+    model.observe(hopeless, None, fits=False)  # which was known
     assert share_of(layout, model) == share_of(layout)
     for _ in range(3):
-        model.observe(layout, None)
+        model.observe(layout, None, fits=False)
     assert share_of(layout, model) > share_of(layout)
 
 
 def test_nothing_is_learnt_of_machines_whose_memory_is_not_known() -> None:
     model, layout = MemoryModel(replace(H200, accelerator=ACCELERATORS["gpu"])), replicas()
-    model.observe(layout, None)
-    model.observe(layout, 100.0)
+    model.observe(layout, None, fits=False)
+    model.observe(layout, 100.0, fits=True)
     assert model.share(layout) is None
 
 

@@ -120,8 +120,8 @@ def test_a_program_without_a_known_model_has_rules_and_no_predictions() -> None:
     model = MemoryModel(work)
     assert {model.share(layout) for layout in space.layouts} == {None}
     assert model.band(space.layouts[0]) is None
-    model.observe(space.layouts[0], 10.0)
-    model.observe(space.layouts[0], None)
+    model.observe(space.layouts[0], 10.0, fits=True)
+    model.observe(space.layouts[0], None, fits=False)
     assert work.speed(1000.0, 8) == {"tokens_per_s": 1000.0, "tokens_per_s_per_gpu": 125.0, "mfu": None}
 
 

@@ -102,6 +102,26 @@ def test_a_layout_is_formatted_and_written_as_the_search_trained_it(wattune: Wat
     assert (launch.training.data, launch.training.sequence_length) == ("synthetic", 64)
 
 
+def test_a_layout_of_a_trainer_is_written_as_what_torchrun_starts(home: Home, tmp_path: Path) -> None:
+    problem = load_spec(Path(__file__).parents[2] / "examples/plain_pytorch.yaml")
+    layout = problem.legal.layouts[0]
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.start_search("own-1", problem, {})
+    tracker.start_trial("t0", layout)
+    tracker.finish_trial(TrialResult("t0", layout, Status.OK, None, {"tokens_per_s": 20.0}))
+    wattune = Wattune()
+    candidate = wattune.best("own", maximize="tokens_per_s").candidate
+    said = wattune.formatted("own", candidate, "torchrun")
+    assert f"  --micro-batch-size={layout.micro_batch_size} \\\n" in said.text
+    assert "wattune_steps.py" in said.not_expressible["hook"]
+    written = wattune.write_folder("own", candidate, "torchrun", tmp_path / "run")
+    assert written.files["start.sh"] == said.text
+    assert (tmp_path / "run" / "wattune_steps.py").exists()
+    with pytest.raises(InputError, match="megatron-lm cannot express layouts of the trainer plain-pytorch"):
+        wattune.formatted("own", candidate, "megatron-lm")
+    assert "torchrun" in wattune.export("own", candidate)["not_expressible"]["engine"]
+
+
 def test_the_client_plans_and_prepares_data(home: Home, tmp_path: Path) -> None:
     problem = parse_spec(SPEC)
     assert [forecast.layout for forecast in Wattune().plan(problem).forecasts] == list(problem.legal.layouts)

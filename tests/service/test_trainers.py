@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import re
 import tomllib
 from copy import deepcopy
 from dataclasses import replace
@@ -159,7 +160,6 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"steps": {"stp": "x"}}, {}, "trainer.steps.stp: unknown field; allowed: step, memory"),
     ({"out_of_memory": ["("]}, {}, "trainer.out_of_memory: '(' is no regular expression"),
     ({}, {"measurement": {"short_trials": True}}, "measurement.short_trials: a trainer's program"),
-    ({}, {"measurement": {"explore": "slices"}}, "measurement.explore: a trainer's program runs whole"),
     ({}, {"depth_proxy": [1, 2], "model": "tiny-llama"}, "depth_proxy: a trainer's program has the layers"),
     ({}, {"borderline": "probe"}, "borderline: what a trainer's program needs"),
     ({}, {"space": {"engine": "megatron"}}, "space.engine: the trainer mine stands for it"),
@@ -193,6 +193,32 @@ def test_what_is_wrong_is_one_line_that_names_the_place(
 def test_own_axes_are_refused_without_a_trainer() -> None:
     with pytest.raises(InputError, match=r"space\.nccl_algo: unknown field; allowed: engine"):
         spec(trainer=None, model="tiny-llama", data="synthetic", space={"nccl_algo": "Ring"})
+
+
+SLICES: dict[str, Any] = {"measurement": {"explore": "slices"}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "fault"),
+    [
+        (
+            {"axes": {"pipeline_parallel_size": [1, 2]}},
+            "space.pipeline_parallel_size: slices of the trainer mine take 1 alone: a program does not tell what each",
+        ),
+        (
+            {"axes": {"expert_parallel_size": [2]}},
+            "space.expert_parallel_size: slices of the trainer mine take 1 alone",
+        ),
+        ({"steps": "megatron-lm"}, "slices run the first rank, and megatron-lm logs its steps on the last"),
+    ],
+)
+def test_slices_of_programs_whose_ranks_differ_are_refused(trainer: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InputError, match=re.escape(fault)):
+        check(spec({**PLAIN, **trainer}, space={}, **SLICES), "spec")
+
+
+def test_a_program_whose_ranks_are_alike_may_run_by_slices() -> None:
+    assert check(spec(**SLICES), "spec").measurement.sliced
 
 
 def test_what_of_the_goals_no_trial_will_have() -> None:

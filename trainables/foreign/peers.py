@@ -26,7 +26,7 @@ class Peers:
         """Join the others. Collective."""
         torch.set_num_threads(1)  # the program needs the others
         self.store = join_trial(request, place, "gloo")
-        self.rank, self.size = place.rank, request.layout.num_gpus
+        self.rank, self.size = place.rank, len(request.ranks)
         self.watch: Callable[[], None] = lambda: None
 
     def gather(self, value: object) -> list[Any]:

@@ -70,11 +70,7 @@ class CommandRank:
         self.enter("start")
         self.kills = kernel_kills()
         self.peers = Peers(request, place)
-        members = self.peers.gather(Member(place.node, place.local_rank, own_address(place)))
-        # As torchrun does it, rank 0's agent keeps the store at which the programs meet, so no port is taken twice.
-        self.store = TCPStore(members[0].host, 0, is_master=True, wait_for_workers=False) if place.rank == 0 else None
-        port, token = self.peers.gather((self.store.port if self.store else None, secrets.token_hex(4)))[0]
-        self.folder = Path(tempfile.gettempdir()) / f"wattune-{token}"
+        self.folder = Path(tempfile.gettempdir()) / f"wattune-{self.peers.gather(secrets.token_hex(4))[0]}"
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.ends: list[StepEnd] = []
         self.count = 0
@@ -84,7 +80,7 @@ class CommandRank:
             self.write_files()
             self.program = Program(
                 [self.placed(argument) for argument in command.arguments],
-                self.environment(torchrun_environment(place.rank, members, port)),
+                self.environment(),
                 self.placed(command.directory or TRIAL_DIR),
                 self.folder,
                 self.steps.hear,
@@ -94,6 +90,15 @@ class CommandRank:
             raise
         self.step_ended_ns = self.program.start_ns
         self.peers.watch = self.watch
+
+    def torchrun(self) -> dict[str, str]:
+        """The variables that torchrun would set, once there is where the programs are to meet. Collective."""
+        members = self.peers.gather(Member(self.place.node, self.place.local_rank, own_address(self.place)))
+        # As torchrun does it, rank 0's agent keeps the store at which the programs meet, so no port is taken twice.
+        first = self.place.rank == 0
+        self.store = TCPStore(members[0].host, 0, is_master=True, wait_for_workers=False) if first else None
+        port = self.peers.gather(self.store.port if self.store else None)[0]
+        return torchrun_environment(self.place.rank, members, port)
 
     def listen(self) -> Steps:
         """Be ready to hear of steps."""
@@ -114,14 +119,15 @@ class CommandRank:
         """The text with the trial's own folder in it."""
         return text.replace(TRIAL_DIR, str(self.folder))
 
-    def environment(self, torchrun: dict[str, str]) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """The program's environment variables: this process's, torchrun's, the command's and the hook's, the last wins.
+        Collective.
 
         Programs of this Python's environment are found first, and Python keeps no lines to itself.
         """
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-        environment |= torchrun
+        environment |= self.torchrun()
         environment |= {name: self.placed(value) for name, value in self.command.environment}
         path = [str(HOOK), *filter(None, [environment.get("PYTHONPATH")])]
         return environment | self.steps.environment | {"PYTHONPATH": os.pathsep.join(path)}
@@ -149,7 +155,7 @@ class CommandRank:
         losses = self.peers.means(padded(told.losses, self.count))
         known = tuple(loss for loss in losses if loss is not None)
         if known:
-            check_learning(known)
+            self.check(known)
         grad_norms = self.peers.means(padded(told.grad_norms, self.count))
         window = len(timing.window_steps_s)
         counted = self.peers.means(padded([end.tokens for end in self.ends], self.count))[-window:]
@@ -166,6 +172,10 @@ class CommandRank:
             tokens_per_step=sum(tokens) / len(tokens) if tokens else None,
             problems=self.disagreement(timing),
         )
+
+    def check(self, losses: tuple[float, ...]) -> None:
+        """Raise `InvalidTrial` for losses of a training that went wrong."""
+        check_learning(losses)
 
     def await_first(self) -> None:
         """Wait until a step has ended, and find out whether the steps that count are this rank's. Collective."""

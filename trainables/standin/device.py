@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.futures import Future
 from triton.language.extra.cuda import globaltimer
 
 from search_spaces.network import Collective
 from trainables.breakdown import STANDIN
+from trainables.standin.lane import HostLane
 from trainables.standin.moves import Move, fill
 
 BLOCKS = 24
@@ -59,15 +63,17 @@ class DeviceLane:
 
     As with NCCL, what is not asynchronous runs on the caller's stream, and all of a group one after the other, whatever
     their streams. Tensors are kept until their collective is waited for, or is over, in place of `record_stream`: so
-    torch has it with NCCL, and the allocator takes as much memory.
+    torch has it with NCCL, and the allocator takes as much memory. What lies on the host goes as it does without a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._host = device, HostLane()
         self._stream = torch.cuda.Stream(device)
         self._under_way: deque[DeviceWork] = deque()
 
     def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
+        if moves and moves[0].target.device.type == "cpu":
+            return self._host.carry(kind, moves, seconds, asynchronous)
         while self._under_way and self._under_way[0].event.query():
             self._under_way.popleft()
         current = torch.cuda.current_stream(self._device)
@@ -84,18 +90,34 @@ class DeviceLane:
         if self._under_way:
             stream.wait_event(self._under_way[-1].event)
         transfer(kind, moves, seconds)
-        work = DeviceWork(stream.record_event(), kept)
+        work = DeviceWork(stream, stream.record_event(), kept)
         self._under_way.append(work)
         return work
 
 
 class DeviceWork(dist.Work):
-    """Is over when the GPU is past `event`; `moves` are what must live until then."""
+    """Is over when the GPU is past `event` on `stream`; `moves` are what must live until then."""
 
-    def __init__(self, event: torch.cuda.Event, moves: Sequence[Move]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event, moves: Sequence[Move]) -> None:
         super().__init__()
         self.event = event
-        self._moves = moves
+        self._stream, self._moves = stream, moves
+
+    def is_completed(self) -> bool:
+        over: bool = self.event.query()
+        return over
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._future
+
+    @cached_property
+    def _future(self) -> Future[list[Tensor]]:
+        """Has what arrives, for a stream that waits for it, as those of torch's DistributedDataParallel do."""
+        future: Future[list[Tensor]] = Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self.event)
+            future.set_result([move.target for move in self._moves])
+        return future
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Have the current stream wait. What it does with the tensors' memory then comes after the collective."""

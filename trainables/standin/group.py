@@ -153,6 +153,10 @@ class StandIn(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call(Collective.BARRIER, 0, [], opts)
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Of gloo's, where it ends when all have come."""
+        self.barrier().wait()
+
     def _start_coalescing(self, device: torch.device) -> None:
         """What is called until the end is over when the last of it is."""
 

@@ -43,9 +43,9 @@ def test_export_of_a_megatron_layout_has_its_arguments() -> None:
     assert "deepspeed" not in exported
 
 
-def test_a_layout_that_no_format_can_express_says_so() -> None:
+def test_a_layout_of_a_trainer_says_what_starts_it() -> None:
     made = exported(replace(CONFIG, engine="abacus"))
-    assert made["not_expressible"] == {"engine": "layouts of the engine abacus have no export"}
+    assert made["not_expressible"] == {"engine": "abacus is a program of its own: see --format torchrun"}
     assert Layout.from_dict(made["config"]).engine == "abacus"
     assert not {"deepspeed", "megatron_lm"} & set(made)
 

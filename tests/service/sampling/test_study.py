@@ -464,7 +464,7 @@ def test_memory_is_as_well_known_after_a_break_as_before(tmp_path: Path) -> None
     study.tell(told, results[0])
     again = SearchStudy("search", points, GOALS, "auto", 0, storage, memory=tight()[1])
     again.recall(results)
-    memory.observe(untold, results[1].metrics["peak_memory_gib"])
+    memory.observe(untold, results[1].metrics["peak_memory_gib"], fits=True)
     assert again.memory is not None
     assert share(again.memory, fitting[-1]) == share(memory, fitting[-1]) > share(tight()[1], fitting[-1])
 
@@ -482,12 +482,14 @@ def test_out_of_memory_is_told_by_how_much_and_teaches_what_fits() -> None:
     assert ok == pytest.approx(share(MemoryModel(WORK), smallest) - 1)
     assert oom == pytest.approx(max(share(memory, failing) - 1, 0.01))
     for _ in range(6):  # that all of its kind take more than predicted
-        memory.observe(failing, 1.1 * 138)
+        memory.observe(failing, 1.1 * 138, fits=True)
     assert share(memory, largest) > 1
     assert largest not in study._candidates()
     assert all(estimated is not None and estimated < 1 for estimated in study._candidates().values())
-    estimated, needed = study._needed()[study._coordinates(failing)]
-    assert estimated < 1 < needed
+    needed = study._needed()[study._coordinates(failing)]
+    assert needed.fits
+    assert needed.after is not None
+    assert needed.before < 1 < needed.after
 
 
 @pytest.mark.parametrize("sampler", QUICK)

@@ -14,6 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
+from search_spaces.memory import Needed
 from service.sampling import surrogate
 from service.sampling.surrogate import Coordinates, SurrogateSampler, _Process
 
@@ -45,7 +46,7 @@ class Search:
         directions: tuple[str, ...] = ("maximize",),
     ) -> None:
         self.left: dict[Coordinates, float | None] = dict.fromkeys(POINTS) | dict(shares or {})
-        self.needed: dict[Coordinates, tuple[float, float]] = {}
+        self.needed: dict[Coordinates, Needed] = {}
         self.sampler = SurrogateSampler(SPACE, lambda: self.left, lambda: self.needed, predicted or {}, seed=0)
         self.study = optuna.create_study(
             directions=[StudyDirection[way.upper()] for way in directions], sampler=self.sampler
@@ -140,7 +141,7 @@ def test_memory_that_was_estimated_wrongly_is_learnt_along_an_axis() -> None:
     search = Search(predicted, shares)
     assert search.wants() == first
     for point in (first, (0, 1.0, 2.0)):
-        search.needed[point] = shares[point], 1.0
+        search.needed[point] = Needed(shares[point], None, fits=False)
         search.left.pop(point)
     wanted = search.wants()
     assert wanted[0] == 0

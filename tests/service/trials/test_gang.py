@@ -26,7 +26,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from service.problem import Cluster
 from service.result import TrialResult
-from service.spec import make_problem
+from service.spec import load_spec, make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, awaited, close_gangs, resources_per_worker
@@ -311,6 +311,30 @@ def test_a_program_of_a_user_s_is_measured_by_its_log_and_ends_with_its_trial(ga
     assert "foreign_program.py" in str(failed.traceback)
     assert run().status == "ok"
     wait_until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or ())])
+
+
+def test_a_program_of_a_user_s_on_more_gpus_than_there_are_runs_by_slices(gang: Gang, telemetry: Any) -> None:
+    problem = load_spec(Path(__file__).parents[3] / "examples/plain_pytorch.yaml")
+    problem = replace(
+        problem,
+        cluster=replace(problem.cluster, gpus_per_node=4),
+        measurement=replace(problem.measurement, explore="slices", breakdown=True, window_s=0.5, warmup_tolerance=0.5),
+    )
+    network = data_sheet("cpu")
+    assert network is not None
+    layout = Layout("plain-pytorch", 4, 8, micro_batch_size=2, precision="fp32", own=(("threads", 1),))
+    bench = Bench(problem, gang.mailbox, telemetry, {"python": "3"}, network.network(4))
+    result = run_trial(bench, f"sliced program {next(trial_numbers)}", layout)
+    assert (result.status, result.cause) == ("ok", None)
+    assert result.methods["tokens_per_s"] == "slice"
+    assert [one.kind.stands_for for one in result.slices] == [(0,)]
+    step_s = result.metrics["step_time_s"]
+    assert step_s == pytest.approx(np.mean(result.step_times_s))
+    assert result.metrics["tokens_per_s"] == pytest.approx(8 * problem.sequence_length / np.mean(result.step_times_s))
+    assert (result.metrics["breakdown_all_reduce_s"] or 0) > 0
+    assert (result.metrics["energy_per_step_j"] or 0) > 0
+    assert result.metrics["bubble_ratio"] == pytest.approx(0, abs=1e-9)
+    assert TrialResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
 def test_a_killed_trial_process_is_a_crash_and_the_gang_goes_on(begin: Begin) -> None:

@@ -190,7 +190,7 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
                 grad_norms=(1.0, 1.0),
                 peak_memory_gib=peak,
                 environment={},
-                slice=SliceReport(dict.fromkeys(batches, nothing), {}, *waited) if alone else None,
+                slice=SliceReport(dict.fromkeys(batches, nothing), {}, waited) if alone else None,
             )
             for worker, rank in enumerate(order.request.ranks):
                 own = replace(report, rank=rank, coordinates=CONFIG.coordinates(rank), device=f"GPU-{worker}")

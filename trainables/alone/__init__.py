@@ -1,0 +1,1 @@
+"""What a program of the user's finds first on `PYTHONPATH` where one of its ranks runs alone: nothing to import."""
