@@ -36,7 +36,7 @@ FULL = TrialResult(
 def seen(power_cap_ratio: float | None) -> Alone:
     """A rank that took 2 s a step on the GPU `GPU-a`."""
     timing = Timing((2.0,), (2.0, 2.0), 0, 4_000_000_000, 0.0)
-    of_passes = SliceReport({8: PassTimes(0.0, {}, 2.0, 0.0, 0.0)}, {8: ()}, 0, 1)
+    of_passes = SliceReport({8: PassTimes(0.0, {}, 2.0, 0.0, 0.0)}, {8: ()}, (0, 1))
     report = RankReport(0, {}, "GPU-a", {8: timing}, (1.0,), (1.0,), 20.0, {}, slice=of_passes)
     run = TrialResult("a", LAYOUT, Status.OK, metrics={"power_cap_ratio": power_cap_ratio, "mean_power_w": 700.0})
     return Alone(report, (run,), run, 100.0)
