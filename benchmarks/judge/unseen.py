@@ -127,8 +127,9 @@ def search(sweep: Sweep, seed: int, trials: int) -> list[Layout]:
     """The layouts that a search asks for, in order. It knows what any search of the problem would."""
     problem, layouts = sweep.problem, list(sweep.results)
     coefficients = data_sheet(problem.cluster.accelerator)
-    known = problem.shape is not None and coefficients is not None
-    predicted = predictions(layouts, problem.workload, problem.cluster.as_stated(coefficients)) if known else {}
+    predicted: dict[Layout, dict[str, float]] = {}
+    if problem.shape is not None and coefficients is not None:
+        predicted = predictions(layouts, problem.workload, problem.cluster.as_stated(coefficients))
     memory, goals = MemoryModel(problem.workload), replace(problem.goals, objectives=sweep.table.objectives)
     study = SearchStudy("unseen", layouts, goals, "auto", seed, memory=memory, predicted=predicted)
     tried: list[Layout] = []

@@ -218,7 +218,8 @@ def _has_figures(trial: FrozenTrial) -> bool:
 def _beyond_zero(mean: Array, deviation: Array, signs: Array) -> Array:
     """Means of normal variables of which the sign is known, 1 or -1."""
     apart = signs * mean / deviation
-    return mean + signs * deviation * np.exp(norm.logpdf(apart) - norm.logcdf(apart))
+    beyond: Array = mean + signs * deviation * np.exp(norm.logpdf(apart) - norm.logcdf(apart))
+    return beyond
 
 
 class _Process:

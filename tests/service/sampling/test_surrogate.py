@@ -229,5 +229,5 @@ def test_what_adds_nothing_is_asked_for_by_how_likely_it_fits() -> None:
     first, *others = by_speed(POINTS)
     search = Search({point: [speed(point)] for point in POINTS}, dict.fromkeys(POINTS, 0.5))
     search.tell(first, 1e9)
-    search.left = dict.fromkeys(others[:-1], 3.0) | {others[-1]: 0.2}
+    search.left = {**dict.fromkeys(others[:-1], 3.0), others[-1]: 0.2}
     assert search.wants() == others[-1]
