@@ -1,6 +1,6 @@
 """How many launches of a trainer that Wattune has never seen run out of memory: searches of committed sweeps.
 
-    python -m benchmarks.judge.unseen [--seeds 20] [--trials 30]
+    python -m benchmarks.judge.unseen [--seeds 10] [--trials 30]
 
 A table of benchmarks/data stands in for a trainer's program: its layouts have the name of no engine that is known, no
 rule refuses one for its memory, and all that a search learns it learns from the rows that it asks for. What it begins
@@ -127,7 +127,7 @@ def search(sweep: Sweep, seed: int, trials: int) -> list[Layout]:
     """The layouts that a search asks for, in order. It knows what any search of the problem would."""
     problem, layouts = sweep.problem, list(sweep.results)
     coefficients = data_sheet(problem.cluster.accelerator)
-    predicted = {}
+    predicted: dict[Layout, dict[str, float]] = {}
     if problem.shape is not None and coefficients is not None:
         predicted = predictions(layouts, problem.workload, problem.cluster.as_stated(coefficients))
     memory, goals = MemoryModel(problem.workload), replace(problem.goals, objectives=sweep.table.objectives)
@@ -160,7 +160,7 @@ def row(case: Case, seeds: int, trials: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--trials", type=int, default=30)
     given = parser.parse_args(argv)
     cases = [Case(DATA / name, gib, known) for name in TABLES for gib in MEMORY_GIB for known in KNOWN]

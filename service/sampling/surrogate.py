@@ -46,13 +46,13 @@ TRUSTED_MEMORY = 0.01, (0.001, 0.003, 0.01, 0.03, 0.1), 0.01
 """The variances that hold for the memory that layouts need, in place of `OFFSET`, `SCALES` and `UNMEASURED`. Of a sweep
 that it had not seen, the memory model's estimates were a tenth off."""
 
-DOUBTFUL_MEMORY = 0.3, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), 0.3
+DOUBTFUL_MEMORY = 0.3, (0.03, 0.1, 0.3, 1.0), 0.3
 """Likewise where the estimates are of another program, or there are none: twice as much would be no surprise."""
 
 SUM, REACH = 0.9, 0.5
 """Share of the kernel that is a sum over the axes, and its length scale, in that of an axis from end to end."""
 
-LIKELY = 0.9
+LIKELY = 0.95
 """A layout is left while others are likelier to fit in memory: while its probability is below this share of the
 largest."""
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import wattune_steps
 from torch import nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--does", default="")
@@ -58,19 +58,31 @@ if does == "again":
     dist.init_process_group("gloo")
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
 if does == "fsdp":
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
-    for layer in model:
+    for layer in model.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+if does == "fsdp1":
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 optimizer = torch.optim.AdamW(model.parameters())
+if does.startswith("zero"):
+    import deepspeed
+
+    stage = {"stage": int(does[-1])}
+    settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": stage, "zero_force_ds_cpu_optimizer": False}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    while True:
+        data = torch.ones(4, 32)
+        loss = nn.functional.mse_loss(engine(data), data)
+        engine.backward(loss)
+        engine.step()
+        wattune_steps.step(loss=loss)
 while True:
     data = torch.ones(4, 32)
     loss = nn.functional.mse_loss(model(data), data)
     loss.backward()
-    if does == "norm":
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     wattune_steps.step(loss=loss)

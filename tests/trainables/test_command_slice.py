@@ -121,8 +121,15 @@ def test_what_only_a_schedule_could_tell_is_told(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_may_leave_and_join_again(run_ranks: RunRanks) -> None:
-    (outcome,) = run_ranks(request(DISTRIBUTED, "--does", "again", ranks=2))
+@pytest.mark.parametrize("does", ["again", "fsdp1", "zero1", "zero2", "zero3"])
+def test_frameworks_find_no_difference(does: str, run_ranks: RunRanks) -> None:
+    (outcome,) = run_ranks(request(DISTRIBUTED, "--does", does, ranks=4))
+    assert (outcome.status, outcome.cause) == ("ok", None)
+
+
+@pytest.mark.slow
+def test_a_hugging_face_trainer_finds_no_difference(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (outcome,) = run_ranks(request("tests/trainables/huggingface_program.py", str(tmp_path), ranks=4))
     assert (outcome.status, outcome.cause) == ("ok", None)
 
 

@@ -44,10 +44,11 @@ class Search:
         predicted: Mapping[Coordinates, Sequence[float | None]] | None = None,
         shares: Mapping[Coordinates, float] | None = None,
         directions: tuple[str, ...] = ("maximize",),
+        doubtful: bool = False,
     ) -> None:
         self.left: dict[Coordinates, float | None] = dict.fromkeys(POINTS) | dict(shares or {})
         self.needed: dict[Coordinates, Needed] = {}
-        self.sampler = SurrogateSampler(SPACE, lambda: self.left, lambda: self.needed, predicted or {}, seed=0)
+        self.sampler = SurrogateSampler(SPACE, lambda: self.left, lambda: self.needed, predicted or {}, 0, doubtful)
         self.study = optuna.create_study(
             directions=[StudyDirection[way.upper()] for way in directions], sampler=self.sampler
         )
@@ -210,3 +211,23 @@ def test_the_process_goes_through_what_it_was_told(off: list[float], offset: flo
     shifted, same = process.expect(np.array(off) + 1.0, ahead + 1.0)
     assert shifted == pytest.approx(mean + 1.0)
     assert same == pytest.approx(deviation)
+
+
+def test_a_space_of_which_nothing_is_known_is_learnt_by_what_ran_and_what_ran_out() -> None:
+    """The fast engine needs twice as much, which the memory that trials took tells, or only whether they ran."""
+    for told in (True, False):
+        search = Search(shares=dict.fromkeys(POINTS, 0.5), doubtful=True)
+        for point in [(engine, tensor, 1.0) for engine in (0, 1) for tensor in (0.0, 1.0)]:
+            fits = point[0] == 1
+            search.needed[point] = Needed(0.5, 0.3 if fits and told else None, fits)
+            search.tell(point, speed(point), memory=-1.0 if fits else 1.0)
+        assert search.wants()[0] == 1
+
+
+def test_what_adds_nothing_is_asked_for_by_how_likely_it_fits() -> None:
+    """All that could be better has run out or is known not to fit."""
+    first, *others = by_speed(POINTS)
+    search = Search({point: [speed(point)] for point in POINTS}, dict.fromkeys(POINTS, 0.5))
+    search.tell(first, 1e9)
+    search.left = {**dict.fromkeys(others[:-1], 3.0), others[-1]: 0.2}
+    assert search.wants() == others[-1]
