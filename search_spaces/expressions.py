@@ -1,10 +1,10 @@
 """A language of small expressions, such as ``heads % tensor_parallel_size == 0``: Python's own, less what can do harm.
 
 Python's parser reads them and an interpreter of a few kinds of nodes works them out: numbers, texts, `True`, `False`,
-`None`, names, `+ - * // / %`, comparisons, `in` a list, `and`, `or`, `not`, `X if C else Y`, `min` and `max`. Nothing
-else is let in: no attributes, subscripts, powers or other calls. Texts, depth and numbers are bounded, so that no
-expression takes longer to work out than to read. Unlike in Python, what is neither true nor false decides nothing,
-switches are no numbers, and values of different kinds cannot be compared: each is a mistake.
+`None`, names, `+ - * // / %`, comparisons, `in` a list, `and`, `or`, `not`, `X if C else Y`, `min`, `max`, and `round`
+to a whole number. Nothing else is let in: no attributes, subscripts, powers or other calls. Texts, depth and numbers
+are bounded, so that no expression takes longer to work out than to read. Unlike in Python, what is neither true nor
+false decides nothing, switches are no numbers, and values of different kinds cannot be compared: each is a mistake.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ def _operands(node: ast.expr) -> Sequence[ast.expr] | None:
             if any(isinstance(sign, ast.In | ast.NotIn) for sign in signs[:-1]):
                 raise ExpressionError("nothing is compared with a list; put `and` between")
             return left, *(operand for pair in zip(signs, others, strict=True) for operand in _compared(*pair))
+        case ast.Call(func=ast.Name(id="round"), args=[number], keywords=[]):
+            return (number,)
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=args, keywords=[]):
             if len(args) < 2:
                 raise ExpressionError(f"{name} takes two or more numbers")
@@ -143,7 +145,9 @@ def _compared(sign: ast.cmpop, other: ast.expr) -> list[ast.expr]:
     return [other]
 
 
-_LET_IN = "numbers, texts, names, + - * // / %, comparisons, in [...], and, or, not, X if C else Y, min() and max()"
+_LET_IN = (
+    "numbers, texts, names, + - * // / %, comparisons, in [...], and, or, not, X if C else Y, min(), max() and round()"
+)
 
 
 def _names(node: ast.expr) -> set[str]:
@@ -204,6 +208,8 @@ class _Interpreter:
                 return self._joined(all, self._comparisons(left, signs, others))
             case ast.Call(func=ast.Name(id=name), args=args):
                 numbers = [_number(self.value(one)) for one in args]
+                if name == "round":
+                    return round(numbers[0])
                 return min(numbers) if name == "min" else max(numbers)
         raise AssertionError(f"{ast.dump(node)} was admitted")
 

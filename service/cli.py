@@ -483,6 +483,28 @@ def trainers(as_json: bool) -> None:
     click.echo(json.dumps([one.to_dict() for one in known], indent=2) if as_json else text(known))
 
 
+@main.group()
+def trainer() -> None:
+    """Look at one trainer."""
+
+
+@trainer.command("check")
+@click.argument("reference", metavar="NAME|FILE|SPEC")
+@ALLOW_TRAINER
+@JSON
+@refusing_bad_input
+def check_trainer(reference: str, allow_trainer: bool, as_json: bool) -> None:
+    """Run a few steps of a trainer here, and say what was seen of its program and what is missing.
+
+    Of a spec, its first legal layout is run; of a trainer's name or file, the first one of a small model.
+    """
+    from service.trainer_check import text
+
+    check = Wattune.check_trainer(reference, allow_trainer)
+    click.echo(json.dumps(check.to_dict(), indent=2) if as_json else text(check))
+    sys.exit(0 if check.passed else 1)
+
+
 @main.command()
 @click.argument("text", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Prefix of the .bin and .idx to write.")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from service.problem import Problem
     from service.record.pages import Pages
     from service.record.results import Results, SearchRecord, TrialRecord
+    from service.trainer_check import TrainerCheck
     from service.trainers import ReadyTrainer
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
@@ -365,6 +366,13 @@ class Wattune:
         from service.trainers import ready_trainers
 
         return ready_trainers()
+
+    @staticmethod
+    def check_trainer(trainer: str | Path, allow_trainer: bool = False) -> TrainerCheck:
+        """A few steps of a trainer, by its name, its file or a spec's file; see `service.trainer_check`."""
+        from service.trainer_check import check_trainer
+
+        return check_trainer(str(trainer), allow_trainer)
 
     @staticmethod
     def prepare_data(text: Sequence[str | Path], out: str | Path) -> PreparedData:

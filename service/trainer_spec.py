@@ -47,7 +47,8 @@ ANY = "any"
 _SAMPLE = Layout.plain("", 1, 1)
 RESERVED = frozenset(
     {"own", "layout", "predicted", "memory_share", "memory_band", "on_predicted_front", "seed", "data", "trial_dir"}
-    | {*AXES, *_SAMPLE.to_dict(), *names_of(_SAMPLE, Workload(next(iter(PRESETS.values())), 1, 1)), "min", "max"}
+    | {*AXES, *_SAMPLE.to_dict(), *names_of(_SAMPLE, Workload(next(iter(PRESETS.values())), 1, 1))}
+    | {"min", "max", "round"}
 )
 """Names of which none can be an axis of the user's own: they mean something already, in expressions or in records."""
 

@@ -1,5 +1,7 @@
-"""Programs of the trainers that come with Wattune: plain files, started by their path, which know nothing of Wattune
-but its hook. Those that several of them need lie beside them."""
+"""Programs of the trainers that come with Wattune: plain files, started by their path, that know its hook at most.
+
+What several of them need lies beside them.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
 from tokens import Sequences
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 from wattune_huggingface import WattuneCallback
@@ -47,9 +50,13 @@ def adapted(model: Any, rank: int) -> Any:
 
 
 def main() -> None:
-    run, arguments = HfArgumentParser((Run, TrainingArguments)).parse_yaml_file(sys.argv[1])
+    fields = yaml.safe_load(Path(sys.argv[1]).read_text())
+    processors = {"use_cpu": not torch.cuda.is_available()}  # else processes without GPUs do not train together
+    run, arguments = HfArgumentParser((Run, TrainingArguments)).parse_dict(processors | fields)
     config = AutoConfig.from_pretrained(run.model)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=run.attention)
+    whole = not (arguments.fsdp or arguments.deepspeed)  # on each GPU
+    with torch.device(arguments.device if whole else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=run.attention)
     if run.lora_rank:
         model = adapted(model, run.lora_rank)
     data = Sequences(run.tokens, config.vocab_size, run.sequence_length, SEQUENCES)

@@ -1,6 +1,6 @@
 """A Llama of any sizes for torchtitan 0.2, on tokens that need no tokenizer.
 
-`--experimental.custom_import torchtitan_02_llama` makes it the model `llama`, flavor `run`. The environment's MODEL is
+`--experimental.custom_import torchtitan_llama` makes it the model `llama`, flavor `run`. The environment's MODEL is
 the path of a JSON file with fields of `TransformerModelArgs`; `training.dataset` is what `tokens.Sequences` reads.
 """
 

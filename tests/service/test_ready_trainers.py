@@ -1,0 +1,161 @@
+"""The trainers that come with Wattune: what they make is what their programs read; Transformers' one is searched."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from search_spaces.models import PRESETS
+from service.answers.transformers_model import configuration_of
+from service.client import Wattune
+from service.home import Home
+from service.problem import Problem
+from service.record.results import Results
+from service.spec import make_problem
+from service.trainers import load, ready_trainers
+from service.trials.command import command_of
+from trainables.command import Command
+from trainables.trainers import FOLDER
+
+LAYERS = 16
+SPEC: dict[str, Any] = {
+    "name": "ready",
+    "model": {"family": "llama", "layers": LAYERS, "hidden": 256, "heads": 8, "kv_heads": 2, "ffn_hidden": 704}
+    | {"vocab": 512, "max_sequence_length": 128, "rope_theta": 500000.0},
+    "data": "synthetic",
+    "sequence_length": 128,
+    "global_batch_size": 64,
+    "cluster": {"gpus_per_node": 8, "accelerator": "h100"},
+    "space": {
+        "pipeline_parallel_size": [1, 2],
+        "tensor_parallel_size": [1, 2],
+        "context_parallel_size": [1, 2],
+        "pipeline_schedule": ["1f1b", "interleaved_1f1b"],
+        "virtual_pipeline_stages": [1, 2],
+        "zero_stage": [0, 2, 3],
+        "micro_batch_size": [1, 2],
+        "recompute": ["none", "selective", "full"],
+    },
+}
+
+pytestmark = pytest.mark.xdist_group("frameworks")  # the frameworks are imported once
+
+
+def commands(name: str, **changes: Any) -> list[tuple[Any, Command]]:
+    """Every legal layout of a spec with the trainer, and the command that it becomes."""
+    space = {axis: values for axis, values in SPEC["space"].items() if axis in dict(load(name).axes)}
+    if name == "huggingface":
+        space |= {"recompute": ["none", "full"], "lora_rank": [0, 8], "attention": "sdpa", "precision": "bf16"}
+    problem: Problem = make_problem({**SPEC, "trainer": name, "space": space, **changes})
+    assert problem.trainer is not None
+    return [(layout, command_of(layout, problem.trainer, problem)) for layout in problem.legal.layouts]
+
+
+def test_those_that_come_with_wattune() -> None:
+    ready = {one.name: one for one in ready_trainers()}
+    assert list(ready) == ["huggingface", "megatron-lm", "torchtitan"]
+    assert [one.fault for one in ready.values()] == [None] * 3
+    for name in ("huggingface", "torchtitan"):
+        trainer = ready[name].trainer
+        assert trainer is not None
+        assert Path(trainer.directory).resolve() == FOLDER.resolve()
+
+
+def families() -> list[Any]:
+    gpt = PRESETS["gpt3-175b"]
+    return [PRESETS["llama3-8b"], PRESETS["mixtral-8x7b"], replace(gpt, layers=4)]
+
+
+@pytest.mark.parametrize("shape", families(), ids=["llama", "mixtral", "gpt2"])
+def test_transformers_reads_the_model_as_that_of_an_export(shape: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    _, command = commands("huggingface", model=vars(shape))[0]
+    (tmp_path / "model.json").write_text(dict(command.files)["model.json"])
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "model.json")
+    exported = transformers.AutoConfig.for_model(**configuration_of(shape)).to_dict()
+    made = read.to_dict()
+    assert {name for name, value in exported.items() if made[name] != value} <= {"use_cache", "_name_or_path"}
+
+
+def test_transformers_takes_the_arguments(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    made = commands("huggingface")
+    assert len(made) > 20
+    for layout, command in made:
+        files = {name: text.replace("{trial_dir}", str(tmp_path)) for name, text in command.files}
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        fields = yaml.safe_load(files["run.yaml"])
+        own = {name: fields.pop(name) for name in ("model", "tokens", "sequence_length", "attention", "lora_rank")}
+        assert own["lora_rank"] == layout.setting("lora_rank")
+        if fields.pop("deepspeed") is not None:
+            assert json.loads(files["deepspeed.json"])["zero_optimization"]["stage"] == layout.zero_stage
+        read = transformers.TrainingArguments(use_cpu=True, **fields)
+        batch = read.per_device_train_batch_size * read.gradient_accumulation_steps * layout.num_gpus
+        assert batch == layout.global_batch_size
+        assert bool(read.fsdp) == (layout.setting("sharding") == "fsdp" and layout.zero_stage > 0)
+
+
+def test_torchtitan_takes_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchtitan.config.job_config", reason="torchtitan 0.2 is not installed")
+    from torchtitan.config import ConfigManager
+
+    for layout, command in commands("torchtitan"):
+        for name, text in command.files:
+            (tmp_path / name).write_text(text.replace("{trial_dir}", str(tmp_path)))
+        config = ConfigManager().parse_args(
+            [arg.replace("{trial_dir}", str(tmp_path)) for arg in command.arguments[3:]]
+        )
+        parallel, training = config.parallelism, config.training
+        ranks = parallel.data_parallel_replicate_degree * parallel.data_parallel_shard_degree
+        assert ranks == layout.data_parallel_size
+        assert training.global_batch_size % (training.local_batch_size * ranks) == 0
+        stages = parallel.pipeline_parallel_degree * layout.virtual_pipeline_stages
+        assert parallel.pipeline_parallel_layers_per_stage * stages == LAYERS
+
+
+def test_megatron_lms_own_parser_takes_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "Megatron-LM's parser is in no package, only in its repository"
+    pytest.importorskip("megatron.training.arguments", reason=reason, exc_type=ImportError)
+    from megatron.training.arguments import parse_args
+
+    made = commands("megatron-lm")
+    assert len(made) > 100
+    for layout, command in made[::7]:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *command.arguments[3:]])
+        parsed = parse_args()
+        assert parsed.tensor_model_parallel_size == layout.tensor_parallel_size
+        assert parsed.pipeline_model_parallel_size == layout.pipeline_parallel_size
+        assert parsed.use_distributed_optimizer == (layout.zero_stage > 0)
+        assert (parsed.num_layers, parsed.rotary_base, parsed.log_interval) == (LAYERS, 500000, 1)
+
+
+@pytest.mark.slow
+def test_transformers_trainer_is_searched(home: Home) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    problem = make_problem(
+        SPEC
+        | {
+            "trainer": "huggingface",
+            "model": "tiny-llama",
+            "sequence_length": 32,
+            "global_batch_size": 8,
+            "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu", "cpus_per_worker": 0.5},
+            "space": {"num_gpus": [1, 2], "zero_stage": 0, "micro_batch_size": [1, 2], "recompute": ["none", "full"]}
+            | {"precision": "fp32", "attention": ["sdpa", "eager"], "sharding": "fsdp", "lora_rank": 0},
+            "measurement": {"window_s": 0.5, "window_min_steps": 3, "warmup_max_s": 2, "deadline_s": 240}
+            | {"breakdown": False},
+            "budget": {"trials": 6, "wall_time_s": 1200},
+            "finalists": {"count": 0},
+        }
+    )
+    search = Wattune(home.tracking_uri).run(problem)
+    record = Results(home.tracking_uri).search(search)
+    assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 6
+    assert {trial.layout.num_gpus for trial in record.trials} == {1, 2}
