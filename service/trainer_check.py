@@ -83,6 +83,7 @@ def check_trainer(reference: str, allow_trainer: bool = False) -> TrainerCheck:
     check_data(problem)
     check_machine(problem.least)
     problem = problem.located()
+    assert problem.trainer is not None
     layout = problem.legal.layouts[0]
     command = command_of(layout, problem.trainer, problem)
     size, cluster = layout.num_gpus, problem.cluster

@@ -101,10 +101,11 @@ def _name(node: Mapping[str, Any], hosts: Mapping[str, int]) -> str:
 
 def store_facts(tracking_uri: str, home: Home) -> StoreFacts:
     """Whether the tracking store can be used. Makes none that is not there yet."""
-    shown = store.shown(tracking_uri)
+    shown, file = store.shown(tracking_uri), store.sqlite_file(tracking_uri)
+    if file is not None and file.parent == home.path and not home.path.exists():
+        return StoreFacts(shown)  # a search makes the state directory, and the store in it
     try:
         store.check(tracking_uri)
-        file = store.sqlite_file(tracking_uri)
         if file is None or file.exists():
             client = store.open_client(tracking_uri)
             with store.readable(tracking_uri):

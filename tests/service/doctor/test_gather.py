@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from service.cli import main
 from service.doctor.gather import disk
+from service.doctor.nodes import store_facts
+from service.home import Home
 from tests.service.doctor.scenarios import examine
 from tests.telemetry.scenarios import Interpreter, compile_nvml
 
@@ -111,3 +113,13 @@ def test_a_cluster_that_is_not_there_is_one_line() -> None:
     assert (called.exit_code, called.stdout) == (2, "")
     assert called.stderr.startswith("wattune: address 127.0.0.1:9: no Ray cluster answers")
     assert called.stderr.count("\n") == 1
+
+
+def test_a_machine_that_nothing_was_recorded_on_has_no_store_yet(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    own = f"sqlite:///{home.path / 'mlflow.db'}"
+    assert store_facts(own, home).error is None
+    assert not home.path.exists()
+    assert "there is no directory" in (
+        store_facts(f"sqlite:///{tmp_path / 'elsewhere' / 'mlflow.db'}", home).error or ""
+    )
