@@ -46,9 +46,9 @@ of NVLink."""
 PASSES = 1
 """How often what has arrived is read and written once more, as NCCL's kernels pass it on through buffers of their own.
 
-Matrix products beside 256 MiB of NCCL's collectives, on two H200 at their power limit (torch 2.11, CUDA 13), take longer
-by 47 to 58% of the collective's own time, beside these by 43 to 60%. With another pass the copies cannot keep NCCL's
-pace (`benchmarks.measure.contention`)."""
+Matrix products beside 256 MiB of NCCL's collectives, on two H200 at their power limit (torch 2.11, CUDA 13), take
+longer by 47 to 58% of the collective's own time, beside these by 43 to 60%. With another pass the copies cannot keep
+NCCL's pace (`benchmarks.measure.contention`)."""
 
 ALL_REDUCE_PASSES = 2
 """`PASSES` of an all-reduce, which moves everything twice: it is scattered and then gathered."""
