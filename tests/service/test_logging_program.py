@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from service.client import Wattune
 from service.home import Home
 from service.record.results import Results
 from service.spec import make_problem
 
 
+@pytest.mark.slow
 def test_a_program_that_only_logs_is_searched_and_each_failure_has_its_cause(ray_session: Any, home: Home) -> None:
     trainer = {
         "name": "logging",

@@ -18,6 +18,7 @@ def test_each_pair_meets_once_and_nobody_twice_at_a_time(ranks: int) -> None:
     assert sorted(met) == [(one, other) for one in range(ranks) for other in range(one + 1, ranks)]
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_themselves_and_their_link() -> None:
     probed = probe("cpu", 2)
     assert probed.errors == (None, None)

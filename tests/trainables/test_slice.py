@@ -166,20 +166,16 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
         assert own.peak_memory_gib == among[rank].peak_memory_gib
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [
         (megatron(2, **INTERLEAVED, mbs=1), 0),
-        *[
-            pytest.param(layout, rank, marks=pytest.mark.slow)
-            for layout, rank in [
-                (megatron(2, **INTERLEAVED, mbs=1), 1),
-                (megatron(2, **ZERO_BUBBLE, mbs=1), 1),
-                (megatron(2, **V_SHAPED, mbs=1), 1),
-                (megatron(2, pp=2, mbs=1), 1),
-                (deepspeed(2, pp=2, mbs=1), 0),
-            ]
-        ],
+        (megatron(2, **INTERLEAVED, mbs=1), 1),
+        (megatron(2, **ZERO_BUBBLE, mbs=1), 1),
+        (megatron(2, **V_SHAPED, mbs=1), 1),
+        (megatron(2, pp=2, mbs=1), 1),
+        (deepspeed(2, pp=2, mbs=1), 0),
     ],
 )
 def test_longer_steps_need_what_ranks_keep_of_what_they_send(layout: Layout, rank: int, run_ranks: RunRanks) -> None:
