@@ -46,6 +46,10 @@ class Home:
             raise InputError(f"WATTUNE_HOME: {self.path} is no directory to write to: {error.strerror}") from None
         return self
 
+    def is_to_hold(self, file: Path) -> bool:
+        """Whether a file's place is right in this directory, which need not be there yet: what records makes it."""
+        return file.absolute().parent == self.path
+
     def check_writable(self) -> None:
         """Raise `OSError` if nothing can be written here any more."""
         with tempfile.TemporaryFile(dir=self.path) as file:
@@ -92,7 +96,7 @@ class Home:
 
     @property
     def examinations(self) -> Path:
-        """What devices attained each time that they were examined: see `service.doctor.history`."""
+        """What devices attained each time that they were examined: see `service.history`."""
         return self.path / "doctor"
 
     def calibration(self, accelerator: str) -> Path:

@@ -23,8 +23,7 @@ from service.spec import load_spec, parse_spec
 from service.trainer_spec import ENDINGS
 from service.trainers import check_allowed
 from service.trials.bench import Bench
-from service.trials.command import command_of
-from service.trials.evaluate import run_trial
+from service.trials.evaluate import program_of, run_trial
 from service.trials.gang import Gang, close_gangs
 from telemetry.actor import start_telemetry, stop_telemetry
 from telemetry.devices import count_gpus
@@ -78,14 +77,13 @@ def check_trainer(reference: str, allow_trainer: bool = False) -> TrainerCheck:
     Raises `InputError` for what is wrong with the trainer or the spec, and where a cluster is not to run it.
     """
     problem = _problem(reference)
-    assert problem.trainer is not None
     check_allowed(problem.trainer, allow_trainer)
     check_data(problem)
     check_machine(problem.least)
     problem = problem.located()
-    assert problem.trainer is not None
     layout = problem.legal.layouts[0]
-    command = command_of(layout, problem.trainer, problem)
+    command = program_of(layout, problem)
+    assert isinstance(command, Command)
     size, cluster = layout.num_gpus, problem.cluster
     with tempfile.TemporaryDirectory() as storage, ray_session(cluster):
         check_cluster(problem.least)

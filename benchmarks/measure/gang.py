@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -46,16 +46,17 @@ def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int
         for gang in gangs:
             ray.get(gang.mailbox.ready.remote())
         try:
-            yield [partial(_run, telemetry, gang) for gang in gangs]
+            known = slower(Home.locate(), [device["uuid"] for device in described(telemetry)])
+            yield [partial(_run, telemetry, known, gang) for gang in gangs]
         finally:
             close_gangs(gangs)
             stop_telemetry(telemetry)
 
 
-def _run(telemetry: Fleet, gang: Gang, trial_id: str, layout: Layout, of: Problem) -> TrialResult:
-    home = Home.locate()
-    known = slower(home, [device["uuid"] for device in described(telemetry)])
-    bench = Bench(of, gang.mailbox, telemetry, {}, network(home, of.cluster), known)
+def _run(
+    telemetry: Fleet, known: Mapping[str, float], gang: Gang, trial_id: str, layout: Layout, of: Problem
+) -> TrialResult:
+    bench = Bench(of, gang.mailbox, telemetry, {}, network(Home.locate(), of.cluster), known)
     return run_trial(bench, trial_id, layout)
 
 

@@ -13,7 +13,6 @@ from service.doctor.checks import judge
 from service.doctor.checks.judged import NOTHING, Finding, Verdict
 from service.doctor.facts import Facts
 from service.doctor.gather import gather
-from service.doctor.history import figures
 from service.doctor.nodes import examine_cluster, store_facts
 from service.home import Home
 
@@ -49,7 +48,7 @@ def examine(address: str | None, tracking_uri: str) -> Examination:
     else:
         nodes, lost = (gather(home.path),), {}
     facts = Facts(nodes, store_facts(tracking_uri, home), lost)
-    found = figures(facts)
+    found = facts.figures()
     facts = replace(facts, history=history.load(home, found))
     findings = judge(facts)
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from service.history import Figures
 from telemetry.devices import DeviceInfo
+from telemetry.devices.cpu import cpu_uuid
 from trainables.probes import Attained
 
 
@@ -79,6 +81,11 @@ class NodeFacts:
     object_store_bytes_per_s: float | None = None
     object_store_error: str | None = None
 
+    @property
+    def host_uuid(self) -> str:
+        """What its processors are called."""
+        return cpu_uuid(self.hostname)
+
 
 @dataclass(frozen=True)
 class StoreFacts:
@@ -103,6 +110,28 @@ class Facts:
         for node in self.nodes:
             for device in node.devices:
                 yield node, device
+
+    def figures(self) -> dict[str, Figures]:
+        """What this examination adds to the history, by UUID."""
+        now = time.time()
+        found = {
+            device.info.uuid: Figures(
+                now,
+                attained.flops,
+                attained.memory_bytes_per_s,
+                attained.launch_s,
+                attained.all_reduce_bytes_per_s,
+                None if device.load is None else device.load.mean_sm_clock_mhz,
+            )
+            for _, device in self.devices()
+            if (attained := device.attained) is not None
+        }
+        hosts = ((node.host_uuid, node.host) for node in self.nodes)
+        return found | {
+            uuid: Figures(now, host.flops, host.memory_bytes_per_s, host.launch_s)
+            for uuid, host in hosts
+            if host is not None
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""

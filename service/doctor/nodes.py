@@ -102,8 +102,8 @@ def _name(node: Mapping[str, Any], hosts: Mapping[str, int]) -> str:
 def store_facts(tracking_uri: str, home: Home) -> StoreFacts:
     """Whether the tracking store can be used. Makes none that is not there yet."""
     shown, file = store.shown(tracking_uri), store.sqlite_file(tracking_uri)
-    if file is not None and file.parent == home.path and not home.path.exists():
-        return StoreFacts(shown)  # a search makes the state directory, and the store in it
+    if file is not None and home.is_to_hold(file) and not home.path.exists():
+        return StoreFacts(shown)
     try:
         store.check(tracking_uri)
         if file is None or file.exists():

@@ -147,7 +147,7 @@ class _File:
     def _exists(self) -> bool:
         """Raises `FileNotFoundError` where its folder does not either, unless that is the state directory."""
         folder = self._file.absolute().parent
-        if not folder.is_dir() and folder != Home.locate().path:
+        if not folder.is_dir() and not Home.locate().is_to_hold(self._file):
             raise FileNotFoundError(folder)
         return self._file.exists()
 

@@ -26,9 +26,9 @@ WATTS_PER_BUSY_CPU = 3.50 - IDLE_WATTS_PER_CPU
 _TREE_REFRESH_S = 1.0
 
 
-def cpu_uuid() -> str:
-    """The name of this node's CPU device."""
-    return f"cpu:{socket.gethostname()}"
+def cpu_uuid(hostname: str | None = None) -> str:
+    """The name of a node's CPU device, by default of this one's."""
+    return f"cpu:{hostname or socket.gethostname()}"
 
 
 def counts_throttling() -> bool:

@@ -16,7 +16,6 @@ from service.doctor.checks.judged import (
     span,
 )
 from service.doctor.facts import Facts
-from service.doctor.history import host_key
 from service.history import Figures
 from trainables.probes import Attained
 
@@ -79,7 +78,7 @@ def host(facts: Facts) -> Judged:
     known = [(node, node.host) for node in facts.nodes if node.host is not None]
     for node, attained in known:
         others = [one for other, one in known if other is not node and other.cores == node.cores]
-        past = facts.history.get(host_key(node), ())[-HISTORY:]
+        past = facts.history.get(node.host_uuid, ())[-HISTORY:]
         for what, (now, before, unit) in figures.items():
             peers = [now(one) for one in others]
             fault = behind(now(attained), peers, [before(one) for one in past], HOST_BEHIND_PEERS, HOST_BEHIND_ITSELF)
