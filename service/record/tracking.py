@@ -287,13 +287,13 @@ class Tracker:
         _write_json(half / "start.json", dict(start))
         if samples is not None:
             write_samples(samples, half / store.SAMPLES)
-            if self._picture is not None and samples.num_rows:
-                self._draw(self._picture, result, samples, half / store.PICTURE)
         os.replace(half, directory)
+        if self._picture is not None and samples is not None and samples.num_rows:
+            self._draw(self._picture, result, samples, directory / store.PICTURE)
         return directory
 
     def _draw(self, picture: Picture, result: TrialResult, samples: pyarrow.Table, to: Path) -> None:
-        """Whatever fails becomes a notice: the samples are there."""
+        """Once the trial is on disk, whatever becomes of this; what fails becomes a notice."""
         try:
             if (drawn := picture(result, samples)) is not None:
                 to.write_bytes(drawn)

@@ -190,6 +190,20 @@ def test_a_picture_that_fails_costs_nothing_else(home: Home) -> None:
     assert read(home).trials[0].metrics["tokens_per_s"] == 1e5
 
 
+def test_a_trial_is_on_disk_before_anything_is_drawn_of_it(home: Home) -> None:
+    found: list[TrialResult] = []
+
+    def drawn(result: TrialResult, table: pa.Table) -> None:
+        (file,) = home.spool("s1").glob("**/[!.]*/result.json")
+        found.append(TrialResult.from_dict(json.loads(file.read_text())))
+
+    tracker = Tracker(home.tracking_uri, home, drawn)
+    tracker.start_search("s1", PROBLEM, ENVIRONMENT)
+    tracker.start_trial("s1-000", CONFIG)
+    tracker.finish_trial(measured(), samples())
+    assert (tracker.notices, found) == ([], [measured()])
+
+
 def test_rare_metrics_are_grouped_and_read_back_by_their_names(home: Home) -> None:
     tracker = start(home)
     named: dict[str, float | None]
