@@ -110,6 +110,7 @@ class TrialResult:
     smaller first, of whose larger one is all that does not: `EXTRAPOLATED` over layers, or `SHORT`, over microbatches.
     `cause` is one line on what failed, `traceback` what Python said of it.
     `infrastructure`: whether it was the machines that failed, not the layout.
+    `beside`: whether other trials of the search ran on its nodes meanwhile; None in records made before it was kept.
     `ranks` are those of the trial in their order; records made before there were any have none. Of a trial by slices
     they are those that ran, one of each kind, of which `slices` has more, and `network` is what they were taken to
     communicate over; records made before it was kept have none.
@@ -133,6 +134,7 @@ class TrialResult:
     network: Network | None = None
     purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
+    beside: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
