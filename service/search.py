@@ -113,6 +113,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
             methods=trial.methods,
             purpose=trial.purpose,
             infrastructure=trial.infrastructure,
+            beside=trial.beside,
         )
         for trial in record.trials
         if trial.status in list(Status)

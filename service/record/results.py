@@ -34,7 +34,8 @@ class TrialRecord:
     `status` is a `trainables.status.Status`, or `running`, or `stopped` when the search ended before the trial.
     `methods` says how metrics were obtained where that is not plain: of energy and throttling, and what is extrapolated
     from depth proxies or short trials. `infrastructure`: whether a failure was the machines', after which the layout is
-    run again. `ended` is None while the trial runs.
+    run again. `beside`: whether other trials of the search ran on its nodes meanwhile, None in records made before it
+    was kept. `ended` is None while the trial runs.
     """
 
     trial_id: str
@@ -47,6 +48,7 @@ class TrialRecord:
     run_id: str
     purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
+    beside: bool | None = None
     started: datetime | None = None
     ended: datetime | None = None
 
@@ -190,6 +192,7 @@ def _trial(run: Run) -> TrialRecord:
         run_id=run.id,
         purpose=Purpose(tags.get(store.PURPOSE, Purpose.SEARCH)),
         infrastructure=tags.get(store.INFRASTRUCTURE) == "true",
+        beside={"true": True, "false": False}.get(tags.get(store.BESIDE, "")),
         started=_time(run.started_ms),
         ended=_time(run.ended_ms) if run.ended_ms else None,
     )

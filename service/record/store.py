@@ -45,6 +45,7 @@ NOTICES = "wattune.notices"
 METHOD = "wattune.method."
 PURPOSE = "wattune.purpose"
 INFRASTRUCTURE = "wattune.infrastructure"
+BESIDE = "wattune.beside"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 

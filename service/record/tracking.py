@@ -305,6 +305,8 @@ def _outcome(result: TrialResult) -> dict[str, str]:
     tags: dict[str, str] = {store.STATUS: result.status, store.PURPOSE: result.purpose}
     if result.infrastructure:
         tags[store.INFRASTRUCTURE] = "true"
+    if result.beside is not None:
+        tags[store.BESIDE] = "true" if result.beside else "false"
     tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}
     notes = []
     if result.cause:
