@@ -226,6 +226,8 @@ class _Recorder(ray.tune.Callback):
         self._finish(trial, None)
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
+        if self.failure is not None:
+            return  # of two, the first is the cause
         try:
             self._take(trial, reported)
         except Exception as error:

@@ -43,6 +43,7 @@ def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: 
     unsent.rmdir()
     unsent.write_text("in the way, as no space on the device would be")
     recorder.on_trial_complete(0, [], trials[1])
+    recorder.on_trial_error(0, [], trials[1])
     with pytest.raises(OSError, match="unsent"):
         recorder.on_step_end(0, [])
     assert list(agenda.under_way) == ["b"]
