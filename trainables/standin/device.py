@@ -46,10 +46,9 @@ of NVLink."""
 PASSES = 1
 """How often what has arrived is read and written once more, as NCCL's kernels pass it on through buffers of their own.
 
-Matrix products beside NCCL's collectives, on two H200 at their power limit (torch 2.11, CUDA 13), took longer by 51 to
-65% of the collective's own time. Beside a copy alone, which moves twice the bytes that arrive, it was 25 to 47%; beside
-an earlier kernel that moved 4 times the bytes, and in an all-reduce 6 times, 40 to 66%. This one moves as many, by
-these passes and those of `ALL_REDUCE_PASSES`; `benchmarks.measure.contention` has yet to be run on it."""
+Matrix products beside 256 MiB of NCCL's collectives, on two H200 at their power limit (torch 2.11, CUDA 13), take
+longer by 47 to 58% of the collective's own time, beside these by 43 to 60%. With another pass the copies cannot keep
+NCCL's pace (`benchmarks.measure.contention`)."""
 
 ALL_REDUCE_PASSES = 2
 """`PASSES` of an all-reduce, which moves everything twice: it is scattered and then gathered."""
