@@ -6,6 +6,7 @@ It knows nothing of Wattune but the hook.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import socket
 from datetime import timedelta
@@ -70,6 +71,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 if does.startswith("zero"):
     import deepspeed
 
+    # It would be compiled first, and is for hosts alone.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     stage = {"stage": int(does[-1])}
     settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": stage, "zero_force_ds_cpu_optimizer": False}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
