@@ -16,7 +16,7 @@ import ray
 import ray.tune
 from optuna.exceptions import StorageInternalError
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.tune.experiment import Trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -36,7 +36,7 @@ from service.result import Purpose, TrialResult
 from service.sampling import drift
 from service.sampling.agenda import Agenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
-from service.step import Step
+from service.step import Step, Wish
 from service.trials import thermal
 from service.trials.evaluate import evaluate
 from service.trials.gang import Gang, awaited, close_gangs, room
@@ -53,39 +53,23 @@ TRIAL_RESOURCES = {"CPU": 0} | ON_HEAD
 """What Ray reserves for a Tune trial, which only waits for its gang."""
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A part of a search with gangs of its own: so many of so many workers each, for trials of these purposes, some of
-    which may run by slices."""
+def gang_sizes(problem: Problem, at_hand: int) -> list[int]:
+    """The workers of each gang of a search, where there is room for `at_hand` workers.
 
-    purposes: tuple[Purpose, ...]
-    gangs: int
-    size: int
-    sliced: bool
-
-
-def phases(problem: Problem, at_hand: int) -> list[Phase]:
-    """The parts of a search, of which one comes after the other, where there is room for `at_hand` workers.
-
-    A search by slices explores with as many gangs of one worker as there is room for; whole gangs measure its
-    finalists. Any other has one part only. There are no more gangs than the search has trials for.
+    A gang has as many as the largest layout has GPUs, and lends some of them to each trial. Of a search by slices, for
+    which that may be more than there are, it has a node's. There are no more gangs than the search has trials for.
     """
+    at_hand = min(problem.cluster.size, at_hand)
+    size = problem.gang_size if problem.gang_size <= at_hand else min(problem.cluster.gpus_per_node, at_hand)
     most = min(problem.budget.trials, len(problem.legal.layouts))
-    fitting = min(problem.cluster.size, at_hand) // problem.gang_size
-    sliced = problem.measurement.sliced
-    whole = Phase(tuple(Purpose), max(1, min(fitting, most)), problem.gang_size, sliced)
-    if not sliced:
-        return [whole]
-    exploring = tuple(purpose for purpose in Purpose if purpose.explores)
-    slices = Phase(exploring, max(1, min(problem.cluster.size, at_hand, most)), 1, sliced)
-    return [slices, whole] if problem.finalists.count else [slices]
+    return [size] * max(1, min(at_hand // size, most))
 
 
-def _program(problem: Problem, part: Phase) -> type[RankProgram]:
-    """What the gangs of a part of the search must be able to run, which holds for all that they run."""
+def _program(problem: Problem) -> type[RankProgram]:
+    """What the gangs of a search must be able to run, which holds for all that they run."""
     if problem.trainer is not None:
-        return CommandSlice if part.sliced else Command
-    return Slice if part.sliced or problem.borderline == "probe" else Training
+        return CommandSlice if problem.measurement.sliced else Command
+    return Slice if problem.measurement.sliced or problem.borderline == "probe" else Training
 
 
 class Driver:
@@ -121,32 +105,25 @@ class Driver:
         )
         for notice in [*notices(self.problem), *busy(environment)]:
             self.display.say(f"notice: {notice}")
-        parts = phases(self.problem, room(self.problem.cluster))
-        if parts[0].sliced:
-            self.display.say(f"explores by slices, {parts[0].gangs} at a time")
-        if waits_for := awaited(self.problem.cluster, parts[0].size):
+        sizes = gang_sizes(self.problem, room(self.problem.cluster))
+        if self.problem.measurement.sliced:
+            self.display.say(f"explores by slices, {sum(sizes)} at a time")
+        if waits_for := awaited(self.problem.cluster, sizes[0]):
             self.display.say(f"waiting for {waits_for}")
         with self.tracker.beating():
-            self._measure(parts, telemetry, environment)
+            self._measure(sizes, telemetry, environment)
 
-    def _measure(self, parts: Sequence[Phase], telemetry: Fleet, environment: Mapping[str, str]) -> None:
+    def _measure(self, sizes: Sequence[int], telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have gangs run the agenda's trials, and close the record, whatever happens."""
         status, gangs = "failed", list[Gang]()
-        layouts = self.problem.legal.layouts
+        preload = _program(self.problem).preload(self.problem.legal.layouts)
         try:
-            for part in parts:
-                preload = _program(self.problem, part).preload(layouts)
-                close_gangs(gangs)
-                gangs.clear()
-                self._clear_spool()  # Ray would go on with the files of the part before, or of a driver that was killed
-                for number in range(part.gangs):
-                    name = f"{self.search_id}-{part.size}x{number}"
-                    storage = self.spool / "train"
-                    gangs.append(Gang(name, part.size, self.problem.cluster, storage, telemetry, preload))
-                self._tune(part, start_pool([gang.mailbox for gang in gangs]), telemetry, environment)
+            self._clear_spool()  # Ray would go on with the files of a driver that was killed
+            for number, size in enumerate(sizes):
+                name, storage = f"{self.search_id}-{number}", self.spool / "train"
+                gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, preload))
+            self._tune(start_pool([gang.address for gang in gangs]), telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
-        except RayActorError:
-            raise SearchError("the process that lends gangs to trials died: resume the search") from None
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
             reason = first_line(error.__cause__ or error)
             if not isinstance(error, OSError) or self.home.is_why(error):
@@ -164,15 +141,9 @@ class Driver:
             for notice in self.tracker.notices:
                 self.display.say(f"notice: {notice}")
 
-    def _tune(self, part: Phase, pool: ActorHandle[Pool], telemetry: Fleet, environment: Mapping[str, str]) -> None:
-        """Have Ray Tune run the agenda's trials of one part of the search, as many at a time as it has gangs."""
+    def _tune(self, pool: ActorHandle[Pool], telemetry: Fleet, environment: Mapping[str, str]) -> None:
+        """Have Ray Tune run the agenda's trials, as many at a time as the workers of the pool allow."""
         recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry)
-
-        def gangs_up() -> int:
-            if (up := ray.get(call(pool, Pool.up))) == 0:
-                self.home.check_writable()  # or Ray Train would try for ever, without a word
-            return up
-
         trainable = ray.tune.with_parameters(
             evaluate,
             problem=self.problem,
@@ -185,9 +156,9 @@ class Driver:
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=AgendaSearcher(self.agenda, gangs_up, part.purposes),
+                search_alg=AgendaSearcher(self.agenda, _Lender(pool, self.home)),
                 num_samples=-1,
-                max_concurrent_trials=part.gangs,
+                max_concurrent_trials=self.agenda.at_a_time,
                 reuse_actors=True,
                 trial_name_creator=lambda trial: trial.trial_id,
                 trial_dirname_creator=lambda trial: trial.trial_id,
@@ -221,6 +192,22 @@ class Driver:
             (self.spool / "unsent").rmdir()
 
 
+@dataclass(frozen=True)
+class _Lender:
+    """The pool's workers, as the agenda asks for them."""
+
+    pool: ActorHandle[Pool]
+    home: Home
+
+    def free(self) -> int:
+        if (free := ray.get(call(self.pool, Pool.free))) is None:
+            self.home.check_writable()  # or Ray Train would try for ever, without a word
+        return free or 0
+
+    def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
+        return ray.get(call(self.pool, Pool.lend, trial_id, wishes))
+
+
 class _Recorder(ray.tune.Callback):
     """Tune's events to the record and the display, on the driver's own thread.
 
@@ -248,6 +235,8 @@ class _Recorder(ray.tune.Callback):
         self._finish(trial, None)
 
     def _finish(self, trial: Trial, reported: dict[str, Any] | None) -> None:
+        if self.failure is not None:
+            return  # of two, the first is the cause
         try:
             self._take(trial, reported)
         except Exception as error:

@@ -151,8 +151,8 @@ TABLE = (
     ),
     Metric(
         "idle_energy_j",
-        "J in the window, of the gang's GPUs that the trial leaves idle on the nodes it runs on; missing where the "
-        "gang shares a node's GPUs",
+        "J in the window, of GPUs that the trial kept from others and left idle on the nodes it runs on, as a finalist "
+        "does; missing where the gang shares a node's GPUs",
         LESS,
         heading="idle J",
         style=",.0f",
@@ -260,7 +260,7 @@ TABLE = (
     ),
     Metric(
         "trial_overhead_s",
-        "s that the trial held its gang outside compiling, warm-up, window and breakdown",
+        "s that the trial held its workers outside compiling, warm-up, window and breakdown",
         LESS,
         Part.HELD,
         range=ANY,

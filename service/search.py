@@ -10,7 +10,7 @@ from service.answers.page.evidence import gather
 from service.answers.page.trial import picture
 from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
-from service.driver import Driver, phases
+from service.driver import Driver, gang_sizes
 from service.errors import InputError
 from service.fitting import load as load_calibration
 from service.fitting import network
@@ -54,7 +54,7 @@ def run(
         tracker = _tracker(tracking_uri, home)
         calibration = load_calibration(home, problem.cluster)
         study = _study(problem, search_id, home, Results(store_uri(tracking_uri)), calibration)
-        agenda = SearchAgenda(study, problem, phases(problem, at_hand)[0].gangs)
+        agenda = SearchAgenda(study, problem, workers=sum(gang_sizes(problem, at_hand)))
         Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster)).run()
         _keep_answers(tracker, search_id, problem, tracking_uri, calibration)
     return search_id
@@ -96,7 +96,8 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
             study = _study(problem, record.id, home, recorded, calibration)
             study.recall([result for result in settled(results) if result.purpose == Purpose.SEARCH])
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
-            agenda = SearchAgenda(study, problem, phases(problem, room(problem.cluster))[0].gangs, results, spent)
+            workers = sum(gang_sizes(problem, room(problem.cluster)))
+            agenda = SearchAgenda(study, problem, results, spent, workers)
             Driver(problem, record.id, home, tracker, agenda, network(home, problem.cluster)).run(begun=True)
             _keep_answers(tracker, record.id, problem, tracking_uri, calibration)
     return record.id
@@ -114,6 +115,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
             methods=trial.methods,
             purpose=trial.purpose,
             infrastructure=trial.infrastructure,
+            beside=trial.beside,
         )
         for trial in record.trials
         if trial.status in list(Status)

@@ -1,4 +1,5 @@
-"""One trial that is to be run: the value that goes from a search to Ray Tune, and from there to the gang."""
+"""One trial that is to be run: the value that goes from a search to Ray Tune, and from there to the gang; and what it
+needs there."""
 
 from __future__ import annotations
 
@@ -8,6 +9,14 @@ from typing import Any
 
 from search_spaces.layout import Layout
 from service.result import Purpose
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a trial needs: so many workers of one gang, with nobody else at work on their nodes if `alone`."""
+
+    size: int
+    alone: bool
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,7 @@ def _death(exit_code: int | None, phase: str) -> str:
 def _child(request: TrialRequest, place: Place, connection: Connection, stack: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=False)  # noqa: SIM115
     threading.Thread(target=_end_with_worker, daemon=True).start()
+    place.platform.see(place.devices)
     latest, sent_at = Progress(), 0.0
 
     def on_progress(progress: Progress) -> None:

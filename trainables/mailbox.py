@@ -1,13 +1,14 @@
 """The actor through which a gang's workers get their trials and hand in what came of them.
 
-Workers are known by their rank in the gang. The rank that one takes in a trial is another matter, of the trial's
-`rank_order`.
+Trials of some of the gang's workers each run side by side. Workers are known by their rank in the gang. The rank that
+one takes in a trial is another matter, of who takes part and of the trial's `rank_order`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from trainables.child import ABORTED, Outcome
@@ -19,30 +20,38 @@ from trainables.status import Status
 class Member:
     """One worker of a gang, by its rank there.
 
-    Rank 0 also keeps the key-value store at which the ranks of a trial meet.
+    `device` is what the node calls its GPU, None on CPU. It keeps a key-value store at (`host`, `store_port`), at which
+    the ranks of a trial meet whose first worker it is.
     """
 
     rank: int
-    local_rank: int
     node_id: str
     host: str
-    store_port: int | None
+    store_port: int
+    device: str | None = None
 
 
 @dataclass(frozen=True)
 class Order:
-    """One trial for the gang; `store` is the (host, port) of rank 0's key-value store."""
+    """One trial for some workers of the gang: `members` are those that take part, in their order there."""
 
     number: int
     request: TrialRequest
-    store: tuple[str, int]
+    members: tuple[Member, ...]
+
+    def place(self, worker: int) -> int:
+        """Where `worker` is among those that take part."""
+        return next(place for place, member in enumerate(self.members) if member.rank == worker)
 
 
 @dataclass
 class _Round:
-    """The trial under way."""
+    """A trial under way on `workers`, of whom the first have a part in it. `taken`: those of them that know of it; all
+    else is by place in the order."""
 
     order: Order
+    workers: tuple[int, ...]
+    taken: set[int] = field(default_factory=set)
     steady: dict[int, Progress] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     failure: Outcome | None = None
@@ -51,30 +60,29 @@ class _Round:
 class Mailbox:
     """State of one gang. All methods run on one event loop, so that none sees another half done.
 
-    When Ray Train restarts the workers after one died, they join again under a new `incarnation`, and the trial that
-    was under way is over: it crashed. A mailbox whose own process died comes back empty, and turns away the workers
-    that it does not know, for Ray Train to start them anew.
+    A worker that died is started anew by Ray Train and joins again: the trial that it was part of is over then, it
+    crashed; trials of other workers go on. A mailbox whose own process died comes back empty, and turns away the
+    workers that it does not know, for Ray Train to start them anew.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.incarnation = ""
         self.members: dict[int, Member] = {}
-        self.round: _Round | None = None
+        self.rounds: dict[int, _Round] = {}
         self.number = 0
-        self.latest = ""
+        self.numbers: dict[str, int] = {}
         self.closed = False
-        self.free_since = time.monotonic()
+        self.free_since: dict[int, float] = {}
         self.changed = asyncio.Condition()
 
-    async def join(self, incarnation: str, member: Member) -> None:
-        """Take a worker in. The first of another incarnation ends the trial under way as crashed."""
+    async def join(self, member: Member) -> None:
+        """Take a worker in. If it was in already, it has died meanwhile: a trial that it had begun is over."""
         async with self.changed:
-            if incarnation != self.incarnation:
-                self.incarnation, self.members = incarnation, {}
-                self._end(_lost("a worker process of the gang died; the gang was started anew"))
+            for current in list(self.rounds.values()):
+                if member.rank in current.taken:
+                    self._end(_lost("a worker process of the gang died; it was started anew"), current.workers)
             self.members[member.rank] = member
-            self.free_since = time.monotonic()
+            self.free_since[member.rank] = time.monotonic()
             self.changed.notify_all()
 
     async def next(self, worker: int, after: int) -> Order | None:
@@ -85,118 +93,120 @@ class Mailbox:
         async with self.changed:
             while not self.closed:
                 if worker not in self.members:
-                    raise LookupError(f"worker {worker} has not joined: the mailbox or the gang was started anew")
-                if (
-                    self.round is not None
-                    and self.round.order.number > after
-                    and worker < len(self.round.order.request.ranks)
-                ):
-                    return self.round.order
+                    raise LookupError(f"worker {worker} has not joined: the mailbox was started anew")
+                for number, current in self.rounds.items():  # in the order of their numbers
+                    if number > after and any(member.rank == worker for member in current.order.members):
+                        current.taken.add(worker)
+                        return current.order
                 await self.changed.wait()
             return None
 
     async def aborted(self, number: int) -> None:
         """Return once trial `number` need not go on: a rank failed, or it is over."""
         async with self.changed:
-            while self.round is not None and self.round.order.number == number and self.round.failure is None:
+            while (current := self.rounds.get(number)) is not None and current.failure is None:
                 await self.changed.wait()
 
     async def hand_in(self, worker: int, number: int, outcome: Outcome) -> None:
         """Take what came of trial `number` on a worker; the first that failed ends the trial for all."""
         async with self.changed:
-            if self.round is None or self.round.order.number != number:
+            if (current := self.rounds.get(number)) is None:
                 return  # of a trial that was given up
-            self.round.outcomes[worker] = outcome
-            if outcome.status not in (Status.OK, ABORTED) and self.round.failure is None:
-                rank = self.round.order.request.ranks[worker]
+            place = current.order.place(worker)
+            current.outcomes[place] = outcome
+            if outcome.status not in (Status.OK, ABORTED) and current.failure is None:
+                rank = current.order.request.ranks[place]
                 name = f"rank {rank}" if rank == worker else f"rank {rank} on worker {worker}"
-                self.round.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
+                current.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
             self.changed.notify_all()
 
     async def note(self, worker: int, number: int, progress: Progress) -> None:
         """Take the progress with which a rank of trial `number` begins a window."""
         async with self.changed:
-            if self.round is not None and self.round.order.number == number:
-                self.round.steady[worker] = progress
+            if (current := self.rounds.get(number)) is not None:
+                current.steady[current.order.place(worker)] = progress
                 self.changed.notify_all()
 
     async def steady(self, trial_id: str) -> tuple[list[Progress], list[Member]] | None:
-        """Wait until the first window of all ranks of a trial begins: their progress by worker, and the gang's members.
+        """Wait until the first window of all ranks of a trial begins: their progress, and its members, in their order.
 
         None if the trial ended before. To be called once `evaluate` was.
         """
         async with self.changed:
-            await self.changed.wait_for(lambda: self.latest == trial_id)
-            current = self.round
-            if current is None:
+            await self.changed.wait_for(lambda: trial_id in self.numbers)
+            number = self.numbers[trial_id]
+            if (current := self.rounds.get(number)) is None:
                 return None
-            workers = len(current.order.request.ranks)
-            await self.changed.wait_for(lambda: len(current.steady) == workers or self.round is not current)
-            if self.round is not current:
+            ranks = len(current.order.members)
+            await self.changed.wait_for(lambda: len(current.steady) == ranks or number not in self.rounds)
+            if number not in self.rounds:
                 return None
-            return [current.steady[worker] for worker in range(workers)], await self._all_members()
+            return [current.steady[place] for place in range(ranks)], list(current.order.members)
 
     async def ready(self) -> list[Member]:
         """Wait until every worker has joined."""
         async with self.changed:
-            return await self._all_members()
+            await self.changed.wait_for(lambda: len(self.members) == self.world_size)
+            return [self.members[rank] for rank in range(self.world_size)]
 
-    async def evaluate(self, request: TrialRequest) -> tuple[list[Outcome], list[Member], float]:
-        """Run one trial.
+    async def evaluate(
+        self, request: TrialRequest, workers: Sequence[int] | None = None
+    ) -> tuple[list[Outcome], list[Member], float]:
+        """Run one trial on `workers`, all if that is None, of which nobody else is to make use meanwhile.
 
-        Returns the outcomes by worker, or the one outcome that ended it, the gang's members, and the seconds that the
-        gang spent on it: since it was last free, so that waiting for this trial counts. A trial that failed once all
-        its ranks had handed over a report has ended well.
+        As many of them as it has ranks take part, the first ones. Returns the outcomes in their order, or the one
+        outcome that ended it; all of `workers`; and the seconds that they spent on it: since the last of them was free,
+        so that waiting for this trial counts. A trial that failed once all its ranks had handed over a report has ended
+        well.
         """
         async with self.changed:
-            members = await self._all_members()
-            self.number += 1
-            port = members[0].store_port
-            assert port is not None, "rank 0 keeps the store"
-            self.round = current = _Round(Order(self.number, request, (members[0].host, port)))
-            self.latest = request.trial_id
+            lent = tuple(range(self.world_size) if workers is None else workers)
+            await self.changed.wait_for(lambda: all(worker in self.members for worker in lent))
+            members = [self.members[worker] for worker in lent]
+            self.number = number = self.number + 1
+            self.numbers[request.trial_id] = number
+            order = Order(number, request, tuple(members[: len(request.ranks)]))
+            self.rounds[number] = current = _Round(order, lent)
             self.changed.notify_all()
-            workers = len(request.ranks)
-            await self.changed.wait_for(lambda: len(current.outcomes) == workers or self.round is not current)
-            if self.round is current:
-                self.round = None
-            gang_s, self.free_since = time.monotonic() - self.free_since, time.monotonic()
+            ranks = len(order.members)
+            await self.changed.wait_for(lambda: len(current.outcomes) == ranks or number not in self.rounds)
+            self.rounds.pop(number, None)
+            gang_s = time.monotonic() - max(self.free_since[worker] for worker in lent)
+            self.free_since |= dict.fromkeys(lent, time.monotonic())
             self.changed.notify_all()
-        outcomes = [current.outcomes[worker] for worker in range(workers) if worker in current.outcomes]
+        outcomes = [current.outcomes[place] for place in range(ranks) if place in current.outcomes]
         if current.failure is not None:
-            if len(outcomes) < workers or any(outcome.report is None for outcome in outcomes):
+            if len(outcomes) < ranks or any(outcome.report is None for outcome in outcomes):
                 return [current.failure], members, gang_s
             outcomes = [replace(outcome, status=Status.OK, cause=None) for outcome in outcomes]
         return outcomes, members, gang_s
 
-    async def give_up(self, cause: str) -> None:
-        """End the trial under way, if any, as crashed: its gang is gone."""
+    async def give_up(self, cause: str, workers: Sequence[int] | None = None) -> None:
+        """End the trials under way on any of `workers`, on all if that is None, as crashed: those are gone."""
         async with self.changed:
-            self._end(_lost(cause))
+            self._end(_lost(cause), workers)
             self.changed.notify_all()
 
     async def prune(self, trial_id: str, cause: str) -> None:
         """End this trial, if it is under way: it is not worth going on with. The gang is well."""
         async with self.changed:
-            if self.latest == trial_id and self.round is not None and self.round.failure is None:
-                self._end(Outcome(Status.PRUNED, cause, "window"))
+            current = self.rounds.get(self.numbers.get(trial_id, 0))
+            if current is not None and current.failure is None:
+                self._end(Outcome(Status.PRUNED, cause, "window"), current.workers)
                 self.changed.notify_all()
 
     async def close(self) -> None:
-        """Send the workers home, from the trial under way as well."""
+        """Send the workers home, from the trials under way as well."""
         async with self.changed:
             self.closed = True
             self._end(_lost("the gang was closed"))
             self.changed.notify_all()
 
-    async def _all_members(self) -> list[Member]:
-        await self.changed.wait_for(lambda: len(self.members) == self.world_size)
-        return [self.members[rank] for rank in range(self.world_size)]
-
-    def _end(self, outcome: Outcome) -> None:
-        if self.round is not None:
-            self.round.failure = outcome
-            self.round = None
+    def _end(self, outcome: Outcome, workers: Sequence[int] | None = None) -> None:
+        for number, current in list(self.rounds.items()):
+            if workers is None or not set(workers).isdisjoint(current.workers):
+                current.failure = outcome
+                del self.rounds[number]
 
 
 def _lost(cause: str) -> Outcome:

@@ -18,7 +18,8 @@ from trainables.platforms.base import Platform
 class Place:
     """Where a rank runs: its rank, its device on the node, and the key-value store at which the ranks meet.
 
-    `node` is the node's id, None where all ranks are on one.
+    `devices` are what the node calls those of all ranks there, the only ones that they see: `local_rank` is the rank's
+    own among them. There are none on CPU. `node` is the node's id, None where all ranks are on one.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Place:
     store_port: int
     platform: Platform
     node: str | None = None
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

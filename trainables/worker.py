@@ -10,15 +10,15 @@ from typing import Any
 
 import ray
 import ray.train
-import torch
+from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 from torch.distributed import TCPStore
 
 from telemetry.actor import Work
 from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Nursery
-from trainables.mailbox import Member
-from trainables.platforms.base import platform_of
+from trainables.mailbox import Member, Order
+from trainables.platforms.base import Platform, platform_of
 from trainables.program import Place, Progress, TrialRequest
 
 TELEMETRY_S = 1.0
@@ -26,8 +26,21 @@ MEASURED = {"window", "waiting"}
 """Phases whose power is asked for."""
 
 
-class GangTorchConfig(TorchConfig):
-    """A gloo world for the workers themselves. They must not open CUDA contexts: their children own the GPUs."""
+class OneByOne(Backend):
+    """Has Ray Train start a worker anew that died, and leave the others alone: none of them needs the others.
+
+    What their children need of each other, these make for themselves.
+    """
+
+    has_replica_groups = True
+
+
+class GangConfig(TorchConfig):
+    """Workers without a process group. They must not open CUDA contexts: their children own the GPUs."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return OneByOne
 
     @property
     def train_func_context(self) -> Any:
@@ -71,36 +84,30 @@ def worker_loop(config: dict[str, Any]) -> None:
     """Serve trials until the mailbox is closed.
 
     `config`: `mailbox`, the actor's handle; `telemetry`, the cluster's `Fleet`; `accelerator`, an `Accelerator`; and
-    `preload`, what trials import. Raises `RayError` if one of these actors is lost: Ray Train then starts the gang
+    `preload`, what trials import. Raises `RayError` if one of these actors is lost: Ray Train then starts the worker
     anew.
     """
     mailbox = config["mailbox"]
-    context = ray.train.get_context()
-    worker = context.get_world_rank()
+    worker = ray.train.get_context().get_world_rank()
     host = ray.util.get_node_ip_address()
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if worker == 0 else None
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     sys.modules["__main__"].__file__ = None  # or each child would import the script of a Ray worker as its own
     platform = platform_of(config["accelerator"])
     nursery = Nursery(platform, config["preload"])
-    member = Member(
-        rank=worker,
-        local_rank=context.get_local_rank(),
-        node_id=ray.get_runtime_context().get_node_id(),
-        host=host,
-        store_port=store.port if store else None,
-    )
+    runtime = ray.get_runtime_context()
+    devices = runtime.get_accelerator_ids().get(platform.ray_resource or "", [])
+    member = Member(worker, runtime.get_node_id(), host, store.port, devices[0] if devices else None)
     watching = config["telemetry"].awaited(member.node_id)
-    ray.get(mailbox.join.remote(_incarnation(), member))
+    ray.get(mailbox.join.remote(member))
     number = 0
     while (order := ray.get(mailbox.next.remote(worker, number))) is not None:
         number, began = order.number, time.monotonic()
         over = mailbox.aborted.remote(number)
-        store_host, store_port = order.store
-        place = Place(order.request.ranks[worker], member.local_rank, store_host, store_port, platform, member.node_id)
+        place = place_of(worker, order, platform)
         follower = Follower(
             order.request,
             watching,
-            marks=member.local_rank == 0,
+            marks=place.local_rank == 0,
             on_window=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
         )
         trial = nursery.trial(
@@ -115,11 +122,17 @@ def worker_loop(config: dict[str, Any]) -> None:
     nursery.close()
 
 
-def _incarnation() -> str:
-    """A name that the workers of one start of the gang share: rank 0's actor id, sent to all by broadcast."""
-    import torch.distributed as dist
-
-    names: list[Any] = [ray.get_runtime_context().get_actor_id()]
-    dist.broadcast_object_list(names, src=0, device=torch.device("cpu"))
-    name: str = names[0]
-    return name
+def place_of(worker: int, order: Order, platform: Platform) -> Place:
+    """Where `worker` runs its rank of a trial: beside those who take part on the same node, in the trial's order."""
+    at = order.place(worker)
+    me, first = order.members[at], order.members[0]
+    here = [member for member in order.members if member.node_id == me.node_id]
+    return Place(
+        rank=order.request.ranks[at],
+        local_rank=here.index(me),
+        store_host=first.host,
+        store_port=first.store_port,
+        platform=platform,
+        node=me.node_id,
+        devices=tuple(member.device for member in here if member.device is not None),
+    )

@@ -101,7 +101,7 @@ def notices(search: SearchRecord, metrics: Sequence[str] = ()) -> list[str]:
     """
     comparison = compared(search)
     ok = comparison.results
-    lines = [*search.notices, *_repeats(search), *_off(search)]
+    lines = [*search.notices, *_beside(search), *_repeats(search), *_off(search)]
     for name in dict.fromkeys([*search.objectives, *metrics]):
         having = [one for one in ok if name in one.metrics]
         doubt = comparison.doubt(name)
@@ -129,6 +129,15 @@ def _borrowed(one: Candidate, metric: str) -> str:
     cause = one.why_missing(metric)
     why = f": {cause}" if cause else ""
     return f"{metric} of {one.label} is that of its first trial alone, as its repeats have none{why}"
+
+
+def _beside(search: SearchRecord) -> list[str]:
+    """The notice on trials that others ran beside."""
+    explored = [trial for trial in search.trials if trial.purpose == Purpose.SEARCH and trial.status == Status.OK]
+    beside = sum(trial.beside is True for trial in explored)
+    if not beside:
+        return []
+    return [f"{beside} of {len(explored)} trials that explored had others beside them on a node, which may disturb"]
 
 
 def _repeats(search: SearchRecord) -> list[str]:

@@ -34,7 +34,8 @@ class TrialRecord:
     `status` is a `trainables.status.Status`, or `running`, or `stopped` when the search ended before the trial.
     `methods` says how metrics were obtained where that is not plain: of energy and throttling, and what is extrapolated
     from depth proxies or short trials. `infrastructure`: whether a failure was the machines', after which the layout is
-    run again. `straggler`: the rank for which the others waited, if one stood out. `ended` is None while the trial
+    run again. `straggler`: the rank for which the others waited, if one stood out. `beside`: whether other trials of
+    the search ran on its nodes meanwhile, None in records made before it was kept. `ended` is None while the trial
     runs. `facts` are those of the search which `store.FACTS` names.
     """
 
@@ -49,6 +50,7 @@ class TrialRecord:
     purpose: Purpose = Purpose.SEARCH
     infrastructure: bool = False
     straggler: Straggler | None = None
+    beside: bool | None = None
     started: datetime | None = None
     ended: datetime | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -212,6 +214,7 @@ def _trial(run: Run, facts: dict[str, Any]) -> TrialRecord:
         purpose=Purpose(tags.get(store.PURPOSE, Purpose.SEARCH)),
         infrastructure=tags.get(store.INFRASTRUCTURE) == "true",
         straggler=Straggler.from_dict(json.loads(tags[store.STRAGGLER])) if store.STRAGGLER in tags else None,
+        beside={"true": True, "false": False}.get(tags.get(store.BESIDE, "")),
         started=_time(run.started_ms),
         ended=_time(run.ended_ms) if run.ended_ms else None,
         facts=facts,

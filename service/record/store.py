@@ -47,6 +47,7 @@ METHOD = "wattune.method."
 PURPOSE = "wattune.purpose"
 STRAGGLER = "wattune.straggler"
 INFRASTRUCTURE = "wattune.infrastructure"
+BESIDE = "wattune.beside"
 ENVIRONMENT = "env."
 PARENT = "mlflow.parentRunId"
 

@@ -358,6 +358,8 @@ def _outcome(result: TrialResult) -> dict[str, str]:
     tags: dict[str, str] = {store.STATUS: result.status, store.PURPOSE: result.purpose}
     if result.infrastructure:
         tags[store.INFRASTRUCTURE] = "true"
+    if result.beside is not None:
+        tags[store.BESIDE] = "true" if result.beside else "false"
     tags |= {store.METHOD + metric: method for metric, method in result.methods.items()}
     notes = [_figures(result)] if result.status == Status.OK else []
     if result.straggler is not None:

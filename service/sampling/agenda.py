@@ -1,4 +1,4 @@
-"""The agenda of a search: what to run next, from what was run so far.
+"""The agenda of a search: what to run next, from what was run so far, and in which order, by what workers are free.
 
 A search explores, with a sentinel now and then; when that is over and nothing is under way, it measures finalists. The
 whole of it follows from the results so far, so that a search which is resumed goes on where its record ends.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from search_spaces.layout import Layout
@@ -17,7 +17,7 @@ from service.metrics import Part, made_of
 from service.problem import Problem
 from service.result import Purpose, TrialResult
 from service.sampling import drift, finalists
-from service.step import Step
+from service.step import Step, Wish
 from trainables.status import Status
 
 RETRIES = 2
@@ -25,6 +25,10 @@ RETRIES = 2
 
 RESERVED = 0.5
 """The share of a budget of time that finalists may take from exploring."""
+
+
+PATIENCE = 2
+"""Times as many trials as are drawn ahead may be preferred to one that waits, before it is everybody's turn to wait."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +49,66 @@ class Study(Protocol):
     def give_back(self, layout: Layout) -> None: ...
 
 
+class Workers(Protocol):
+    """Who lends workers to trials; see `service.trials.pool.Pool`."""
+
+    def free(self) -> int:
+        """How many workers a trial could have at most, at present."""
+
+    def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
+        """Lend a trial what it needs by the first of `wishes` that can be met: which one, None if none can."""
+
+
+@dataclass
+class _Waiting:
+    """A trial that is to be run, and how many that were chosen later were handed out before it."""
+
+    step: Step
+    passed: int = 0
+
+
 class Agenda:
     """Hands out trials one by one, and takes their results, while the time lasts. What comes next is a subclass's.
 
-    A trial is asked for when there are GPUs for it: time counts from the first one, and a trial's GPU time from when it
-    is handed out. A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts
-    only after that.
+    A trial is handed out when workers are lent for it: time counts from the first one, and a trial's GPU time from when
+    it is handed out. Of some trials that explore, drawn ahead where layouts differ in size, the largest that fits goes
+    first; one that was passed over too often goes before all others. The rest keep their order. A trial that failed by
+    the machines is handed out again, `RETRIES` times at most; its result counts only after that.
     """
 
-    def __init__(self, problem: Problem, results: Sequence[TrialResult] = (), spent: Spent = Spent()) -> None:
-        """`results`: all that came of a search that is resumed, in the order of their start."""
+    def __init__(
+        self,
+        problem: Problem,
+        results: Sequence[TrialResult] = (),
+        spent: Spent = Spent(),
+        workers: int | None = None,
+    ) -> None:
+        """`results`: all that came of a search that is resumed, in the order of their start. `workers` are those that
+        run the trials, as many as the largest layout has GPUs if that is None."""
         self.problem = problem
+        self.workers = workers or problem.gang_size
+        sizes = {1} if problem.measurement.sliced else {layout.num_gpus for layout in problem.legal.layouts}
+        self.smallest = min(sizes)
+        self.ahead = self.at_a_time if len(sizes) > 1 else 1
         self.results = settled(results)
         self.faults = Counter((r.layout, r.purpose) for r in results if r.infrastructure)
         self.spent_s = spent.wall_time_s
         self.began: float | None = None
         self.gpu_seconds = spent.gpu_seconds
         self.under_way: dict[str, tuple[Step, float]] = {}
-        self.again: list[Step] = []
+        self.waiting: list[_Waiting] = []
+        self.dry = False
         self.stopped = False
+
+    @property
+    def over(self) -> bool:
+        """Whether there was no trial left when one was asked for last, and none is under way that may bring another."""
+        return (self.closed or self.dry) and not self.under_way and not self.waiting
+
+    @property
+    def at_a_time(self) -> int:
+        """The most trials that are under way side by side."""
+        return self.workers // self.smallest
 
     @property
     def sought(self) -> int:
@@ -75,19 +120,43 @@ class Agenda:
         """The most trials, of any purpose, that are planned and not yet over."""
         raise NotImplementedError
 
-    def next(self, trial_id: str, purposes: Container[Purpose] = tuple(Purpose)) -> Step | None:
-        """The next trial; None if there is none of these purposes, for good once none is under way either."""
+    def next(self, trial_id: str, workers: Workers) -> Step | None:
+        """The next trial, for which workers were lent; None if there is none at present, or any more: see `over`."""
         if self.closed:
+            self.waiting.clear()
             return None
-        step = self.again.pop(0) if self.again else self.choose()
-        if step is not None and step.purpose not in purposes:
-            self.again.insert(0, step)
+        self.draw(workers.free())
+        first = self.waiting[0] if self.waiting else None
+        if first is None:
             return None
-        if step is not None:
-            self.under_way[trial_id] = step, time.monotonic()
-            if self.began is None:
-                self.began = time.monotonic() - self.spent_s
+        candidates = sorted(self.waiting, key=lambda one: -self._gpus(one.step) if one.step.purpose.explores else 0)
+        if first.passed >= PATIENCE * self.ahead or not first.step.purpose.explores:
+            candidates = [first]
+        if (number := workers.lend(trial_id, [self._wish(one.step) for one in candidates])) is None:
+            return None
+        chosen = candidates[number]
+        for one in self.waiting[: self.waiting.index(chosen)]:
+            one.passed += 1
+        self.waiting.remove(chosen)
+        step = self.ready(chosen.step)
+        self.under_way[trial_id] = step, time.monotonic()
+        if self.began is None:
+            self.began = time.monotonic() - self.spent_s
         return step
+
+    def draw(self, free: int) -> None:
+        """Have trials wait that are to be run next, where there are workers free for any: more than one if they explore
+        and differ in size."""
+        self.dry = False
+        while (
+            free >= self.smallest
+            and len(self.waiting) < self.ahead
+            and all(one.step.purpose.explores for one in self.waiting)
+            and not self.dry
+        ):
+            if (step := self.choose()) is not None:
+                self.waiting.append(_Waiting(step))
+            self.dry = step is None
 
     @property
     def closed(self) -> bool:
@@ -121,6 +190,10 @@ class Agenda:
             gpu_s is not None and self.gpu_seconds >= gpu_s - min(reserve_gpu_seconds, RESERVED * gpu_s)
         )
 
+    def _wish(self, step: Step) -> Wish:
+        """What a trial needs: those that explore run side by side, all others alone."""
+        return Wish(self._gpus(step), alone=not step.purpose.explores)
+
     def _gpus(self, step: Step) -> int:
         """How many GPUs a trial has for itself."""
         return 1 if self.problem.measurement.sliced and step.purpose.explores else step.layout.num_gpus
@@ -133,9 +206,13 @@ class Agenda:
         """The next trial of this agenda, None if there is none at present."""
         raise NotImplementedError
 
+    def ready(self, step: Step) -> Step:
+        """A trial as it is handed out now, which was chosen some time ago."""
+        return step
+
     def give_back(self, step: Step) -> None:
         """See to it that a trial which the machines failed is run again."""
-        self.again.append(step)
+        self.waiting.insert(0, _Waiting(step))
 
     def learn(self, result: TrialResult) -> None:
         """Take a result in that counts."""
@@ -148,13 +225,13 @@ class SearchAgenda(Agenda):
         self,
         study: Study,
         problem: Problem,
-        gangs: int = 1,
         results: Sequence[TrialResult] = (),
         spent: Spent = Spent(),
+        workers: int | None = None,
     ) -> None:
-        """`gangs` is how many trials run at a time. The study has been told of `results` already."""
-        super().__init__(problem, results, spent)
-        self.study, self.gangs = study, gangs
+        """The study has been told of `results` already."""
+        super().__init__(problem, results, spent, workers)
+        self.study = study
         self.plan: list[Layout] | None = None
         self.since_sentinel = 0
         for result in self.results:
@@ -171,7 +248,7 @@ class SearchAgenda(Agenda):
     def to_come(self) -> int:
         chosen = self.problem.finalists
         left = self.sought - len(self._of(Purpose.SEARCH)) if self.plan is None else 0
-        last = chosen.count * chosen.repeats if self.plan is None else len(self.plan) + self._running(Purpose.FINALIST)
+        last = chosen.count * chosen.repeats if self.plan is None else len(self.plan) + self._begun(Purpose.FINALIST)
         every = self.problem.sentinel_every
         sentinels = (self.since_sentinel + left + last) // every if every else 0
         return left + last + sentinels
@@ -189,7 +266,22 @@ class SearchAgenda(Agenda):
     def drifts(self) -> dict[str, drift.Drift]:
         watching = (Purpose.SEARCH, Purpose.SENTINEL)
         runs = [r for r in self.results if r.layout == self.sentinel and r.purpose in watching]
-        return drift.drifts([r for r in runs if r.status == Status.OK], self.gangs == 1)
+        one_place = self.sentinel is not None and self.sentinel.num_gpus == self.workers
+        return drift.drifts([r for r in runs if r.status == Status.OK], one_place)
+
+    def draw(self, free: int) -> None:
+        if self.out_of_time(*self._reserve()):  # what is waiting is not begun any more
+            for one in [one for one in self.waiting if one.step.purpose == Purpose.SEARCH]:
+                self.waiting.remove(one)
+                self.study.give_back(one.step.layout)
+        super().draw(free)
+
+    def ready(self, step: Step) -> Step:
+        if step.purpose != Purpose.SEARCH:
+            return step
+        names = self.problem.goals.objectives
+        front = [{m: v for m in names if (v := result.metrics.get(m)) is not None} for result in self.front()]
+        return replace(step, front=tuple(front))
 
     def choose(self) -> Step | None:
         step = self._sentinel_due() or self._explore() or self._finalist()
@@ -207,7 +299,7 @@ class SearchAgenda(Agenda):
         if result.purpose == Purpose.SEARCH:
             self.study.tell(result.layout, result)
         self._note(result)
-        if self.plan == [] and not self.under_way and not self.again:
+        if self.plan == [] and not self.under_way and not self.waiting:
             self.plan = self._due()
 
     def _sentinel_due(self) -> Step | None:
@@ -219,18 +311,16 @@ class SearchAgenda(Agenda):
     def _explore(self) -> Step | None:
         if not self._exploring() or (layout := self.study.ask()) is None:
             return None
-        names = self.problem.goals.objectives
-        objectives = [{m: v for m in names if (v := result.metrics.get(m)) is not None} for result in self.front()]
-        return Step(layout, Purpose.SEARCH, tuple(objectives))
+        return Step(layout, Purpose.SEARCH)
 
     def _exploring(self) -> bool:
-        begun = len(self._of(Purpose.SEARCH)) + self._running(Purpose.SEARCH)
+        begun = len(self._of(Purpose.SEARCH)) + self._begun(Purpose.SEARCH)
         if self.plan is not None or begun >= self.problem.budget.trials:
             return False
         return not self.out_of_time(*self._reserve())
 
     def _finalist(self) -> Step | None:
-        if self.plan is None and not self.under_way:
+        if self.plan is None and not self.under_way and not self.waiting:
             self.plan = self._due()
         return Step(self.plan.pop(0), Purpose.FINALIST) if self.plan else None
 
@@ -247,7 +337,8 @@ class SearchAgenda(Agenda):
             return 0.0, 0.0
         repeats = self.problem.finalists.repeats
         each = [(self._finalist_s(r.metrics), r.layout.num_gpus) for r in self._finalists()]
-        wall_s = repeats * sum(seconds for seconds, _ in each) / self.gangs
+        at_a_time = max(1, min(self.workers // self.problem.gang_size, self.problem.cluster.nodes))
+        wall_s = repeats * sum(seconds for seconds, _ in each) / at_a_time
         return wall_s, repeats * sum(seconds * gpus for seconds, gpus in each)
 
     def _finalist_s(self, metrics: dict[str, float | None]) -> float:
@@ -275,8 +366,10 @@ class SearchAgenda(Agenda):
         """The results that explored and ended well."""
         return [r for r in self._of(Purpose.SEARCH) if r.status == Status.OK]
 
-    def _running(self, purpose: Purpose) -> int:
-        return sum(step.purpose == purpose for step, _ in self.under_way.values())
+    def _begun(self, purpose: Purpose) -> int:
+        """How many trials of a purpose are under way or waiting."""
+        steps = [*(step for step, _ in self.under_way.values()), *(one.step for one in self.waiting)]
+        return sum(step.purpose == purpose for step in steps)
 
 
 class CalibrationAgenda(Agenda):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from service.metrics import TABLE
 from service.result import TrialResult
@@ -36,15 +37,16 @@ def drift(series: Sequence[Sequence[float]]) -> Drift | None:
     return max(moves, key=lambda move: abs(move.share), default=None)
 
 
-def drifts(runs: Sequence[TrialResult], one_gang: bool = True) -> dict[str, Drift]:
+def drifts(runs: Sequence[TrialResult], one_place: bool = True) -> dict[str, Drift]:
     """Metric -> drift over the runs of the sentinel that ended well, in their order.
 
-    With several gangs, which have GPUs of their own, runs are held against the first one on the same devices.
+    Runs are held against the first one on the same devices, which are not looked at where there is `one_place` only;
+    and those that others ran beside, against the first of these.
     """
-    groups: dict[tuple[tuple[str, ...], ...], list[TrialResult]] = {}
+    groups: dict[tuple[Any, ...], list[TrialResult]] = {}
     for run in runs:
-        devices = () if one_gang else tuple(window.devices for window in run.windows)
-        groups.setdefault(devices, []).append(run)
+        devices = () if one_place else tuple(window.devices for window in run.windows)
+        groups.setdefault((run.beside, devices), []).append(run)
     moves = {
         metric: drift([[v for run in group if (v := run.metrics.get(metric)) is not None] for group in groups.values()])
         for metric in NOISE

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ray.tune.search import Searcher
 
-from service.result import Purpose, TrialResult
-from service.sampling.agenda import Agenda
+from service.result import TrialResult
+from service.sampling.agenda import Agenda, Workers
 from service.step import Step
 from trainables.status import Status
 
 
 class AgendaSearcher(Searcher):
-    """Hands out the trials of an `Agenda`. What became of them, the driver tells the agenda, once it is on disk.
-
-    `gangs_up` says how many gangs are up, lent or not: no more trials than these are under way, so that none waits for
-    GPUs that others hold. They are trials of `purposes` alone.
+    """Hands out the trials of an `Agenda`, each once `workers` were lent for it. What became of them, the driver tells
+    the agenda, once it is on disk.
     """
 
-    def __init__(
-        self, agenda: Agenda, gangs_up: Callable[[], int], purposes: Container[Purpose] = tuple(Purpose)
-    ) -> None:
+    def __init__(self, agenda: Agenda, workers: Workers) -> None:
         super().__init__()
-        self.agenda, self.gangs_up, self.purposes = agenda, gangs_up, purposes
+        self.agenda, self.workers = agenda, workers
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # Ray leaves FINISHED out
         """The next trial's `Step` as a dict, `Searcher.FINISHED`, or None while it has to wait."""
-        if not self.agenda.closed and len(self.agenda.under_way) >= self.gangs_up():
-            return None
-        if (step := self.agenda.next(trial_id, self.purposes)) is not None:
+        if (step := self.agenda.next(trial_id, self.workers)) is not None:
             return step.to_dict()
-        return None if self.agenda.under_way else Searcher.FINISHED
+        return Searcher.FINISHED if self.agenda.over else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Nothing: Tune calls this before the driver's callback, which writes the record."""

@@ -57,7 +57,8 @@ class Alone:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a trial runs on: the gang behind a mailbox and the nodes' telemetry, set up for one problem.
+    """What a trial runs on: `workers` of the gang behind a mailbox, all if that is None, and the nodes' telemetry, set
+    up for one problem.
 
     `environment` is what all its trials have in common, for their results. `network` tells how long ranks that are not
     there would take to communicate; None where nothing is known of it. `slower`: by how much the slowest GPU of the
@@ -70,6 +71,7 @@ class Bench:
     environment: Mapping[str, str]
     network: Network | None = None
     slower: Mapping[str, float] = field(default_factory=dict)
+    workers: Sequence[int] | None = None
 
     def at_depth(self, layers: int) -> Bench:
         """The bench for a model of `layers` layers."""
@@ -103,14 +105,14 @@ class Bench:
     def _answer(self, request: TrialRequest, front: Sequence[Mapping[str, float]] = ()) -> Answer | TrialResult:
         """What a gang answers whose ranks all ended well, or else the trial's result."""
         until = time.monotonic() + request.deadline_s + GRACE_S
-        answer = call(self.mailbox, Mailbox.evaluate, request)
+        answer = call(self.mailbox, Mailbox.evaluate, request, self.workers)
         # A short trial knows its bounds when half of its last window is all that is left of it.
         bounds = {} if request.batches or not front else self._judge(request, front, answer, until)
         try:
             outcomes, members, gang_s = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except GetTimeoutError:
             cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
-            ray.get(call(self.mailbox, Mailbox.give_up, cause))
+            ray.get(call(self.mailbox, Mailbox.give_up, cause, self.workers))
             return TrialResult(request.trial_id, request.layout, Status.HANG, cause, infrastructure=True)
         first = outcomes[0]
         if first.status == Status.OK:

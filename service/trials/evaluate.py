@@ -1,8 +1,7 @@
-"""One trial as Ray Tune sees it: lease a gang, and have the layout trained, whole, at two depths or after a probe."""
+"""One trial as Ray Tune sees it: a layout is trained by what was lent to it, whole, at two depths or after a probe."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from search_spaces.expressions import ExpressionError
 from search_spaces.layout import Layout
@@ -33,10 +32,6 @@ from trainables.program import RankProgram, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
-LEASE_S = 60.0
-"""How long a trial waits for a gang. It is started only when one is up."""
-
-
 Probe = Callable[[Bench, str, Layout], TrialResult | None]
 """A few steps that say whether a layout fits, under the id of its trial: the trial's result if it does not. Whatever
 else goes wrong with them shows in the trial itself."""
@@ -52,31 +47,27 @@ def evaluate(
     network: Network | None,
     slower: Mapping[str, float],
 ) -> None:
-    """A Tune function trainable: report the `TrialResult` of a `Step` as a dict, once; nothing if the pool is lost."""
+    """A Tune function trainable: report the `TrialResult` of a `Step`, which has a lease, as a dict, once."""
     from ray import tune  # which takes seconds, and only Tune's own process of a trial has already
 
     trial_id = tune.get_context().get_trial_id()
     assert trial_id is not None
     wanted = Step.from_dict(step)
     layout, purpose, front = wanted.layout, wanted.purpose, wanted.front
-    try:
-        mailbox = ray.get(call(pool, Pool.lease, trial_id, LEASE_S))
-    except RayActorError:
-        return
     lost = partial(TrialResult, trial_id, layout, Status.CRASH, purpose=purpose, infrastructure=True)
     try:
-        if mailbox is None:
-            result = lost(f"the gang that was up is gone, and none was up again within {LEASE_S:.0f} s")
+        lease = ray.get(call(pool, Pool.lease, trial_id))
+        if lease is None:
+            result = lost("the process that lends gangs to trials died")
         else:
-            bench = Bench(problem, mailbox, telemetry, environment, network, slower)
+            bench = Bench(problem, lease.mailbox, telemetry, environment, network, slower, lease.workers)
             result = run_trial(bench, trial_id, layout, purpose, front)
     except ExpressionError as error:  # of a template, such as a division by zero
         result = TrialResult(trial_id, layout, Status.CRASH, f"trainer: {error}", purpose=purpose)
     except RayError as error:  # a node was lost, and with it the gang's mailbox or the telemetry of the window
         result = lost(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    finally:
-        with contextlib.suppress(RayActorError):  # without its pool the search ends, but not before it has this result
-            ray.get(call(pool, Pool.release, trial_id))
+    beside = ray.get(call(pool, Pool.release, trial_id))
+    result = replace(result, beside=beside)
     tune.report({"result": json.dumps(result.to_dict())})  # Tune would take a dict apart on its way to the searcher
 
 
@@ -157,7 +148,7 @@ def _probe_alone(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | N
 
 
 def _probe_at_depths(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | None:
-    """By the whole gang, deeper first."""
+    """By all of its ranks, deeper first."""
     depths = probe.depths(layout, bench.problem)
     assert depths is not None
     proxies: list[Proxy] = []

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray.actor import ActorHandle
@@ -22,7 +23,7 @@ from service.remote import ON_HEAD
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
 from trainables.platforms.base import platform_of
-from trainables.worker import GangTorchConfig, worker_loop
+from trainables.worker import GangConfig, worker_loop
 
 CLOSE_TIMEOUT_S = 30.0
 RETRY_S = 1.0
@@ -31,8 +32,9 @@ RETRY_S = 1.0
 class Gang:
     """`size` workers under one `TorchTrainer.fit()`, which a thread of the driver waits for.
 
-    Ray Train starts all workers anew when one dies, as often as that happens; should the whole run end early, the
-    thread starts another. A mailbox that dies is started again, empty; its workers fail, and join it when they are up.
+    Ray Train starts a worker anew that dies, as often as that happens, and leaves the others alone; should the whole
+    run end early, the thread starts another. A mailbox that dies is started again, empty; its workers fail, and join it
+    when they are up.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class Gang:
     ) -> None:
         """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them."""
         actor: Any = ray.remote(Mailbox)
+        self.address = f"mailbox-{uuid4().hex}"
         self.mailbox: ActorHandle[Mailbox] = actor.options(
-            num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
+            name=self.address, num_cpus=0, resources=ON_HEAD, max_concurrency=1000, max_restarts=-1
         ).remote(size)
         self._closing = False
         self._awaited = partial(awaited, cluster, size)
@@ -56,7 +59,7 @@ class Gang:
                 "accelerator": cluster.device,
                 "preload": preload,
             },
-            torch_config=GangTorchConfig(backend="gloo"),
+            torch_config=GangConfig(),
             scaling_config=ScalingConfig(num_workers=size, use_gpu="GPU" in resources, resources_per_worker=resources),
             run_config=RunConfig(name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)),
         )

@@ -1,9 +1,11 @@
-"""The pool that lends gangs to trials. Without torch and Ray Train: its actor is up sooner than the gangs."""
+"""The pool that lends workers to trials. Without torch and Ray Train: its actor is up sooner than the gangs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -11,69 +13,135 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from service.remote import ON_HEAD
-from trainables.mailbox import Mailbox
+from service.step import Wish
+from service.trials.placing import placed
+from trainables.mailbox import Mailbox, Member
 
 RETRY_S = 1.0
 
 
-class Pool:
-    """Lends each gang whose workers are up to one trial at a time. An actor; all methods run on one event loop.
+@dataclass(frozen=True)
+class Lease:
+    """What a trial has for itself: some workers of the gang behind a mailbox, by their ranks there.
 
-    A gang may wait for the cluster's GPUs, or for Ray Train to start it anew. That is no trial's fault, so no trial
-    gets such a gang.
+    One that is alone has all of the gang's workers on its nodes; those beyond its size idle.
     """
 
-    def __init__(self, mailboxes: list[ActorHandle[Mailbox]]) -> None:
-        self._starting = list(mailboxes)
-        self._free: asyncio.Queue[ActorHandle[Mailbox]] = asyncio.Queue()
-        self._lent: dict[str, ActorHandle[Mailbox]] = {}
+    mailbox: ActorHandle[Mailbox]
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """A lease, as the pool knows it: of which of its gangs, on which nodes."""
+
+    gang: int
+    workers: tuple[int, ...]
+    nodes: frozenset[str]
+    alone: bool
+
+
+class Pool:
+    """Lends workers that are up to one trial at a time. An actor; all methods run on one event loop.
+
+    A gang may wait for the cluster's GPUs, or a worker for Ray Train to start it anew. That is no trial's fault, so no
+    trial gets such workers. A pool that died comes back knowing of no lease: the trials under way are given up.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        """`addresses`: the names of the gangs' mailboxes among Ray's actors."""
+        self._mailboxes: list[Any] = [ray.get_actor(name) for name in addresses]
+        self._members: dict[int, list[Member]] = {}
+        self._free: dict[int, set[int]] = {}
+        self._lent: dict[str, _Lent] = {}
+        self._disturbed: set[str] = set()
         self._offers: set[asyncio.Task[None]] = set()
+        self._begun = False
 
-    async def up(self) -> int:
-        """How many gangs are up: those that are free, and those that are lent."""
-        self._offer_new()
-        return self._free.qsize() + len(self._lent)
-
-    async def lease(self, trial_id: str, timeout_s: float) -> ActorHandle[Mailbox] | None:
-        """A gang's mailbox for one trial, once one is free; None if none was in time."""
-        self._offer_new()
-        try:
-            self._lent[trial_id] = await asyncio.wait_for(self._free.get(), timeout_s)
-        except TimeoutError:
+    async def free(self) -> int | None:
+        """How many workers of one gang nobody has at present; None while none is up, lent or not."""
+        self._begin()
+        if not self._lent and not any(self._free.values()):
             return None
-        return self._lent[trial_id]
+        return max((len(self._open(gang, alone=False)) for gang in self._free), default=0)
 
-    async def release(self, trial_id: str) -> None:
-        """Take the gang of a trial back, whatever it is doing. Releasing twice does nothing."""
-        mailbox = self._lent.pop(trial_id, None)
-        if mailbox is not None:
-            with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
-                await mailbox.give_up.remote("the trial was ended")
-            self._offer(mailbox)
+    async def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
+        """Lend a trial what it needs by the first of `wishes` that can be met at once: which one, None if none can."""
+        self._begin()
+        for number, wish in enumerate(wishes):
+            if (lent := self._found(wish)) is not None:
+                beside = [other for other, one in self._lent.items() if one.nodes & lent.nodes]
+                self._disturbed.update([*beside, trial_id] if beside else [])
+                self._free[lent.gang] -= set(lent.workers)
+                self._lent[trial_id] = lent
+                return number
+        return None
 
-    def _offer_new(self) -> None:
+    async def lease(self, trial_id: str) -> Lease | None:
+        """What was lent to a trial; None for one of which this pool knows nothing."""
+        lent = self._lent.get(trial_id)
+        return None if lent is None else Lease(self._mailboxes[lent.gang], lent.workers)
+
+    async def release(self, trial_id: str) -> bool:
+        """Take back what a trial has, whatever that is doing. Releasing twice does nothing.
+
+        Returns whether other trials had workers on its nodes meanwhile.
+        """
+        lent = self._lent.pop(trial_id, None)
+        if lent is None:
+            return False
+        with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
+            await self._mailboxes[lent.gang].give_up.remote("the trial was ended", lent.workers)
+        self._offer(lent.gang, lent.workers)
+        disturbed = trial_id in self._disturbed
+        self._disturbed.discard(trial_id)
+        return disturbed
+
+    def _found(self, wish: Wish) -> _Lent | None:
+        """A group of workers as wished for, of the gang that has the fewest left, so that larger groups stay whole."""
+        for gang in sorted(self._free, key=lambda one: len(self._free[one])):
+            open_now, members = self._open(gang, wish.alone), self._members[gang]
+            if (group := placed(wish.size, open_now, members)) is not None:
+                nodes = frozenset(members[rank].node_id for rank in group)
+                idle = [rank for rank in sorted(open_now - set(group)) if members[rank].node_id in nodes]
+                return _Lent(gang, (*group, *idle) if wish.alone else group, nodes, wish.alone)
+        return None
+
+    def _open(self, gang: int, alone: bool) -> set[int]:
+        """The free workers of a gang on nodes where a trial may have some: where none is alone, or has any."""
+        barred = {node for lent in self._lent.values() if alone or lent.alone for node in lent.nodes}
+        return {rank for rank in self._free[gang] if self._members[gang][rank].node_id not in barred}
+
+    def _begin(self) -> None:
         """Offer all gangs, in the first call: an actor is made outside its event loop."""
-        while self._starting:
-            self._offer(self._starting.pop())
+        if not self._begun:
+            self._begun = True
+            for gang in range(len(self._mailboxes)):
+                self._offer(gang, None)
 
-    def _offer(self, mailbox: Any) -> None:
+    def _offer(self, gang: int, workers: Sequence[int] | None) -> None:
+        """Have workers lent again, all of a gang if that is None, once all of them are up."""
+
         async def once_ready() -> None:
             while True:
                 try:
-                    await mailbox.ready.remote()
+                    if workers is None:
+                        await self._mailboxes[gang].give_up.remote("the process that lends gangs to trials died")
+                    members = await self._mailboxes[gang].ready.remote()
                     break
                 except RayError:  # it died, and will be back
                     await asyncio.sleep(RETRY_S)
-            self._free.put_nowait(mailbox)
+            self._members[gang] = members
+            self._free.setdefault(gang, set()).update(range(len(members)) if workers is None else workers)
 
         task = asyncio.ensure_future(once_ready())
         self._offers.add(task)
         task.add_done_callback(self._offers.discard)
 
 
-def start_pool(mailboxes: list[ActorHandle[Mailbox]]) -> ActorHandle[Pool]:
-    """The actor that lends the gangs of these mailboxes."""
+def start_pool(addresses: Sequence[str]) -> ActorHandle[Pool]:
+    """The actor that lends the workers of the gangs at these addresses. Calls wait for one that died to be back."""
     actor: Any = ray.remote(Pool)
-    options = {"num_cpus": 0, "resources": ON_HEAD, "max_concurrency": 1000}
-    pool: ActorHandle[Pool] = actor.options(**options).remote(mailboxes)
+    options = {"num_cpus": 0, "resources": ON_HEAD, "max_concurrency": 1000, "max_restarts": -1, "max_task_retries": -1}
+    pool: ActorHandle[Pool] = actor.options(**options).remote(addresses)
     return pool

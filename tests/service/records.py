@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,6 +11,7 @@ from service.metrics import DIRECTIONS, Direction, Method
 from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
 from service.spec import make_problem
+from service.step import Wish
 
 CONFIG = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=2, recompute="full", precision="fp32")
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
@@ -27,6 +29,40 @@ def search(
     facts = {"model": "tiny-llama", "accelerator": "cpu", "data": "synthetic"}
     objectives = DEFAULT if objectives is None else objectives
     return SearchRecord("s1", "tiny", "finished", STARTED, objectives, constraints, facts, {}, (), "run", trials)
+
+
+class Room:
+    """Lends as many workers of one gang as it has left; one that is alone waits for, and keeps away, all others."""
+
+    def __init__(self, workers: int = 10**6) -> None:
+        self.workers, self.lent = workers, dict[str, Wish]()
+
+    def free(self) -> int:
+        alone = any(wish.alone for wish in self.lent.values())
+        return 0 if alone else self.workers - sum(wish.size for wish in self.lent.values())
+
+    def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
+        for number, wish in enumerate(wishes):
+            if wish.size <= self.free() and not (wish.alone and self.lent):
+                self.lent[trial_id] = wish
+                return number
+        return None
+
+    def release(self, trial_id: str) -> None:
+        del self.lent[trial_id]
+
+
+class Plenty:
+    """Lends whatever is asked for."""
+
+    def free(self) -> int:
+        return 10**6
+
+    def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int:
+        return 0
+
+
+PLENTY = Plenty()
 
 
 def problem(**changes: Any) -> Problem:

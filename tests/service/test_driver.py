@@ -9,13 +9,13 @@ import pytest
 from ray.tune.experiment import Trial
 
 from service.display import Display
-from service.driver import Phase, _Recorder, phases
+from service.driver import _Recorder, gang_sizes
 from service.home import Home
 from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
 from service.sampling.agenda import CalibrationAgenda
-from tests.service.records import problem
+from tests.service.records import PLENTY, problem
 from trainables.status import Status
 
 
@@ -29,7 +29,7 @@ def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: 
     recorder = _Recorder(tracker, Display(spec.goals, spec.budget, agenda.sought), agenda, nobody, nobody)
     trials = []
     for trial_id in ("a", "b"):
-        step = agenda.next(trial_id)
+        step = agenda.next(trial_id, PLENTY)
         assert step is not None
         result = TrialResult(trial_id, step.layout, Status.OK, purpose=Purpose.CALIBRATION)
         trial = Trial("evaluate", config=step.to_dict(), trial_id=trial_id, stub=True)
@@ -43,6 +43,7 @@ def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: 
     unsent.rmdir()
     unsent.write_text("in the way, as no space on the device would be")
     recorder.on_trial_complete(0, [], trials[1])
+    recorder.on_trial_error(0, [], trials[1])
     with pytest.raises(OSError, match="unsent"):
         recorder.on_step_end(0, [])
     assert list(agenda.under_way) == ["b"]
@@ -51,22 +52,20 @@ def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: 
     assert (record.status, [trial.status for trial in record.trials]) == ("failed", ["ok", "stopped"])
 
 
-ALL, EXPLORING = tuple(Purpose), (Purpose.SEARCH, Purpose.SENTINEL)
-
-
 @pytest.mark.parametrize(
-    ("changes", "at_hand", "parts"),
+    ("changes", "at_hand", "sizes"),
     [
-        ({}, 8, [Phase(ALL, 2, 4, False)]),
-        ({"budget": {"trials": 1}}, 8, [Phase(ALL, 1, 4, False)]),
-        ({"measurement": {"explore": "slices"}}, 8, [Phase(EXPLORING, 8, 1, True), Phase(ALL, 2, 4, True)]),
-        ({"measurement": {"explore": "slices"}}, 5, [Phase(EXPLORING, 5, 1, True), Phase(ALL, 1, 4, True)]),
-        ({"measurement": {"explore": "slices"}, "finalists": {"count": 0}}, 1, [Phase(EXPLORING, 1, 1, True)]),
+        ({}, 8, [4, 4]),
+        ({"budget": {"trials": 1}}, 8, [4]),
+        ({}, 7, [4]),
+        ({"measurement": {"explore": "slices"}}, 8, [4, 4]),
+        ({"measurement": {"explore": "slices"}}, 3, [3]),
+        ({"measurement": {"explore": "slices"}}, 1, [1]),
     ],
 )
-def test_a_search_by_slices_has_a_part_for_each_size_of_gang(
-    changes: dict[str, Any], at_hand: int, parts: list[Phase]
+def test_a_gang_has_the_workers_of_the_largest_layout_or_what_there_is_for_slices(
+    changes: dict[str, Any], at_hand: int, sizes: list[int]
 ) -> None:
     cluster = {"gpus_per_node": 8, "accelerator": "h200"}
     axes = {"num_gpus": [2, 4], "zero_stage": [0, 1, 2, 3], "micro_batch_size": [1, 2]}
-    assert phases(problem(cluster=cluster, space=axes, **changes), at_hand) == parts
+    assert gang_sizes(problem(cluster=cluster, space=axes, **changes), at_hand) == sizes

@@ -31,6 +31,7 @@ from service.sampling.study import SearchStudy
 from service.search import results_of, resume
 from service.spec import load_spec, parse_spec
 from service.step import Step
+from tests.service.records import PLENTY
 from trainables.status import Status
 
 SPEC: dict[str, Any] = {
@@ -137,9 +138,9 @@ def test_the_record_says_what_each_trial_was_for_and_which_are_run_again(
     study.recall([result for result in settled(found) if result.purpose == "search"])
     assert study.ask() == results[2].layout, "handed out, with no result that counts"
     agenda = SearchAgenda(study, spec, results=found)
-    steps = [agenda.next("t6"), agenda.next("t7")]
+    steps = [agenda.next("t6", PLENTY), agenda.next("t7", PLENTY)]
     assert steps == [Step(results[0].layout, Purpose.FINALIST)] * 2, "of one layout, measured once of three times"
-    assert agenda.next("t8") is None
+    assert agenda.next("t8", PLENTY) is None
 
 
 def test_what_cannot_be_resumed_is_refused(

@@ -18,6 +18,7 @@ import ray
 import yaml
 from click.testing import CliRunner
 
+from benchmarks.measure.busy import busy
 from service.answers import overview
 from service.answers.overview import contests
 from service.answers.page import draw
@@ -264,18 +265,36 @@ def test_a_search_whose_mailbox_dies_completes_its_budget(ray_session: Any, home
 
 
 @pytest.mark.slow
-def test_a_search_whose_pool_dies_fails_with_one_line_and_keeps_its_trial(
-    ray_session: Any, home: Home, tokens: str
-) -> None:
-    (home.path / "spec.yaml").write_text(yaml.safe_dump(SPEC | {"data": tokens}))
+def test_a_search_whose_pool_dies_completes_its_budget(ray_session: Any, home: Home, tokens: str) -> None:
     with killing("Pool"):
-        called = CliRunner().invoke(main, ["run", str(home.path / "spec.yaml")])
-    assert called.exit_code == 3
-    assert called.stderr.splitlines()[-1] == "wattune: the process that lends gangs to trials died: resume the search"
-    (recorded,) = Results(home.tracking_uri).searches()
-    record = Results(home.tracking_uri).search(recorded.id)
-    assert record.status == "failed"
-    assert record.trials[0].status == "ok"
+        search = run(spec_of(tokens))
+    record = Results(home.tracking_uri).search(search)
+    assert record.status == "finished"
+    lost = [trial for trial in record.trials if trial.infrastructure]
+    assert [trial.status for trial in lost] == ["crash"] * len(lost)
+    assert [trial.status for trial in record.trials if trial not in lost] == ["ok"] * 3
+
+
+@pytest.mark.slow
+def test_layouts_of_all_sizes_run_side_by_side_and_finalists_alone(
+    ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = {"gpus_per_node": 4, "accelerator": "cpu", "cpus_per_worker": 0.5}
+    space = {"num_gpus": [1, 2, 4], "micro_batch_size": [1, 2], "precision": "fp32"}
+    measurement = SPEC["measurement"] | {"window_s": 8}  # longer than it takes to begin another
+    finalists = {"count": 1, "repeats": 2, "window_s": 1}
+    changes = {"cluster": cluster, "space": space, "measurement": measurement, "finalists": finalists}
+    search = run(spec_of(tokens, budget={"trials": 6}, sampler="exhaustive", global_batch_size=8, **changes))
+    record = Results(home.tracking_uri).search(search)
+    assert {trial.status for trial in record.trials} <= {"ok", "pruned"}
+    explored = [trial for trial in record.trials if trial.purpose == Purpose.SEARCH]
+    assert sorted(trial.layout.num_gpus for trial in explored) == [1, 1, 2, 2, 4, 4]
+    assert {trial.beside for trial in explored if trial.layout.num_gpus == 4} == {False}
+    assert any(trial.beside for trial in explored)
+    assert {trial.beside for trial in record.trials if trial.purpose == Purpose.FINALIST} == {False}
+    assert any("had others beside them on a node" in line for line in overview.notices(record))
+    told = busy(record)
+    assert 0 < told.trained < told.lent <= 1
 
 
 @pytest.mark.slow

@@ -30,13 +30,13 @@ REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Procedure(3, 0.02, 1.0, 1.0, 5), 
 
 
 def member(rank: int, store_port: int = 4000) -> Member:
-    return Member(rank, rank, "node", "host", store_port if rank == 0 else None)
+    return Member(rank, "node", "host", store_port + rank)
 
 
-async def gang(size: int = 2, incarnation: str = "first") -> Mailbox:
+async def gang(size: int = 2) -> Mailbox:
     mailbox = Mailbox(size)
     for rank in range(size):
-        await mailbox.join(incarnation, member(rank))
+        await mailbox.join(member(rank))
     return mailbox
 
 
@@ -84,7 +84,7 @@ async def test_trials_reach_every_rank_in_order() -> None:
         while (order := await mailbox.next(rank, number)) is not None:
             number = order.number
             taken[rank].append(order.request.trial_id)
-            assert order.store == ("host", 4000)
+            assert order.members == (member(0), member(1))
             await mailbox.hand_in(rank, number, replace(OK, cause=f"{order.request.trial_id} on {rank}"))
 
     workers = [asyncio.create_task(worker(rank)) for rank in range(2)]
@@ -211,26 +211,79 @@ async def test_a_trial_that_is_over_needs_not_go_on() -> None:
 
 
 @in_a_loop
-async def test_workers_that_start_anew_crash_the_trial_under_way() -> None:
+async def test_a_worker_that_starts_anew_crashes_the_trial_that_it_had_begun() -> None:
     mailbox = await gang()
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 1, 0)).number
-    await mailbox.join("second", member(1))
+    await mailbox.join(member(1, store_port=5000))
     outcomes, *_ = await soon(trial)
-    assert outcomes == [lost("a worker process of the gang died; the gang was started anew")]
+    assert outcomes == [lost("a worker process of the gang died; it was started anew")]
 
     following = asyncio.create_task(mailbox.evaluate(REQUEST))
-    assert await waits(following)  # rank 0 is not back yet
     await mailbox.hand_in(0, number, OK)  # from before
-    await mailbox.join("second", member(0, store_port=5000))
     for rank in range(2):
         order = await take(mailbox, rank, 0)
-        assert order.store == ("host", 5000)
+        assert order.members == (member(0), member(1, store_port=5000))
         assert order.number > number
         await mailbox.hand_in(rank, order.number, OK)
     outcomes, members, _ = await soon(following)
     assert outcomes == [OK, OK]
-    assert members[0].store_port == 5000
+    assert members == [member(0), member(1, store_port=5000)]
+
+
+@in_a_loop
+async def test_a_worker_that_was_dead_when_a_trial_began_takes_part_once_it_is_back() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    await mailbox.join(member(1, store_port=5000))
+    for rank in range(2):
+        assert (await take(mailbox, rank, 0)).number == number
+        await mailbox.hand_in(rank, number, OK)
+    assert (await soon(trial))[0] == [OK, OK]
+
+
+def alone(trial_id: str) -> TrialRequest:
+    return replace(REQUEST, trial_id=trial_id, layout=replace(LAYOUT, num_gpus=1))
+
+
+@in_a_loop
+async def test_trials_of_other_workers_go_on_side_by_side() -> None:
+    """Of four, a pair in another order trains, two train alone: one of these is lost, one fails."""
+    mailbox = await gang(4)
+    pair = asyncio.create_task(mailbox.evaluate(REQUEST, (3, 1)))
+    single = asyncio.create_task(mailbox.evaluate(alone("t1"), [2]))
+    other = asyncio.create_task(mailbox.evaluate(alone("t2"), [0]))
+    orders = [await take(mailbox, worker, 0) for worker in range(4)]
+    assert [order.request.trial_id for order in orders] == ["t2", "t0", "t1", "t0"]
+    assert orders[1].members == (member(3), member(1))
+    assert [orders[1].place(worker) for worker in (3, 1)] == [0, 1]
+
+    await mailbox.join(member(2))
+    assert (await soon(single))[0] == [lost("a worker process of the gang died; it was started anew")]
+    await mailbox.hand_in(0, orders[0].number, Outcome(Status.OOM, "memory", "build"))
+    assert (await soon(other))[0] == [Outcome(Status.OOM, "rank 0: memory", "build")]
+    watch = asyncio.create_task(mailbox.aborted(orders[1].number))
+    assert await waits(watch)
+    again = asyncio.create_task(mailbox.evaluate(alone("t3"), [0]))
+    await settle()
+    await mailbox.give_up("its lease was over", [0, 2])
+    assert (await soon(again))[0] == [lost("its lease was over")]
+    for worker in (1, 3):
+        await mailbox.hand_in(worker, orders[1].number, replace(OK, cause=f"of {worker}"))
+    outcomes, members, _ = await soon(pair)
+    assert [outcome.cause for outcome in outcomes] == ["of 3", "of 1"]
+    assert members == [member(3), member(1)]
+
+
+@in_a_loop
+async def test_a_rank_is_named_by_its_place_among_those_lent() -> None:
+    mailbox = await gang(4)
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST, (2, 3)))
+    number = (await take(mailbox, 3, 0)).number
+    await mailbox.hand_in(3, number, Outcome(Status.OOM, "memory", "warmup"))
+    await mailbox.hand_in(2, number, Outcome(ABORTED, None, "warmup"))
+    assert (await soon(trial))[0] == [Outcome(Status.OOM, "rank 1 on worker 3: memory", "warmup")]
 
 
 @in_a_loop
@@ -270,7 +323,7 @@ async def test_a_trial_is_told_of_once_all_its_ranks_are_steady() -> None:
     await mailbox.note(0, number + 1, steady("GPU-9"))  # of another trial
     assert await waits(asked)
     await mailbox.note(0, number, steady("GPU-0"))
-    assert await soon(asked) == ([steady("GPU-0"), steady("GPU-1")], [member(0), member(1), member(2)])
+    assert await soon(asked) == ([steady("GPU-0"), steady("GPU-1")], [member(0), member(1)])
     for rank in range(2):
         await mailbox.hand_in(rank, number, OK)
     assert (await soon(trial))[0] == [OK, OK]
@@ -333,9 +386,9 @@ async def test_giving_up_without_a_trial_does_nothing() -> None:
 async def test_a_gang_is_ready_once_all_have_joined() -> None:
     mailbox = Mailbox(2)
     ready = asyncio.create_task(mailbox.ready())
-    await mailbox.join("first", member(1))
+    await mailbox.join(member(1))
     assert await waits(ready)
-    await mailbox.join("first", member(0))
+    await mailbox.join(member(0))
     assert await soon(ready) == [member(0), member(1)]
 
 
@@ -347,10 +400,10 @@ async def test_the_time_on_a_trial_counts_from_when_the_gang_was_free() -> None:
         await asyncio.sleep(0.3)
         trial = asyncio.create_task(mailbox.evaluate(REQUEST))
         await settle()
-        assert mailbox.round is not None
+        (number,) = mailbox.rounds
         handing_in = time.monotonic()
         for rank in range(2):
-            await mailbox.hand_in(rank, mailbox.round.order.number, OK)
+            await mailbox.hand_in(rank, number, OK)
         *_, seconds = await soon(trial)
         assert 0.29 < seconds <= time.monotonic() - freed
         freed = handing_in
@@ -381,7 +434,7 @@ async def test_closing_sends_every_worker_home() -> None:
 @in_a_loop
 async def test_a_worker_that_has_not_joined_is_turned_away() -> None:
     mailbox = Mailbox(2)  # as one that was started anew
-    await mailbox.join("first", member(0))
+    await mailbox.join(member(0))
     waiting = asyncio.create_task(mailbox.next(0, 0))
     assert await waits(waiting)
     with pytest.raises(LookupError, match="worker 1 has not joined"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from search_spaces.hardware import Accelerator
@@ -27,6 +28,7 @@ class Platform(ABC):
 
     - `backend`: of process groups between such devices.
     - `ray_resource`: what Ray counts such devices as; None for what it only knows as CPUs.
+    - `visible`: the variable that says which of the node's devices a process sees; None where there are none.
     - `profiler_device`: what torch's profiler calls the device whose kernels it records; None where the host computes.
     - `names_kernels`: whether the kernel of a collective has a name that says which one it is.
     - `environment`: variables that must be set before the fork server of trials comes up.
@@ -34,17 +36,23 @@ class Platform(ABC):
 
     backend: ClassVar[str]
     ray_resource: ClassVar[str | None]
+    visible: ClassVar[str | None]
     profiler_device: ClassVar[str | None]
     names_kernels: ClassVar[bool]
     environment: ClassVar[Mapping[str, str]]
 
+    def see(self, devices: Sequence[str]) -> None:
+        """Have this process, which has used no device yet, see these alone and number them in this order."""
+        if self.visible is not None and devices:
+            os.environ[self.visible] = ",".join(devices)
+
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
-        """The node's device number `local_rank`, of which nothing is used for that."""
+        """Device number `local_rank` of those seen, of which nothing is used for that."""
 
     @abstractmethod
     def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
-        """Make the node's device number `local_rank` this process's own, with its memory mapped as the layout says."""
+        """Make device number `local_rank` of those seen this process's own, its memory mapped as the layout says."""
 
     @abstractmethod
     def limit_memory(self, device: torch.device, size: float) -> None:

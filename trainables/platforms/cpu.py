@@ -29,6 +29,7 @@ class Cpu(Platform):
 
     backend = "gloo"
     ray_resource = None
+    visible = None
     profiler_device = None
     names_kernels = True
     # On a machine with GPUs, no library may open their driver.

@@ -19,6 +19,7 @@ class Cuda(Platform):
 
     backend = "nccl"
     ray_resource = "GPU"
+    visible = "CUDA_VISIBLE_DEVICES"
     profiler_device = "cuda"
     names_kernels = True
     # The server must not touch CUDA, or its forks could not: no check may open the driver.

@@ -8,6 +8,7 @@ from trainables.platforms.cuda import Cuda
 class Rocm(Cuda):
     """A GPU, or half of a card of two, for each rank."""
 
+    visible = "HIP_VISIBLE_DEVICES"
     names_kernels = False  # all of RCCL's are one generic kernel
 
 

@@ -403,3 +403,10 @@ def test_the_knee_is_where_the_front_bends() -> None:
     assert "the front has no bend" in ranking.answer(search(FAST, FRUGAL), parse_query(knee=True))[1][0]
     with pytest.raises(InputError, match="one of maximize, minimize and knee"):
         ask(search(FAST), knee=True, maximize="tokens_per_s")
+
+
+def test_trials_that_had_others_beside_them_are_counted() -> None:
+    told = "1 of 2 trials that explored had others beside them on a node, which may disturb"
+    record = search(replace(FAST, beside=True), replace(FAST, trial_id="alone", beside=False))
+    assert told in overview.notices(record)
+    assert overview.notices(search(FAST)) == [], "records made before it was kept"

@@ -21,7 +21,8 @@ from service.sampling.agenda import RETRIES, Agenda, CalibrationAgenda, SearchAg
 from service.sampling.finalists import contenders
 from service.sampling.study import SearchStudy
 from service.spec import parse_spec
-from service.step import Step
+from service.step import Step, Wish
+from tests.service.records import PLENTY, Room
 from trainables.status import Status
 
 SPEC: dict[str, Any] = {
@@ -61,7 +62,7 @@ def run(
 ) -> list[TrialResult]:
     """Run the agenda to its end, or as many trials of it, one at a time; what became of each."""
     results: list[TrialResult] = []
-    while len(results) < trials and (step := agenda.next(f"t{len(results)}")) is not None:
+    while len(results) < trials and (step := agenda.next(f"t{len(results)}", PLENTY)) is not None:
         results.append(change(outcome(f"t{len(results)}", step)))
         agenda.take(results[-1])
     return results
@@ -83,9 +84,9 @@ def test_ends_when_the_space_is_used_up() -> None:
 
 def test_ends_when_the_wall_time_is_used_up() -> None:
     agenda = agenda_of(spec_of(budget={"wall_time_s": 0.2}))
-    assert agenda.next("a") is not None
+    assert agenda.next("a", PLENTY) is not None
     time.sleep(0.25)
-    assert agenda.next("b") is None
+    assert agenda.next("b", PLENTY) is None
 
 
 def test_waiting_for_the_first_gang_is_no_time_of_the_search() -> None:
@@ -93,11 +94,11 @@ def test_waiting_for_the_first_gang_is_no_time_of_the_search() -> None:
     time.sleep(0.2)
     assert agenda.elapsed_s == 99.9
     began = time.monotonic()
-    assert agenda.next("a") is not None
+    assert agenda.next("a", PLENTY) is not None
     time.sleep(0.2)
     assert 100.05 < agenda.elapsed_s <= 99.9 + time.monotonic() - began
     assert agenda.closed
-    assert agenda.next("b") is None
+    assert agenda.next("b", PLENTY) is None
 
 
 def test_ends_when_the_gpu_hours_are_used_up() -> None:
@@ -105,19 +106,19 @@ def test_ends_when_the_gpu_hours_are_used_up() -> None:
     for hours, goes_on in ((0.15 / 3600, False), (1.0, True)):
         agenda = agenda_of(spec_of(budget={"gpu_hours": hours}))
         began = time.monotonic()
-        step = agenda.next("a")
+        step = agenda.next("a", PLENTY)
         assert step is not None
         time.sleep(0.1)
         agenda.take(outcome("a", step))
         assert 0.19 < agenda.gpu_seconds <= 2 * (time.monotonic() - began)
-        assert (agenda.next("b") is not None) == goes_on
+        assert (agenda.next("b", PLENTY) is not None) == goes_on
 
 
 def test_ends_when_it_is_stopped() -> None:
     agenda = agenda_of(spec_of())
-    assert agenda.next("a") is not None
+    assert agenda.next("a", PLENTY) is not None
     agenda.stopped = True
-    assert agenda.next("b") is None
+    assert agenda.next("b", PLENTY) is None
 
 
 def test_the_budget_is_what_is_left_of_it() -> None:
@@ -133,20 +134,20 @@ def test_the_budget_is_what_is_left_of_it() -> None:
     ]
     for budget, more in cases:
         agenda = agenda_of(spec_of(budget=budget), earlier, spent=spent)
-        assert (agenda.next("t") is not None) == more, budget
+        assert (agenda.next("t", PLENTY) is not None) == more, budget
 
 
 def test_each_trial_is_given_the_front_so_far() -> None:
     agenda = agenda_of(spec_of())
-    first = agenda.next("a")
+    first = agenda.next("a", PLENTY)
     assert first is not None
     assert first.front == ()
     agenda.take(outcome("a", first, tokens_per_s=10.0, joules_per_token=1.0))
-    second = agenda.next("b")
+    second = agenda.next("b", PLENTY)
     assert second is not None
     assert second.front == ({"tokens_per_s": 10.0, "joules_per_token": 1.0},)
     agenda.take(outcome("b", second, tokens_per_s=20.0, joules_per_token=0.5))
-    third = agenda.next("c")
+    third = agenda.next("c", PLENTY)
     assert third is not None
     assert third.to_dict()["front"] == [{"tokens_per_s": 20.0, "joules_per_token": 0.5}]
 
@@ -181,19 +182,19 @@ def test_finalists_are_the_ends_of_the_front_measured_in_rounds() -> None:
     rates = {result.layout: result.metrics["tokens_per_s"] or 0.0 for result in explored}
     assert len(set(measured)) == 3
     assert {max(rates, key=rates.__getitem__), min(rates, key=rates.__getitem__)} < set(measured)
-    assert agenda.next("more") is None
+    assert agenda.next("more", PLENTY) is None
 
 
 def test_finalists_wait_for_the_trials_under_way() -> None:
-    agenda = agenda_of(spec_of(finalists={"count": 1, "repeats": 2}, budget={"trials": 2}), gangs=2)
-    steps = {trial_id: agenda.next(trial_id) for trial_id in ("a", "b")}
+    agenda = agenda_of(spec_of(finalists={"count": 1, "repeats": 2}, budget={"trials": 2}))
+    steps = {trial_id: agenda.next(trial_id, PLENTY) for trial_id in ("a", "b")}
     first, second = steps["a"], steps["b"]
     assert first is not None
     assert second is not None
     agenda.take(outcome("a", first, tokens_per_s=1.0, joules_per_token=1.0))
-    assert agenda.next("c") is None
+    assert agenda.next("c", PLENTY) is None
     agenda.take(outcome("b", second, tokens_per_s=2.0, joules_per_token=0.5))
-    side_by_side = [agenda.next("c"), agenda.next("d")]
+    side_by_side = [agenda.next("c", PLENTY), agenda.next("d", PLENTY)]
     assert side_by_side == [Step(second.layout, Purpose.FINALIST)] * 2
 
 
@@ -209,18 +210,18 @@ def test_exploring_leaves_the_finalists_their_time() -> None:
     results = tuple(replace(r, metrics=r.metrics | {"warmup_time_s": 1.5, "trial_overhead_s": 0.5}) for r in results)
     for wall_time_s, spent_s, purpose in ((200, 150, "search"), (200, 165, "finalist"), (60, 20, "search")):
         spec = spec_of(finalists=finalists, budget={"wall_time_s": wall_time_s})
-        step = agenda_of(spec, results, spent=Spent(spent_s)).next("t")
+        step = agenda_of(spec, results, spent=Spent(spent_s)).next("t", PLENTY)
         assert step is not None
         assert step.purpose == purpose
     spec = spec_of(finalists=finalists, budget={"wall_time_s": 60})
-    step = agenda_of(spec, results, spent=Spent(31)).next("t")
+    step = agenda_of(spec, results, spent=Spent(31)).next("t", PLENTY)
     assert step is not None
     assert step.purpose == "finalist", "at most half of the time is kept for them"
     spec = spec_of(finalists=finalists, budget={"gpu_hours": 200 / 3600})
-    step = agenda_of(spec, results, spent=Spent(gpu_seconds=125)).next("t")
+    step = agenda_of(spec, results, spent=Spent(gpu_seconds=125)).next("t", PLENTY)
     assert step is not None
     assert step.purpose == "finalist"
-    assert agenda_of(spec, results, spent=Spent(gpu_seconds=201)).next("t") is None
+    assert agenda_of(spec, results, spent=Spent(gpu_seconds=201)).next("t", PLENTY) is None
 
 
 @pytest.mark.parametrize("done", range(14))
@@ -319,8 +320,8 @@ def test_the_time_ends_what_is_undecided() -> None:
     spec = spec_of(finalists={"count": 2, "repeats": 2}, budget={"trials": 8, "wall_time_s": 3600})
     change = noisy(0.2)
     results = tuple(run(agenda_of(spec), trials=8 + 4, change=change))
-    assert agenda_of(spec, results).next("t") is not None
-    assert agenda_of(spec, results, spent=Spent(3600)).next("t") is None
+    assert agenda_of(spec, results).next("t", PLENTY) is not None
+    assert agenda_of(spec, results, spent=Spent(3600)).next("t", PLENTY) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -363,16 +364,16 @@ def test_a_layout_that_comes_to_nothing_when_measured_again_is_not_asked_for_eve
 def test_trials_that_are_run_again_are_not_planned_twice() -> None:
     """Two gangs: the last trial of the rounds fails by the machines while the one before is under way."""
     spec = spec_of(**SPEED, finalists={"count": 1, "repeats": 2}, budget={"trials": 1})
-    agenda = agenda_of(spec, tuple(run(agenda_of(spec), trials=1)), gangs=2)
-    a, b = agenda.next("a"), agenda.next("b")
+    agenda = agenda_of(spec, tuple(run(agenda_of(spec), trials=1)))
+    a, b = agenda.next("a", PLENTY), agenda.next("b", PLENTY)
     assert a is not None
     assert a == b
     assert not agenda.take(faulty(outcome("b", a)))
     agenda.take(outcome("a", a))
-    assert agenda.next("c") == a
-    assert agenda.next("d") is None
+    assert agenda.next("c", PLENTY) == a
+    assert agenda.next("d", PLENTY) is None
     agenda.take(outcome("c", a))
-    assert (agenda.next("e"), agenda.to_come) == (None, 0)
+    assert (agenda.next("e", PLENTY), agenda.to_come) == (None, 0)
 
 
 def faulty(result: TrialResult) -> TrialResult:
@@ -404,10 +405,10 @@ def test_a_trial_that_the_machines_failed_is_run_again_and_then_given_up(purpose
 
 def test_a_failure_of_the_machines_is_not_told_to_the_study() -> None:
     agenda = agenda_of(spec_of(budget={"trials": 2}))
-    first = agenda.next("a")
+    first = agenda.next("a", PLENTY)
     assert first is not None
     assert not agenda.take(faulty(outcome("a", first)))
-    again = agenda.next("b")
+    again = agenda.next("b", PLENTY)
     assert again == first
     assert agenda.take(outcome("b", first))
     resumed = agenda_of(spec_of(budget={"trials": 2}), (faulty(outcome("a", first)), outcome("b", first)))
@@ -424,3 +425,83 @@ def test_a_calibration_runs_its_layouts_once_each() -> None:
     assert [result.layout for result in results] == list(layouts)
     assert {result.purpose for result in results} == {"calibration"}
     assert agenda.to_come == 0
+
+
+SIZES = {"cluster": {"gpus_per_node": 4, "accelerator": "cpu"}}
+SPACE = {"num_gpus": [1, 2, 4], "zero_stage": [0, 2], "micro_batch_size": [1, 2], "precision": "fp32"}
+
+
+def test_layouts_of_all_sizes_fill_the_workers_and_none_waits_for_ever() -> None:
+    """Each trial takes as long as any other: in each round those under way end, then others are begun."""
+    spec, room = spec_of(**SIZES, space=SPACE, sampler="exhaustive"), Room(4)
+    agenda, rounds, number = agenda_of(spec), list[list[int]](), 0
+    while not agenda.over:
+        begun = {}
+        while (step := agenda.next(f"t{number}", room)) is not None:
+            begun[f"t{number}"], number = step, number + 1
+        rounds.append([step.layout.num_gpus for step in begun.values()])
+        for trial_id, step in begun.items():
+            room.release(trial_id)
+            agenda.take(outcome(trial_id, step))
+    explored = sorted(result.layout.num_gpus for result in agenda.results)
+    assert explored == sorted(layout.num_gpus for layout in spec.legal.layouts)
+    assert [sum(sizes) for sizes in rounds[:-2]] == [4] * (len(rounds) - 2 - (rounds[-1] == []))
+
+
+def test_one_that_was_passed_over_too_often_goes_before_all_others() -> None:
+    spec, room = spec_of(**SIZES, space=SPACE), Room(3)
+    agenda = agenda_of(spec, workers=4)
+    sizes = []
+    for number in range(200):
+        if (step := agenda.next(f"t{number}", room)) is None:
+            break
+        sizes.append(step.layout.num_gpus)
+        room.release(f"t{number}")
+        agenda.take(outcome(f"t{number}", step))
+    assert 4 not in sizes, "of which there are never as many free"
+    assert not agenda.over
+    assert len(sizes) <= sum(layout.num_gpus < 4 for layout in spec.legal.layouts)
+    room.workers = 4
+    step = agenda.next("again", room)
+    assert step is not None
+    assert step.layout.num_gpus == 4
+
+
+def test_layouts_of_one_size_are_drawn_when_they_are_run() -> None:
+    agenda, room = agenda_of(spec_of(), workers=4), Room(4)
+    first = agenda.next("a", room)
+    assert first is not None
+    assert (agenda.next("b", room), agenda.waiting) != (None, [])
+    assert agenda.next("c", room) is None
+    assert agenda.waiting == [], "what is learnt until there is room may bring another"
+
+
+def test_those_that_explore_run_side_by_side_and_finalists_alone() -> None:
+    spec = spec_of(
+        **SIZES, space=SPACE | {"num_gpus": [1], "micro_batch_size": [1, 2, 4, 8]}, finalists={"count": 1, "repeats": 2}
+    )
+    agenda, room = agenda_of(spec, workers=4), Room(4)
+    steps = {name: agenda.next(name, room) for name in "abcd"}
+    assert {room.lent[name] for name in steps} == {Wish(1, alone=False)}
+    for name, step in steps.items():
+        assert step is not None
+        room.release(name)
+        agenda.take(outcome(name, step))
+    finalist = agenda.next("e", room)
+    assert finalist is not None
+    assert (finalist.purpose, room.lent["e"]) == (Purpose.FINALIST, Wish(1, alone=True))
+    assert agenda.next("f", room) is None
+    assert not agenda.over
+
+
+def test_what_was_drawn_ahead_is_not_begun_once_the_time_is_the_finalists() -> None:
+    spec = spec_of(**SIZES, space=SPACE)
+    agenda, room = agenda_of(spec), Room(4)
+    first = agenda.next("a", room)
+    assert first is not None
+    waiting = [one.step.layout for one in agenda.waiting]
+    assert waiting
+    agenda.problem = replace(spec, budget=replace(spec.budget, wall_time_s=1e-9))
+    agenda.draw(4)
+    assert agenda.waiting == []
+    assert agenda.study.ask() == waiting[0], "it is handed out first should there be time after all"

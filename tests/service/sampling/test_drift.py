@@ -27,7 +27,7 @@ def test_a_move_is_from_the_first_value_to_the_farthest() -> None:
 
 def test_gangs_are_held_against_themselves() -> None:
     runs = [run(100.0, gpu="GPU-a"), run(90.0, gpu="GPU-b"), run(100.5, gpu="GPU-a"), run(89.1, gpu="GPU-b")]
-    assert drifts(runs, one_gang=False)["tokens_per_s"] == Drift(90.0, 89.1)
+    assert drifts(runs, one_place=False)["tokens_per_s"] == Drift(90.0, 89.1)
     assert drifts(runs)["tokens_per_s"] == Drift(100.0, 89.1)
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.tune.search import Searcher
 
 from search_spaces.layout import Layout
-from service.problem import Finalists
 from service.result import Purpose, TrialResult
-from service.sampling.agenda import CalibrationAgenda, SearchAgenda
+from service.sampling.agenda import CalibrationAgenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
-from service.sampling.study import SearchStudy
 from service.spec import parse_spec
-from service.step import Step
+from service.step import Step, Wish
+from tests.service.records import PLENTY, Room
 from trainables.status import Status
 
 SPEC = parse_spec(
@@ -28,7 +26,7 @@ LAYOUT, OTHER = SPEC.legal.layouts
 
 def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_over() -> None:
     agenda = CalibrationAgenda(SPEC, [LAYOUT])
-    searcher = AgendaSearcher(agenda, lambda: 2)
+    searcher = AgendaSearcher(agenda, PLENTY)
     values = searcher.suggest("a")
     assert isinstance(values, dict)
     assert json.loads(json.dumps(values)) == values
@@ -40,38 +38,21 @@ def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_ov
     assert searcher.suggest("b") == Searcher.FINISHED
 
 
-def test_a_trial_is_handed_out_once_there_is_a_gang_for_it() -> None:
-    up = 0
-    agenda = CalibrationAgenda(SPEC, [LAYOUT, OTHER])
-    searcher = AgendaSearcher(agenda, lambda: up)
+def test_a_trial_is_handed_out_once_there_are_workers_for_it() -> None:
+    room = Room(0)
+    searcher = AgendaSearcher(CalibrationAgenda(SPEC, [LAYOUT, OTHER]), room)
     assert [searcher.suggest("a"), searcher.suggest("a")] == [None, None]
-    up = 1
+    room.workers = 4
     assert isinstance(searcher.suggest("a"), dict)
-    assert searcher.suggest("b") is None, "the gang has its trial"
-    up = 2
+    assert room.lent == {"a": Wish(2, alone=True)}
+    assert searcher.suggest("b") is None, "no other runs beside it"
+    room.release("a")
     assert isinstance(searcher.suggest("b"), dict)
 
 
-def test_trials_of_other_purposes_wait_for_their_part_of_the_search() -> None:
-    spec = replace(SPEC, finalists=Finalists(count=1, repeats=2), sentinel_every=0)
-    agenda = SearchAgenda(SearchStudy("s", spec.legal.layouts, spec.goals, "random", 0), spec)
-    exploring = AgendaSearcher(agenda, lambda: 1, [Purpose.SEARCH, Purpose.SENTINEL])
-    purposes: list[Purpose] = []
-    for part in (exploring, AgendaSearcher(agenda, lambda: 1)):
-        while isinstance(values := part.suggest(name := f"trial-{len(purposes)}"), dict):
-            step = Step.from_dict(values)
-            metrics: dict[str, float | None] = dict.fromkeys(spec.goals.objectives, 1.0)
-            agenda.take(TrialResult(name, step.layout, Status.OK, metrics=metrics, purpose=step.purpose))
-            purposes.append(step.purpose)
-        assert values == Searcher.FINISHED
-        assert set(purposes) == {Purpose.SEARCH} | ({Purpose.FINALIST} if part is not exploring else set())
-    assert purposes.count(Purpose.SEARCH) == 2
-    assert purposes.count(Purpose.FINALIST) >= 2
-
-
-def test_a_search_that_is_stopped_does_not_wait_for_a_gang() -> None:
+def test_a_search_that_is_stopped_does_not_wait_for_workers() -> None:
     agenda = CalibrationAgenda(SPEC, [LAYOUT])
-    searcher = AgendaSearcher(agenda, lambda: 0)
+    searcher = AgendaSearcher(agenda, Room(0))
     assert searcher.suggest("a") is None
     agenda.stopped = True
     assert searcher.suggest("a") == Searcher.FINISHED

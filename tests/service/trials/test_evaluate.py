@@ -248,7 +248,7 @@ def test_energy_per_token_is_labelled_as_the_energy_is() -> None:
 
 
 def members(nodes: list[str]) -> list[Member]:
-    return [Member(rank, rank, node, "host", 1 if rank == 0 else None) for rank, node in enumerate(nodes)]
+    return [Member(rank, node, "host", 1) for rank, node in enumerate(nodes)]
 
 
 def test_each_node_has_its_own_window_with_the_gpus_that_worked() -> None:
@@ -333,7 +333,7 @@ def answering(outcomes: list[Outcome], idle: int = 0) -> Any:
     @ray.remote(num_cpus=0)
     def work(mailbox: Any) -> None:
         for member in members(["a"] * workers):
-            ray.get(mailbox.join.remote("first", member))
+            ray.get(mailbox.join.remote(member))
         order = ray.get(mailbox.next.remote(0, 0))
         for rank, outcome in enumerate(outcomes):
             ray.get(mailbox.hand_in.remote(rank, order.number, outcome))
@@ -445,7 +445,7 @@ def steady(mailbox: Any, lost: bool = False) -> None:
 
     @ray.remote(num_cpus=0)
     def work(mailbox: Any) -> None:
-        ray.get(mailbox.join.remote("first", members(["a"])[0]))
+        ray.get(mailbox.join.remote(members(["a"])[0]))
         order = ray.get(mailbox.next.remote(0, 0))
         agreed = Stretch((10.0,) * 3, LATER.start_ns, LATER.end_ns)
         ray.get(mailbox.note.remote(0, order.number, Progress("window", "GPU-0", 204.8, agreed)))

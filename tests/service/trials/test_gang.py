@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import psutil
@@ -27,10 +28,11 @@ from search_spaces.models import ModelShape
 from service.problem import Cluster
 from service.result import TrialResult
 from service.spec import load_spec, make_problem
+from service.step import Wish
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, awaited, close_gangs, resources_per_worker
-from service.trials.pool import Pool, start_pool
+from service.trials.pool import Lease, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices.cpu import cpu_uuid
 from tests.trainables.test_child import wait_until
@@ -370,39 +372,122 @@ def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begi
     trial = begin(procedure=ENDLESS)
     orphans = [trial_process(worker, earlier) for worker in before]
     before[1].kill()
-    assert statuses(trial) == [("crash", "a worker process of the gang died; the gang was started anew")]
+    assert statuses(trial) == [("crash", "a worker process of the gang died; it was started anew")]
     assert statuses(begin()) == [("ok", None)] * 2
-    assert not any(process.is_running() for process in (*before, *orphans))
+    assert not any(process.is_running() for process in (before[1], *orphans))
+    assert before[0].is_running()
 
 
-def test_a_pool_lends_each_gang_to_one_trial_at_a_time(ray_session: Any) -> None:
-    actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
-    mailboxes = [actors[0].remote(1) for _ in range(2)]
-    ray.get([mailbox.join.remote("start", Member(0, 0, "node", "host", 1)) for mailbox in mailboxes])
-    pool = actors[1].remote(mailboxes)
-    first, second = (ray.get(pool.lease.remote(name, 30), timeout=30) for name in ("a", "b"))
-    assert {first, second} == set(mailboxes)
-    third = pool.lease.remote("c", 30)
-    assert ray.wait([third], timeout=0.5) == ([], [third])
-    ray.get([pool.release.remote("b"), pool.release.remote("b")], timeout=30)
-    assert ray.get(third, timeout=30) == second
-    assert ray.get(pool.lease.remote("d", 0.5), timeout=30) is None
+@pytest.mark.slow
+def test_trials_run_side_by_side_and_a_killed_worker_ends_its_own_alone(gang: Gang, telemetry: Fleet) -> None:
+    single, before = replace(LAYOUT, num_gpus=1), workers()
+    earlier = [process for worker in before for process in trial_processes(worker)]
+
+    def begin_on(lent: Sequence[int], request: TrialRequest) -> Any:
+        return gang.mailbox.evaluate.remote(request, lent)
+
+    trials = [
+        begin_on([rank], replace(REQUEST, trial_id=f"single-{rank}", layout=single, procedure=ENDLESS))
+        for rank in range(2)
+    ]
+    processes = [trial_process(worker, earlier) for worker in before]
+    before[0].kill()
+    (ended,), (going,) = ray.wait(trials, timeout=120)
+    outcomes, members, _ = ray.get(ended)
+    assert [(outcome.status, outcome.cause) for outcome in outcomes] == [
+        ("crash", "a worker process of the gang died; it was started anew")
+    ]
+    assert processes[1].is_running(), "of the other trial"
+    ((again,), _, _) = ray.get(begin_on([members[0].rank], replace(REQUEST, trial_id="again", layout=single)))
+    assert (again.status, processes[1].is_running()) == ("ok", True), "beside the other, which goes on"
+    ray.get(gang.mailbox.give_up.remote("seen", [1 - members[0].rank]))
+    assert ray.get(going)[0][0].cause == "seen"
+
+
+def mailboxes(*sizes: int, node: str = "node") -> tuple[list[Any], list[str]]:
+    """The mailboxes of gangs of these sizes, and their addresses; all workers are on one node."""
+    actor: Any = ray.remote(Mailbox)
+    addresses = [uuid4().hex for _ in sizes]
+    started = [
+        actor.options(name=address, num_cpus=0, max_concurrency=100).remote(size)
+        for address, size in zip(addresses, sizes, strict=True)
+    ]
+    for mailbox, size in zip(started, sizes, strict=True):
+        ray.get([mailbox.join.remote(Member(rank, node, "host", 1)) for rank in range(size)])
+    return started, addresses
+
+
+def lent(pool: Any, trial_id: str, size: int, alone: bool = False) -> Lease | None:
+    """What a trial gets, None if it gets nothing at present."""
+    return (
+        ray.get(pool.lease.remote(trial_id)) if ray.get(pool.lend.remote(trial_id, [Wish(size, alone)])) == 0 else None
+    )
+
+
+def free(pool: Any, workers: int | None) -> None:
+    """Wait until so many workers are free."""
+    give_up = time.monotonic() + 120
+    while ray.get(pool.free.remote()) != workers:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def test_a_pool_lends_each_worker_to_one_trial_at_a_time(ray_session: Any) -> None:
+    (mailbox,), addresses = mailboxes(4)
+    pool: Any = start_pool(addresses)
+    free(pool, 4)
+    assert lent(pool, "a", 2) == Lease(mailbox, (0, 1))
+    assert ray.get(pool.lend.remote("b", [Wish(4, False), Wish(1, False)])) == 1
+    assert ray.get(pool.lease.remote("b")) == Lease(mailbox, (2,))
+    assert lent(pool, "c", 2) is None
+    free(pool, 1)
+    assert [ray.get(pool.release.remote("a")) for _ in range(2)] == [True, False], "b was beside it"
+    free(pool, 3)
+    assert lent(pool, "c", 2) == Lease(mailbox, (0, 1))
+    assert ray.get(pool.lease.remote("a")) is None
+
+
+def test_a_trial_that_is_alone_has_its_node_for_itself(ray_session: Any) -> None:
+    """Of two gangs on one node."""
+    (first, _), addresses = mailboxes(2, 2)
+    pool: Any = start_pool(addresses)
+    free(pool, 2)
+    assert lent(pool, "a", 1) is not None
+    assert lent(pool, "b", 1, alone=True) is None
+    assert ray.get(pool.release.remote("a")) is False
+    free(pool, 2)
+    assert lent(pool, "b", 1, alone=True) == Lease(first, (0, 1)), "one works, the other idles"
+    assert ray.get(pool.free.remote()) == 0
+    assert lent(pool, "c", 1) is None
+    assert ray.get(pool.release.remote("b")) is False
 
 
 def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None:
-    actors: list[Any] = [ray.remote(kind).options(num_cpus=0, max_concurrency=10) for kind in (Mailbox, Pool)]
-    starting = actors[0].remote(2)
-    ray.get(starting.join.remote("start", Member(0, 0, "node", "host", 1)))
-    pool = actors[1].remote([starting])
-    assert ray.get(pool.up.remote(), timeout=30) == 0
-    waiting = pool.lease.remote("a", 30)
-    assert ray.wait([waiting], timeout=0.5) == ([], [waiting])
-    ray.get(starting.join.remote("start", Member(1, 1, "node", "host", None)))
-    assert ray.get(waiting, timeout=30) == starting
-    assert ray.get(pool.up.remote(), timeout=30) == 1
-    ray.get(pool.release.remote("a"), timeout=30)
-    assert ray.get(pool.lease.remote("b", 30), timeout=30) == starting
-    assert ray.get(pool.up.remote(), timeout=30) == 1
+    actor: Any = ray.remote(Mailbox)
+    starting = actor.options(name="starting", num_cpus=0, max_concurrency=100).remote(2)
+    ray.get(starting.join.remote(Member(0, "node", "host", 1)))
+    pool: Any = start_pool(["starting"])
+    assert ray.get(pool.free.remote(), timeout=30) is None
+    assert lent(pool, "a", 1) is None
+    ray.get(starting.join.remote(Member(1, "node", "host", 1)))
+    free(pool, 2)
+    assert lent(pool, "a", 2) == Lease(starting, (0, 1))
+    assert ray.get(pool.free.remote()) == 0, "which is not to say that none is up"
+
+
+def test_a_pool_that_died_is_back_and_has_given_up_what_was_under_way(ray_session: Any) -> None:
+    (mailbox,), addresses = mailboxes(2)
+    pool: Any = start_pool(addresses)
+    free(pool, 2)
+    assert lent(pool, "a", 1) is not None
+    trial = mailbox.evaluate.remote(replace(REQUEST, layout=replace(LAYOUT, num_gpus=1)), (0,))
+    ray.get(mailbox.next.remote(0, 0))
+    killed(pool)
+    ((outcome,), _, _) = ray.get([trial, pool.free.remote()], timeout=120)[0]
+    assert outcome.infrastructure
+    assert ray.get(pool.lease.remote("a")) is None
+    free(pool, 2)
+    assert lent(pool, "b", 2) == Lease(mailbox, (0, 1))
 
 
 def killed(actor: Any) -> None:
@@ -412,25 +497,33 @@ def killed(actor: Any) -> None:
 
 @pytest.mark.slow
 def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
-    pool: Any = start_pool([gang.mailbox])
-    mailbox: Any = ray.get(pool.lease.remote("a", 60))
+    pool: Any = start_pool([gang.address])
+    free(pool, 2)
+    lease = lent(pool, "a", 2)
+    assert lease is not None
+    mailbox: Any = lease.mailbox
     trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="a", procedure=ENDLESS))
     trial_process(workers()[0], ())
     killed(mailbox)
     with pytest.raises(RayActorError):
         ray.get(trial, timeout=60)
     ray.get(pool.release.remote("a"), timeout=60)
-    assert ray.get(pool.lease.remote("b", 120)) == mailbox
+    free(pool, 2)
+    assert lent(pool, "b", 2) == lease
     assert run_trial(Bench(SPEC, mailbox, telemetry, {}), "b", LONGER).status == "ok"
 
 
 @pytest.mark.slow
 def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fleet) -> None:
-    pool: Any = start_pool([gang.mailbox])
-    mailbox: Any = ray.get(pool.lease.remote("c", 120))
+    pool: Any = start_pool([gang.address])
+    free(pool, 2)
+    lease = lent(pool, "c", 2)
+    assert lease is not None
+    mailbox: Any = lease.mailbox
     ray.get(pool.release.remote("c"))
+    free(pool, 2)
     killed(mailbox)  # once its gang has been offered
-    assert ray.get(pool.lease.remote("d", 120)) == mailbox
+    assert lent(pool, "d", 2) == lease
     ray.get(mailbox.ready.options(max_task_retries=-1).remote(), timeout=120)
     assert run_trial(Bench(SPEC, mailbox, telemetry, {}), "d", LONGER).status == "ok"
 
@@ -501,15 +594,15 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
     before = set(telemetry)
     # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
     gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry, Training.preload([LAYOUT]))
-    pool: Any = start_pool([gang.mailbox])
+    pool: Any = start_pool([gang.address])
     node = join()
     layout = replace(LAYOUT, global_batch_size=96)
     try:
-        mailbox: Any = ray.get(pool.lease.remote("a", 120))
-        assert mailbox is not None
+        free(pool, 2)
+        lease = lent(pool, "a", 2)
+        assert lease is not None
+        mailbox: Any = lease.mailbox
         if replaced:
-            ray.get(pool.release.remote("a"))
-            mailbox = ray.get(pool.lease.remote("b", 120))
             trial = mailbox.evaluate.remote(replace(REQUEST, trial_id="b", procedure=ENDLESS))
             time.sleep(5)
             (lost,) = set(telemetry) - before
@@ -517,8 +610,8 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
             join()
             ((outcome,), _, _) = ray.get(trial, timeout=120)
             assert outcome.infrastructure
-            ray.get(pool.release.remote("b"))
-            mailbox = ray.get(pool.lease.remote("c", 120))
+            ray.get(pool.release.remote("a"))
+            free(pool, 2)
             with pytest.raises((RayActorError, ActorUnschedulableError)):  # not a wait for ever
                 ray.get(telemetry[lost].describe.remote(), timeout=60)
             before.add(lost)

@@ -171,7 +171,7 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
     @ray.remote(num_cpus=0)
     def work(mailbox: Any) -> list[tuple[int, int | None]]:
         for rank in range(4):
-            ray.get(mailbox.join.remote("first", Member(rank, rank, "a", "host", 1 if rank == 0 else None)))
+            ray.get(mailbox.join.remote(Member(rank, "a", "host", 1)))
         asked: list[tuple[int, int | None]] = []
         number = 0
         while (order := ray.get(mailbox.next.remote(0, number))) is not None:
