@@ -25,15 +25,14 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from benchmarks import text_of
 from benchmarks.judge.search import Table, of_any_batch
-from benchmarks.measure.gang import RunTrial, some_gangs
+from benchmarks.measure.gang import RunTrial, some_gangs, spread
 from benchmarks.measure.off import errors, over, percent, worst_first
 from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
@@ -85,18 +84,11 @@ def predict(
         return
     cluster = todo[0][1].cluster
     with some_gangs(cluster, 1, [layout for _, _, layout in todo], most=cluster.size) as gangs:
-        free: SimpleQueue[RunTrial] = SimpleQueue()
-        for gang in gangs:
-            free.put(gang)
 
-        def one(number: int, path: str, spec: Problem, layout: Layout) -> Row | None:
-            if time.monotonic() > until:
+        def one(number: int, path: str, spec: Problem, layout: Layout, run: RunTrial) -> Row | None:
+            if (began := time.monotonic()) > until:
                 return None
-            run, began = free.get(), time.monotonic()
-            try:
-                result = run(f"slices-{number}", layout, spec)
-            finally:
-                free.put(run)
+            result = run(f"slices-{number}", layout, spec)
             seconds = time.monotonic() - began
             return _row(path, layout) | {
                 "slices": result.to_dict(),
@@ -104,21 +96,14 @@ def predict(
                 "foretold": foretold(spec, layout),
             }
 
-        with ThreadPoolExecutor(len(gangs)) as pool:
-            futures = [pool.submit(one, number, *what) for number, what in enumerate(todo)]
-            write(out, _in_order(futures))
+        rows = spread(gangs, [partial(one, number, *what) for number, what in enumerate(todo)])
+        write(out, (row for row in rows if row is not None))
 
 
 def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
     """By the cost model as it is on this machine, calibrated or not."""
     calibration = load_calibration(Home.locate(), spec.cluster)
     return {} if calibration is None else predicted_metrics(layout, spec.workload, calibration)
-
-
-def _in_order(futures: Iterable[Future[Row | None]]) -> Iterator[Row]:
-    for future in futures:
-        if (row := future.result()) is not None:
-            yield row
 
 
 def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until: float) -> None:

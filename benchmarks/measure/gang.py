@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
 
 import ray
 
@@ -24,6 +27,7 @@ from service.trials.gang import Gang, close_gangs, room
 from telemetry.actor import Fleet, start_telemetry, stop_telemetry
 from trainables.slice import Slice
 
+Told = TypeVar("Told")
 RunTrial = Callable[[str, Layout, Problem], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
 
@@ -51,6 +55,24 @@ def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int
         finally:
             close_gangs(gangs)
             stop_telemetry(telemetry)
+
+
+def spread(gangs: Sequence[RunTrial], jobs: Iterable[Callable[[RunTrial], Told]]) -> Iterator[Told]:
+    """What each job tells, in their order; each has a gang to itself, the first that is free."""
+    free: SimpleQueue[RunTrial] = SimpleQueue()
+    for gang in gangs:
+        free.put(gang)
+
+    def one(job: Callable[[RunTrial], Told]) -> Told:
+        run = free.get()
+        try:
+            return job(run)
+        finally:
+            free.put(run)
+
+    with ThreadPoolExecutor(len(gangs)) as pool:
+        for future in [pool.submit(one, job) for job in jobs]:
+            yield future.result()
 
 
 def _run(
