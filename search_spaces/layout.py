@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any, get_type_hints
 
 from search_spaces.axis import Axis, Range, Scale, axis, own_axis, row_of
@@ -45,6 +46,12 @@ def _several_hold_the_same(layout: Layout) -> bool:
 
 def _joined(word: str) -> Any:
     return lambda numbers: word + "-".join(map(str, numbers))
+
+
+def _stages(counts: tuple[int, ...]) -> str:
+    """``layers7-9``; three or more alike are ``7-8x14-7``."""
+    runs = [(count, len(list(alike))) for count, alike in groupby(counts)]
+    return "layers" + "-".join(f"{n}x{times}" if times > 2 else "-".join([str(n)] * times) for n, times in runs)
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ class Layout:
         metadata=axis(
             "Layers of each stage in the model's order, such as `[[7, 9], [9, 7]]`; `null` for equal ones.",
             settled=8,
-            label=_joined("layers"),
+            label=_stages,
             allowed=SIZES,
             matters=_pipelined,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -93,8 +94,10 @@ def worker_loop(config: dict[str, Any]) -> None:
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     sys.modules["__main__"].__file__ = None  # or each child would import the script of a Ray worker as its own
     platform = platform_of(config["accelerator"])
-    nursery = Nursery(platform, config["preload"])
     runtime = ray.get_runtime_context()
+    if platform.ray_resource is not None:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads(platform, runtime.get_node_id())))
+    nursery = Nursery(platform, config["preload"])
     devices = runtime.get_accelerator_ids().get(platform.ray_resource or "", [])
     member = Member(worker, runtime.get_node_id(), host, store.port, devices[0] if devices else None)
     watching = config["telemetry"].awaited(member.node_id)
@@ -120,6 +123,16 @@ def worker_loop(config: dict[str, Any]) -> None:
         with trial as outcome:
             ray.get(mailbox.hand_in.remote(worker, number, outcome))
     nursery.close()
+
+
+def compile_threads(platform: Platform, node_id: str) -> int:
+    """How many processes may compile for one rank: of the node's cores its GPU's share, less one that launches kernels.
+
+    With torch's own number, up to 32 for each rank, one trial that compiles slows the host of those beside it.
+    """
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    gpus = max(1, int(node["Resources"].get(platform.ray_resource, 1)))
+    return max(1, len(os.sched_getaffinity(0)) // gpus - 1)
 
 
 def place_of(worker: int, order: Order, platform: Platform) -> Place:

@@ -46,6 +46,9 @@ LATE = 0.25
 GROWS = 0.02
 """Share of the hypervolume that the front gained by then, below which it counts as settled."""
 
+ENOUGH = 8
+"""Layouts tried, with fewer of which nobody can tell that the front has settled."""
+
 FABRICS = {"link_utilisation": "links between GPUs", "pcie_utilisation": "PCIe"}
 
 OVERLAPS = {
@@ -251,6 +254,8 @@ def next_hours(found: Found) -> str | None:
             f"Spend the next GPU hours on more trials: the front gained {gained:.0%} of its hypervolume in the last "
             f"{LATE:.0%} of {hours:.3g} GPU hours{remain}."
         )
+    if tried < ENOUGH:
+        return f"Spend the next GPU hours on more trials: {tried} do not tell whether the front has settled{remain}."
     return (
         f"The front has settled: the last {LATE:.0%} of {hours:.3g} GPU hours added {gained:.1%} of its hypervolume"
         f"{remain}. The next ones are better spent on another space, or on repeats of the layouts on the front."

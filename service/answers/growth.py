@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.answers.candidates import explored
+from service.metrics import Method
 from service.pareto import REFERENCE, hypervolume, pareto_front, scaled
 from service.record.results import SearchRecord, TrialRecord
 
@@ -39,8 +40,9 @@ def advances(search: SearchRecord) -> list[Advance]:
     whole = hypervolume(costs, reference)
     grown, front, so_far, gpu_hours, trials = [], np.empty((0, costs.shape[1])), 0.0, 0.0, 0
     over = [trial for trial in search.trials if trial.status not in ("running", "stopped")]
+    alone = explores_alone(search)
     for trial in sorted(over, key=end_of):
-        gpu_hours += gpu_hours_of(trial)
+        gpu_hours += gpu_hours_of(trial, alone)
         trials += 1
         if trial.trial_id not in rows:
             continue
@@ -54,14 +56,21 @@ def advances(search: SearchRecord) -> list[Advance]:
 
 def spent_gpu_hours(search: SearchRecord) -> float:
     """GPUs times hours of all trials that are over."""
-    return sum(gpu_hours_of(trial) for trial in search.trials)
+    alone = explores_alone(search)
+    return sum(gpu_hours_of(trial, alone) for trial in search.trials)
 
 
-def gpu_hours_of(trial: TrialRecord) -> float:
-    """GPUs times hours of a trial that is over."""
+def explores_alone(search: SearchRecord) -> bool:
+    """Whether the search explored by slices, each of which takes one GPU."""
+    return any(Method.SLICE in trial.methods.values() for trial in search.trials)
+
+
+def gpu_hours_of(trial: TrialRecord, alone: bool) -> float:
+    """GPUs times hours of a trial that is over; `alone`: of a search that `explores_alone`."""
     if trial.started is None or trial.ended is None:
         return 0.0
-    return (trial.ended - trial.started).total_seconds() / 3600 * trial.layout.num_gpus
+    gpus = 1 if alone and trial.purpose.explores else trial.layout.num_gpus
+    return (trial.ended - trial.started).total_seconds() / 3600 * gpus
 
 
 def end_of(trial: TrialRecord) -> float:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from search_spaces.composition import Composed, RankTimes
 from search_spaces.kinds import RankKind, Share
 from trainables.breakdown import COLLECTIVES, Breakdown
+
+
+def unprofiled(breakdown: Breakdown, span_s: float) -> Breakdown:
+    """A profiled step's breakdown as far as it is the step's own, which took `span_s` without the profiler.
+
+    That has the host launch more slowly, and no kernel take longer: what a profiled step took more, the GPU was idle.
+    """
+    longer_s = min(max(0.0, breakdown.span_s - span_s), breakdown.idle_s)
+    return replace(breakdown, span_s=breakdown.span_s - longer_s, idle_s=breakdown.idle_s - longer_s)
 
 
 def exposed_s(breakdown: Breakdown | None, busy_s: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ from service.result import Proxy, Purpose, SliceRecord, TrialResult
 from service.trials.bench import Alone, Bench
 from service.trials.extrapolation import SPENT, over_batch
 from service.trials.figures import breakdown_metrics, of_step
-from service.trials.slice_breakdown import by_pipeline_rank, exposed_s
+from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, unprofiled
 from trainables.breakdown import Breakdown
 from trainables.command import Command
 from trainables.command_slice import CommandSlice
@@ -190,8 +190,11 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes
 
 
 def breakdown_of(one: Alone) -> Breakdown | None:
-    """Where the time of a rank's step went; None if it was not profiled, or could not be."""
-    return None if one.report.profile is None else one.report.profile.breakdown
+    """Where the time of a rank's step of the first batch size went; None if it was not profiled, or could not be."""
+    if one.report.profile is None or one.report.profile.breakdown is None:
+        return None
+    window = one.report.timings[one.runs[0].layout.global_batch_size].window_steps_s
+    return unprofiled(one.report.profile.breakdown, statistics.fmean(window))
 
 
 def _figures(

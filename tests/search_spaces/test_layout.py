@@ -192,6 +192,18 @@ def test_labels_of_axes(axis: str) -> None:
     assert (word is None) == (len(after.label) < len(before.label))
 
 
+def test_stages_of_as_many_layers_are_counted() -> None:
+    labels = {
+        (7, 9, 9, 7): "layers7-9-9-7",
+        (7, 8, 8, 8, 7): "layers7-8x3-7",
+        (1, *[2] * 62, 1): "layers1-2x62-1",
+        (8,) * 4: "layers8x4",
+    }
+    for layers, label in labels.items():
+        layout = replace(CONFIG, num_gpus=64, pipeline_parallel_size=len(layers), stage_layers=layers)
+        assert label in layout.label.split()
+
+
 def test_the_largest_label() -> None:
     everything = replace(CONFIG, **{axis: value for axis, (value, word) in LABELS.items() if word})
     assert replace(everything, num_gpus=128).label == (

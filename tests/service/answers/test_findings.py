@@ -187,8 +187,12 @@ def test_what_the_next_gpu_hours_are_for() -> None:
     assert told is not None
     assert told.startswith("Spend the next GPU hours on more trials")
     assert told.endswith("6 legal layouts are untried.")
-    settled = [replace(one, metrics={"tokens_per_s": 200.0 - i}) for i, one in enumerate(grows)]
+    settled = [ran(replace(PLAIN, micro_batch_size=2**i), 200.0 - i, number=i) for i in range(8)]
     assert (findings.next_hours(found(*settled, legal=10)) or "").startswith("The front has settled")
+    assert findings.next_hours(found(*settled[:7], legal=10)) == (
+        "Spend the next GPU hours on more trials: 7 do not tell whether the front has settled, and 3 legal layouts are "
+        "untried."
+    )
     assert (findings.next_hours(found(*grows, legal=4)) or "").startswith("Nothing is left to try")
     level = [*again(PLAIN, 99, 100, 101), *again(ZERO, 99, 100, 101.5)]
     undecided = findings.next_hours(found(*level))

@@ -11,8 +11,9 @@ import pytest
 
 from search_spaces.layout import Layout
 from service.answers.report import ENOUGH_TRIALS, Refusal, cramers_v, report, text
-from service.metrics import DIRECTIONS
+from service.metrics import DIRECTIONS, Method
 from service.record.results import TrialRecord
+from service.result import Purpose
 from tests.service.records import STARTED, problem, search, trial
 
 TWO = {name: DIRECTIONS[name] for name in ("tokens_per_s", "joules_per_token")}
@@ -40,6 +41,11 @@ def test_hypervolume_grows_trial_by_trial_over_gpu_hours() -> None:
     whole = 0.1 * 1.1 + 0.1 * 1.1 - 0.1 * 0.1
     assert [step.hypervolume for step in advances] == pytest.approx([0.01 / whole, 0.11 / whole, 1.0])
     assert report(search(*trials, objectives=TWO)).gpu_hours == 6.0
+
+
+def test_what_explores_by_slices_takes_one_gpu() -> None:
+    one, other = timed(0, 10, 10, methods={"tokens_per_s": Method.SLICE}), timed(1, 0, 0, status="oom", cause="no room")
+    assert report(search(one, other, timed(2, 9, 10, purpose=Purpose.FINALIST), objectives=TWO)).gpu_hours == 2.0
 
 
 def test_a_search_without_result_has_a_report() -> None:

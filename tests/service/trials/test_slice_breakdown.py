@@ -14,7 +14,7 @@ from search_spaces.network import Network
 from search_spaces.schedules import orders
 from search_spaces.workload import Workload
 from service.trials.figures import breakdown_metrics
-from service.trials.slice_breakdown import by_pipeline_rank, exposed_s
+from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, unprofiled
 from trainables.breakdown import Breakdown
 
 NETWORK = Network("by hand", 8, 1e11, 1e10, 1e-6, 1e-5)
@@ -25,6 +25,13 @@ PROFILED = Breakdown(
     | {"all_reduce_s": 4.0, "exposed_all_reduce_s": 3.0}
 )
 """Of a step that took twice as long as without the profiler."""
+
+
+def test_what_the_profiler_adds_to_a_step_is_idle() -> None:
+    own = unprofiled(PROFILED, 9.25)
+    assert (own.span_s, own.idle_s, own.matmul_s, own.exposed_all_reduce_s) == (9.25, 0.25, 6.0, 3.0)
+    assert unprofiled(PROFILED, 5.0).span_s == 9.0  # kernels took that long, as they also do without it
+    assert unprofiled(PROFILED, 11.0) == PROFILED
 
 
 def test_exposed_communication_keeps_its_share_of_the_step() -> None:
