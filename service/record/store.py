@@ -3,7 +3,9 @@
 One experiment, `wattune`; one parent run per search and one nested child run per trial. Tags under `wattune.` say
 what a run is. Final metrics have plain names, those that are rarely asked for a group's name before them, as
 `metric_key` has it; any other key with a slash is a series: `step/loss` and, in older records, `power_w/gpu0`.
-Parameters under `env.` are the environment; all others are the configuration and, of a trial, `FACTS` of its search.
+Parameters under `env.` are the environment, those under `model.` the model's dimensions; all others are the
+configuration and, of a trial, `FACTS` of its search. What is trained on is an input of every run, as MLflow has
+datasets.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ STRAGGLER = "wattune.straggler"
 INFRASTRUCTURE = "wattune.infrastructure"
 BESIDE = "wattune.beside"
 ENVIRONMENT = "env."
+MODEL = "model."
 PARENT = "mlflow.parentRunId"
 
 FACTS = ("model", "accelerator", "nodes", "gpus_per_node", "sequence_length")

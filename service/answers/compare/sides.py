@@ -14,6 +14,7 @@ from service.answers.compare.figures import Figure, Rates
 from service.answers.ranking import compared
 from service.errors import NoAnswerError
 from service.goals import Comparison
+from service.record import store
 from service.record.results import SearchRecord
 
 WORK = ("model", "sequence_length")
@@ -73,7 +74,9 @@ def check(sides: Iterable[Side]) -> None:
 def differences(sides: tuple[Side, ...]) -> dict[str, tuple[str | None, ...]]:
     """Fact -> what each of the searches has there, of facts and parts of the environment that are not all the same."""
     described = [_facts(side) for side in sides]
-    names = dict.fromkeys(name for facts in described for name in facts)
+    met = dict.fromkeys(name for facts in described for name in facts)
+    # That older records lack the model's dimensions is no difference.
+    names = [name for name in met if not name.startswith(store.MODEL) or all(name in facts for facts in described)]
     rows = {name: tuple(facts.get(name) for facts in described) for name in names}
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
