@@ -22,6 +22,7 @@ from benchmarks.convert.table import SPENT
 from search_spaces.coefficients import data_sheet
 from service.answers.page.document import html, write_figures
 from service.answers.page.evidence import Evidence, foretold
+from service.answers.page.sections import SECTIONS
 from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
 from service.result import TrialResult
@@ -94,7 +95,7 @@ def main() -> None:
     made = evidence(load_spec(arguments.spec), read(arguments.results))
     arguments.out.write_text(html(made), encoding="utf-8")
     if arguments.figures:
-        write_figures(made, arguments.figures)
+        write_figures(SECTIONS, made, arguments.figures)
 
 
 if __name__ == "__main__":

@@ -91,11 +91,13 @@ def _facts(side: Side) -> dict[str, str]:
         "memory bandwidth (TB/s, data sheet)": _scaled(sheet.memory_bytes_per_s, 1e12),
         "links between GPUs (GB/s one way, data sheet)": _scaled(sheet.link_bytes_per_s, 1e9),
     }
-    return {
-        name: f"{value:g}" if isinstance(value, float) else str(value)
-        for name, value in (params | environment | known).items()
-        if value is not None
-    }
+    return {name: _written(value) for name, value in (params | environment | known).items() if value is not None}
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
