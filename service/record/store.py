@@ -102,6 +102,25 @@ def open_client(tracking_uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri)
 
 
+def open_experiment(client: MlflowClient, tracking_uri: str, artifacts: str) -> str:
+    """Id of the experiment, which is made where there is none: a server chooses where its artifacts go, a database is
+    given their URI. Raises what MLflow raises."""
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    if experiment is not None:
+        return str(experiment.experiment_id)
+    try:
+        place = None if is_server(tracking_uri) else artifacts
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        return str(client.create_experiment(EXPERIMENT, artifact_location=place, tags=kind))
+    except MlflowException:  # another search may have made it meanwhile
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        if experiment is None:
+            raise
+        return str(experiment.experiment_id)
+
+
 def check(tracking_uri: str) -> None:
     """Raise `InputError` if MLflow has no such kind of store, or this one lacks its driver, its server or its file.
 

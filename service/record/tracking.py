@@ -99,7 +99,7 @@ class Tracker:
             store.CONSTRAINTS: json.dumps([limit.text for limit in problem.goals.limits]),
         }
         with store.readable(self._uri):
-            self._experiment_id = self._experiment()
+            self._experiment_id = store.open_experiment(self._client, self._uri, self._home.artifacts)
             run = self._client.create_run(self._experiment_id, run_name=problem.name, tags=_clip(tags))
             self._parent = run.info.run_id
             self._log(self._parent, params={**problem.facts(), **_shape(problem), **_prefixed(environment)})
@@ -119,7 +119,7 @@ class Tracker:
         for half in self._unsent.glob(".*"):
             shutil.rmtree(half)
         with store.readable(self._uri):
-            self._experiment_id = self._experiment()
+            self._experiment_id = store.open_experiment(self._client, self._uri, self._home.artifacts)
             self._send_spooled()
             if self.notices:
                 raise InputError(self.notices[0])
@@ -202,7 +202,8 @@ class Tracker:
         objectives = self._problem.goals.objectives
         shown = {metric: way for metric, way in objectives.items() if metric in self._measured} or dict(objectives)
         memory = view.MEMORY in self._measured
-        kept = view.tag(self._search_id, name, shown, axes, memory, _now_ms())
+        longest = max(len(layout.label) for layout in self._problem.legal.layouts)
+        kept = view.tag(self._search_id, name, shown, axes, memory, longest, _now_ms())
         self._client.set_experiment_tag(self._experiment_id, *kept)
 
     def _describe(self, text: str) -> None:
@@ -243,25 +244,6 @@ class Tracker:
             self._troubles[subject] = f"{subject} is not recorded: {store.first_line(error)}{consequence}"
         else:
             self._troubles.pop(subject, None)
-
-    def _experiment(self) -> str:
-        """Id of the experiment. A server chooses where artifacts go; a database is given the state directory."""
-        from mlflow.exceptions import MlflowException
-
-        experiment = self._client.get_experiment_by_name(store.EXPERIMENT)
-        if experiment is not None:
-            return experiment.experiment_id
-        try:
-            return self._client.create_experiment(
-                store.EXPERIMENT,
-                artifact_location=None if store.is_server(self._uri) else self._home.artifacts,
-                tags={"mlflow.experimentKind": "custom_model_development"},
-            )
-        except MlflowException:  # another search may have made it meanwhile
-            experiment = self._client.get_experiment_by_name(store.EXPERIMENT)
-            if experiment is None:
-                raise
-            return experiment.experiment_id
 
     def _create_trial(self, trial_id: str, start: Mapping[str, Any]) -> None:
         tags = {
