@@ -14,7 +14,7 @@ GPU_DEMO := $(if $(shell nvidia-smi -L 2>/dev/null),$(wildcard examples/tiny_gpu
 DEMO_SPEC := $(or $(GPU_DEMO),examples/tiny_cpu.yaml)
 
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md telemetry/grafana.json \
-	$(wildcard docs/*.md docs/*.svg docs/*/*.md docs/*/*/* benchmarks/*/README.md)
+	$(wildcard docs/*.md docs/*.svg docs/*.css docs/*/*.md docs/*/*/* benchmarks/*/README.md)
 
 # Byte code that is not kept is made anew by each of the many processes that tests and searches start.
 unexport PYTHONDONTWRITEBYTECODE
