@@ -28,6 +28,7 @@ from service.errors import InputError
 from service.home import Home, tracking_uri
 from service.record import store, view
 from service.record.results import Results
+from service.record.runs import Runs
 from telemetry.store import read_samples, write_samples
 
 RUNS = "runs.json"
@@ -42,7 +43,7 @@ UUID = re.compile(r"(GPU-[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-
 def pack(key: str, uri: str, out: Path, folder: Path) -> None:
     """Write a search into a file, by way of an empty folder. Raises `InputError` as `Results.search` does."""
     search = Results(uri).search(key)
-    client = store.open_client(uri)
+    client, kept = store.open_client(uri), Runs(uri)
     runs = [client.get_run(run) for run in (search.run_id, *(trial.run_id for trial in search.trials))]
     experiment = runs[0].info.experiment_id
     shown = client.get_experiment(experiment).tags.get(view.SHARED + search.id)
@@ -51,9 +52,9 @@ def pack(key: str, uri: str, out: Path, folder: Path) -> None:
     for run in runs:
         its = folder / run.info.run_id
         its.mkdir()
-        for artifact in client.list_artifacts(run.info.run_id):
-            if artifact.path in KEPT:
-                client.download_artifacts(run.info.run_id, artifact.path, str(its))
+        for name in KEPT:
+            if (content := kept.artifact(run.info.run_id, name)) is not None:
+                (its / name).write_bytes(content)
     for file in sorted(folder.rglob("*.*")):
         _shorten(file)
     with tarfile.open(out, "w:xz", preset=9) as archive:
