@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,20 @@ def test_the_command_compares_searches_and_files(home: Home, tmp_path: Path) -> 
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.count("\n") == 1
         assert words in result.stderr
+
+
+def test_without_the_package_that_draws_the_command_names_it(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        recorded(home, name, "h100", {SMALL: 1.0})
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    for option in ("--html", "--figures"):
+        refused = call("compare", "a", "b", option, str(tmp_path / "out"))
+        assert refused.exit_code == 2
+        assert refused.stderr == "wattune: figures need another package: pip install 'wattune[report]'\n"
+    assert not (tmp_path / "out").exists()
+    assert call("compare", "a", "b").exit_code == 0
 
 
 def test_a_comparison_reads_like_this() -> None:
