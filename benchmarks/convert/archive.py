@@ -104,7 +104,7 @@ def _document(run: Run) -> dict[str, Any]:
         "tags": {key: value for key, value in run.data.tags.items() if key not in LEFT_OUT},
         "params": run.data.params,
         "metrics": {key: value for key, value in run.data.metrics.items() if not key.startswith("step/")},
-        "datasets": [one.to_dictionary() for one in run.inputs.dataset_inputs],
+        "datasets": [one.to_dictionary() for one in run.inputs.dataset_inputs] if run.inputs else [],
     }
 
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from service.problem import Problem
-from trainables.data import SYNTHETIC, DataError, TokenStream, open_tokens
+from trainables.data import SYNTHETIC, DataError, open_tokens
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
@@ -23,23 +23,20 @@ def dataset(problem: Problem) -> DatasetInput | None:
         return None
     try:
         stream = open_tokens(problem.data, problem.shape.vocab)
-    except DataError:
+        digest = stream.digest()
+    except (DataError, OSError):
         return None
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     known = {"vocabulary": problem.shape.vocab, "sequence_length": problem.sequence_length}
     if problem.data == SYNTHETIC:
-        name, source = SYNTHETIC, ("code", {"tags": {"mlflow.source.name": "trainables.data"}})
+        place, kind = json.dumps({"tags": {"mlflow.source.name": "trainables.data"}}), "code"
     else:
-        name, source = _name(stream), ("local", {"uri": problem.data})
+        place, kind = json.dumps({"uri": problem.data}), "local"
         known = {"tokens": len(stream)} | known
-    kind, place = source
-    made = Dataset(name, stream.digest(), kind, json.dumps(place), _schema(problem), json.dumps(known))
+    name = stream.source.rpartition("/")[2]
+    made = Dataset(name, digest, kind, place, _schema(problem), json.dumps(known))
     return DatasetInput(made, [InputTag(CONTEXT, "training")])
-
-
-def _name(stream: TokenStream) -> str:
-    return stream.source.rstrip("/").rpartition("/")[2]
 
 
 def _schema(problem: Problem) -> str:

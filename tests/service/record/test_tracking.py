@@ -105,11 +105,13 @@ def test_every_run_names_the_tokens_and_the_search_the_models_dimensions(home: H
     assert tracker.notices == []
     client, searched = MlflowClient(home.tracking_uri), read(home)
     for run_id in (searched.run_id, searched.trials[0].run_id):
-        (named,) = client.get_run(run_id).inputs.dataset_inputs
+        inputs = client.get_run(run_id).inputs
+        assert inputs is not None
+        (named,) = inputs.dataset_inputs
         assert named.dataset.name == "corpus"
         assert named.dataset.digest == open_tokens(tmp_path / "corpus", BYTE_VOCAB_SIZE).digest()
         assert json.loads(named.dataset.source) == {"uri": str(tmp_path / "corpus")}
-        assert json.loads(named.dataset.profile)["tokens"] == Path(__file__).stat().st_size + 1
+        assert json.loads(named.dataset.profile or "{}")["tokens"] == Path(__file__).stat().st_size + 1
         assert [(tag.key, tag.value) for tag in named.tags] == [("mlflow.data.context", "training")]
     assert of.shape is not None
     assert searched.params["model.layers"] == of.shape.layers
