@@ -13,7 +13,8 @@ DEMO_DATA := .wattune/data/demo
 GPU_DEMO := $(if $(shell nvidia-smi -L 2>/dev/null),$(wildcard examples/tiny_gpu.yaml))
 DEMO_SPEC := $(or $(GPU_DEMO),examples/tiny_cpu.yaml)
 
-PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md benchmarks/*/README.md) telemetry/grafana.json
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md telemetry/grafana.json \
+	$(wildcard docs/*.md docs/*.svg docs/*.css docs/*/*.md docs/*/*/* benchmarks/*/README.md)
 
 # Byte code that is not kept is made anew by each of the many processes that tests and searches start.
 unexport PYTHONDONTWRITEBYTECODE

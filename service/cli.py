@@ -450,11 +450,17 @@ def whatif(search: str, slow_gpu: str | None, link: str | None, tracking_uri: st
 @click.option("--price-per-kwh", multiple=True, type=float, metavar="$", help="Of the GPUs' energy.")
 @click.option("--co2-per-kwh", multiple=True, type=float, metavar="KG", help="Carbon intensity of that energy.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write it as one page, with figures, into this file.")
+@click.option("--figures", type=click.Path(path_type=Path), help="Write every figure, PNG and SVG, into this folder.")
 @TRACKING
 @JSON
 @refusing_bad_input
 def compare(
-    searches: tuple[str, ...], html: Path | None, tracking_uri: str | None, as_json: bool, **rates: tuple[float, ...]
+    searches: tuple[str, ...],
+    html: Path | None,
+    figures: Path | None,
+    tracking_uri: str | None,
+    as_json: bool,
+    **rates: tuple[float, ...],
 ) -> None:
     """Hold searches against the first: the best per GPU, joule, dollar and CO2, layouts that both ran, up or out.
 
@@ -465,9 +471,12 @@ def compare(
 
     client = Wattune(tracking_uri)
     compared = client.compare(searches, **rates)
-    if html:
+    if html or figures:
         with _told_if_not_written():
-            html.write_text(client.comparison_page(compared), encoding="utf-8")
+            if html:
+                html.write_text(client.comparison_page(compared), encoding="utf-8")
+            if figures:
+                client.comparison_figures(compared, figures)
     else:
         click.echo(json.dumps(compared.to_dict(), indent=2) if as_json else text(compared))
 

@@ -274,9 +274,10 @@ class Wattune:
         """Write every figure of the page into a folder, as PNG and as SVG. Returns the files. Raises as `page` does."""
         from service.answers.page import draw
         from service.answers.page.document import write_figures
+        from service.answers.page.sections import SECTIONS
 
         draw.check()
-        return write_figures(self._gathered(self._record(search)), Path(folder))
+        return write_figures(SECTIONS, self._gathered(self._record(search)), Path(folder))
 
     def why(self, target: Problem | str | Path, choices: Mapping[str, Any]) -> Explanation:
         """What became of the layouts with some values, such as ``{"zero_stage": 3}``, and for what reason.
@@ -313,7 +314,8 @@ class Wattune:
         """Searches held against the first of them; see `service.answers.compare`.
 
         Each is one of this record, or a file of what ``wattune trials SEARCH --json`` printed. Rates are in $ and in
-        kg of CO2, given once for all searches or once for each in their order.
+        kg of CO2, given once for all searches or once for each in their order. Searches go by their names where these
+        differ, else by their ids.
         """
         from service.answers.compare.comparing import compare
         from service.answers.compare.figures import rates
@@ -321,7 +323,10 @@ class Wattune:
 
         of_each = rates(price_per_gpu_hour, price_per_kwh, co2_per_kwh, len(searches))
         records = [self._record_or_file(search) for search in searches]
-        return compare([Side(record.id, record, its) for record, its in zip(records, of_each, strict=True)])
+        names = [record.name for record in records]
+        if len(set(names)) < len(names):
+            names = [record.id for record in records]
+        return compare([Side(*one) for one in zip(names, records, of_each, strict=True)])
 
     @staticmethod
     def comparison_page(compared: Compared) -> str:
@@ -331,6 +336,16 @@ class Wattune:
 
         draw.check()
         return html(compared)
+
+    @staticmethod
+    def comparison_figures(compared: Compared, folder: str | Path) -> list[Path]:
+        """Write every figure of that page into a folder, as `figures` does of a search."""
+        from service.answers.page import draw
+        from service.answers.page.comparison import SECTIONS
+        from service.answers.page.document import write_figures
+
+        draw.check()
+        return write_figures(SECTIONS, compared, Path(folder))
 
     def watch(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
         """What each node of a cluster is at, every second until the cluster is gone; empty while no search runs.

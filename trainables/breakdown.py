@@ -88,24 +88,24 @@ def break_down(
     """Join the intervals of a step, each of one of `COMPUTE`, `COLLECTIVES` or `MEMORY_COPY`."""
     labels = np.asarray(categories, dtype=object)
 
-    def seconds(*names: str) -> float:
-        """Length of the union of all intervals of these categories."""
+    def taken(*names: str) -> int:
+        """Length of the union of all intervals of these categories, in ns, whose differences are exact."""
         chosen = np.isin(labels, names)
-        return union_ns(starts_ns[chosen], ends_ns[chosen]) / 1e9
+        return union_ns(starts_ns[chosen], ends_ns[chosen])
 
-    compute = seconds(*COMPUTE)
-    times = {f"{name}_s": seconds(name) for name in (*COMPUTE, MEMORY_COPY, *COLLECTIVES)}
+    compute = taken(*COMPUTE)
+    times = {f"{name}_s": taken(name) / 1e9 for name in (*COMPUTE, MEMORY_COPY, *COLLECTIVES)}
     # What lies outside compute is what it adds to the union.
-    exposed = {f"exposed_{name}_s": seconds(name, *COMPUTE) - compute for name in COLLECTIVES}
-    communication = seconds(*COLLECTIVES)
-    exposed_communication = seconds(*COLLECTIVES, *COMPUTE) - compute
+    exposed = {f"exposed_{name}_s": (taken(name, *COMPUTE) - compute) / 1e9 for name in COLLECTIVES}
+    communication = taken(*COLLECTIVES)
+    exposed_communication = taken(*COLLECTIVES, *COMPUTE) - compute
     return Breakdown(
         span_s=span_s,
-        compute_s=compute,
-        communication_s=communication,
-        overlapped_communication_s=communication - exposed_communication,
-        exposed_communication_s=exposed_communication,
-        idle_s=max(0.0, span_s - seconds(*COMPUTE, MEMORY_COPY, *COLLECTIVES)),
+        compute_s=compute / 1e9,
+        communication_s=communication / 1e9,
+        overlapped_communication_s=(communication - exposed_communication) / 1e9,
+        exposed_communication_s=exposed_communication / 1e9,
+        idle_s=max(0.0, span_s - taken(*COMPUTE, MEMORY_COPY, *COLLECTIVES) / 1e9),
         **times,
         **exposed,
     )

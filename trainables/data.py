@@ -27,6 +27,7 @@ sequences at which documents begin, the last of them being S. `.bin` holds the t
 from __future__ import annotations
 
 import codecs
+import hashlib
 import os
 import struct
 import tempfile
@@ -51,6 +52,7 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8
 _UINT16_CODE = 8
 _INT32_MAX = 2**31 - 1
 _CHECKED_TOKENS = 1_000_000
+_DIGESTED, _DIGESTED_TOKENS = 64, 4096
 _CHUNK_BYTES = 1 << 20
 
 
@@ -109,6 +111,16 @@ class TokenStream:
         """
         start = i % self.num_samples(sequence_length) * sequence_length
         return self._read(start, start + sequence_length + 1)
+
+    def digest(self) -> str:
+        """Eight hexadecimal digits of the SHA-256 of how many tokens there are and of `_DIGESTED` parts of them, evenly
+        spread: the same for the same tokens, in whatever file and place they are."""
+        hashed = hashlib.sha256(str(len(self)).encode())
+        for part in range(_DIGESTED):
+            start = len(self) * part // _DIGESTED
+            tokens = np.array(self._tokens[start : min(len(self), start + _DIGESTED_TOKENS)], dtype="<i8")
+            hashed.update(tokens.tobytes())
+        return hashed.hexdigest()[:8]
 
     def check_sample(self) -> None:
         """DataError unless the first, middle and last million tokens are inside the vocabulary."""

@@ -3,8 +3,8 @@
     python -m benchmarks.convert.page benchmarks/data/llama3_12l_2xh200.yaml \
         benchmarks/data/llama3_12l_2xh200.jsonl.xz --out page.html [--figures FOLDER]
 
-The trials are the results in JSON, a line each, or the document of `benchmarks.convert.record`. When each ran is not
-kept there: they are taken to have run back to back, as long as their parts took.
+The trials are the results in JSON, a line each, the document of `benchmarks.convert.record`, or a table. When each ran
+is not kept there: they are taken to have run back to back, as long as their parts took.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 
 from benchmarks import text_of
 from benchmarks.convert.table import SPENT
+from benchmarks.judge.search import Table
 from search_spaces.coefficients import data_sheet
 from service.answers.page.document import html, write_figures
 from service.answers.page.evidence import Evidence, foretold
+from service.answers.page.sections import SECTIONS
 from service.problem import Problem
 from service.record.results import SearchRecord, TrialRecord
 from service.result import TrialResult
@@ -77,6 +79,8 @@ def _trials(results: Iterable[TrialResult]) -> Iterator[TrialRecord]:
 
 def read(path: Path) -> list[TrialResult]:
     """The results in a file of benchmarks/data."""
+    if path.suffix == ".csv":
+        return list(Table(path).results.values())
     text = text_of(path)
     documents: list[dict[str, Any]] = (
         json.loads(text)["trials"] if ".jsonl" not in path.name else [json.loads(line) for line in text.splitlines()]
@@ -94,7 +98,7 @@ def main() -> None:
     made = evidence(load_spec(arguments.spec), read(arguments.results))
     arguments.out.write_text(html(made), encoding="utf-8")
     if arguments.figures:
-        write_figures(made, arguments.figures)
+        write_figures(SECTIONS, made, arguments.figures)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 One experiment, `wattune`; one parent run per search and one nested child run per trial. Tags under `wattune.` say
 what a run is. Final metrics have plain names, those that are rarely asked for a group's name before them, as
 `metric_key` has it; any other key with a slash is a series: `step/loss` and, in older records, `power_w/gpu0`.
-Parameters under `env.` are the environment; all others are the configuration and, of a trial, `FACTS` of its search.
+Parameters under `env.` are the environment, those under `model.` the model's dimensions; all others are the
+configuration and, of a trial, `FACTS` of its search. What is trained on is an input of every run, as MLflow has
+datasets.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ STRAGGLER = "wattune.straggler"
 INFRASTRUCTURE = "wattune.infrastructure"
 BESIDE = "wattune.beside"
 ENVIRONMENT = "env."
+MODEL = "model."
 PARENT = "mlflow.parentRunId"
 
 FACTS = ("model", "accelerator", "nodes", "gpus_per_node", "sequence_length")
@@ -97,6 +100,25 @@ def open_client(tracking_uri: str) -> MlflowClient:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # with a traceback, of all that it raises too
     with readable(tracking_uri), alone(sqlite_file(tracking_uri)):
         return MlflowClient(tracking_uri)
+
+
+def open_experiment(client: MlflowClient, tracking_uri: str, artifacts: str) -> str:
+    """Id of the experiment, which is made where there is none: a server chooses where its artifacts go, a database is
+    given their URI. Raises what MLflow raises."""
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    if experiment is not None:
+        return str(experiment.experiment_id)
+    try:
+        place = None if is_server(tracking_uri) else artifacts
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        return str(client.create_experiment(EXPERIMENT, artifact_location=place, tags=kind))
+    except MlflowException:  # another search may have made it meanwhile
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        if experiment is None:
+            raise
+        return str(experiment.experiment_id)
 
 
 def check(tracking_uri: str) -> None:

@@ -24,6 +24,7 @@ from service.home import Home
 from service.metrics import TABLE, heading, number
 from service.problem import Problem
 from service.record import store, view
+from service.record.dataset import dataset
 from service.record.heartbeat import Heartbeat, beating
 from service.result import Purpose, TrialResult
 from service.spec import dump_spec
@@ -44,6 +45,7 @@ _TAG_LENGTH = 5000
 
 _SEARCH = "the state of the search"
 _VIEW = "the view for MLflow's pages"
+_DATASET = "the dataset"
 _RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _ESTIMATED = "Energy is **estimated**: this machine has no energy counter. Not comparable with measured figures."
 
@@ -97,13 +99,14 @@ class Tracker:
             store.CONSTRAINTS: json.dumps([limit.text for limit in problem.goals.limits]),
         }
         with store.readable(self._uri):
-            self._experiment_id = self._experiment()
+            self._experiment_id = store.open_experiment(self._client, self._uri, self._home.artifacts)
             run = self._client.create_run(self._experiment_id, run_name=problem.name, tags=_clip(tags))
             self._parent = run.info.run_id
-            self._log(self._parent, params={**problem.facts(), **_prefixed(environment)})
+            self._log(self._parent, params={**problem.facts(), **_shape(problem), **_prefixed(environment)})
             self._client.log_text(self._parent, dump_spec(problem), store.SPEC)
             self._describe("")
         self._attempt(_VIEW, self._keep_view)
+        self._attempt(_DATASET, lambda: self._name_data(self._parent))
 
     def resume_search(self, search: SearchRecord, problem: Problem) -> dict[str, float]:
         """Go on with a search whose driver died, `queued` as a new one is, and return the summary that it had.
@@ -116,7 +119,7 @@ class Tracker:
         for half in self._unsent.glob(".*"):
             shutil.rmtree(half)
         with store.readable(self._uri):
-            self._experiment_id = self._experiment()
+            self._experiment_id = store.open_experiment(self._client, self._uri, self._home.artifacts)
             self._send_spooled()
             if self.notices:
                 raise InputError(self.notices[0])
@@ -136,6 +139,7 @@ class Tracker:
         self._facts = {name: facts[name] for name in store.FACTS if facts.get(name) is not None}
         asked = {*problem.goals.objectives, *(limit.metric for limit in problem.goals.limits)}
         self._plain = asked | {metric.name for metric in TABLE if metric.heading}
+        self._dataset = dataset(problem)
 
     def beating(self) -> AbstractContextManager[None]:
         """The search's heartbeat, from a thread of its own. To be entered once the search has begun."""
@@ -188,13 +192,18 @@ class Tracker:
         """Describe the search, in Markdown, where MLflow's pages do. Whatever fails becomes a notice."""
         self._attempt("the description", lambda: self._describe(text()))
 
+    def _name_data(self, run_id: str) -> None:
+        if self._dataset is not None:
+            self._client.log_inputs(run_id, [self._dataset])
+
     def _keep_view(self) -> None:
         """With all objectives or, once trials have some, with these: a chart of others too would be empty."""
         name, axes = self._problem.name, [axis for axis, values in self._problem.axes.items() if len(values) > 1]
         objectives = self._problem.goals.objectives
         shown = {metric: way for metric, way in objectives.items() if metric in self._measured} or dict(objectives)
         memory = view.MEMORY in self._measured
-        kept = view.tag(self._search_id, name, shown, axes, memory, _now_ms())
+        longest = max(len(layout.label) for layout in self._problem.legal.layouts)
+        kept = view.tag(self._search_id, name, shown, axes, memory, longest, _now_ms())
         self._client.set_experiment_tag(self._experiment_id, *kept)
 
     def _describe(self, text: str) -> None:
@@ -236,25 +245,6 @@ class Tracker:
         else:
             self._troubles.pop(subject, None)
 
-    def _experiment(self) -> str:
-        """Id of the experiment. A server chooses where artifacts go; a database is given the state directory."""
-        from mlflow.exceptions import MlflowException
-
-        experiment = self._client.get_experiment_by_name(store.EXPERIMENT)
-        if experiment is not None:
-            return experiment.experiment_id
-        try:
-            return self._client.create_experiment(
-                store.EXPERIMENT,
-                artifact_location=None if store.is_server(self._uri) else self._home.artifacts,
-                tags={"mlflow.experimentKind": "custom_model_development"},
-            )
-        except MlflowException:  # another search may have made it meanwhile
-            experiment = self._client.get_experiment_by_name(store.EXPERIMENT)
-            if experiment is None:
-                raise
-            return experiment.experiment_id
-
     def _create_trial(self, trial_id: str, start: Mapping[str, Any]) -> None:
         tags = {
             **start["tags"],
@@ -271,6 +261,7 @@ class Tracker:
         run = self._client.create_run(self._experiment_id, start["started_ms"], _clip(tags), name)
         self._runs[trial_id] = run.info.run_id
         self._log(run.info.run_id, params={**self._facts, **start["config"]})
+        self._attempt(_DATASET, lambda: self._name_data(run.info.run_id))
 
     @property
     def _unsent(self) -> Path:
@@ -345,6 +336,12 @@ class Tracker:
             self._client.log_batch(run_id, tags=all_tags[i : i + _PAIRS_PER_BATCH])
         for i in range(0, len(metrics), _METRICS_PER_BATCH):
             self._client.log_batch(run_id, metrics=metrics[i : i + _METRICS_PER_BATCH])
+
+
+def _shape(problem: Problem) -> dict[str, Any]:
+    """The model's dimensions."""
+    shape = {} if problem.shape is None else asdict(problem.shape)
+    return {store.MODEL + name: value for name, value in shape.items()}
 
 
 def _kind_of_data(problem: Problem) -> str:

@@ -25,6 +25,9 @@ _COLUMNS = {"objectives": 2, "axes": 1, "memory": 2}
 _CHOSEN, _NAME = "0", "attributes.`Run Name`"
 """MLflow's names for the first two columns, of boxes to tick and of runs' names."""
 
+_FRAME, _CHARACTER = 120, 6.5
+"""Pixels of what stands beside a run's name, its purpose among it, and of a character of it."""
+
 MEMORY = "peak_memory_gib"
 
 
@@ -37,19 +40,28 @@ def link(pages: str, experiment: str, search_id: str | None = None) -> str:
 
 
 def tag(
-    search_id: str, name: str, objectives: Mapping[str, Direction], axes: Sequence[str], memory: bool, now_ms: int
+    search_id: str,
+    name: str,
+    objectives: Mapping[str, Direction],
+    axes: Sequence[str],
+    memory: bool,
+    longest: int,
+    now_ms: int,
 ) -> tuple[str, str]:
     """Key and value of the tag with the view of a search of that name.
 
-    `axes`: those on which its layouts differ; `memory`: whether its trials have a peak of memory.
+    `axes`: those on which its layouts differ; `memory`: whether its trials have a peak of memory; `longest`: characters
+    of the longest label of its layouts.
     """
-    state = json.dumps(_state(search_id, objectives, axes, memory), separators=(",", ":"))
+    state = json.dumps(_state(search_id, objectives, axes, memory, longest), separators=(",", ":"))
     packed = "deflate;" + base64.b64encode(zlib.compress(state.encode(), 9)).decode()
     envelope = {"name": f"{name} ({search_id})", "createdAt": now_ms, "updatedAt": now_ms, "state": packed}
     return SHARED + search_id, json.dumps(envelope)
 
 
-def _state(search_id: str, objectives: Mapping[str, Direction], axes: Sequence[str], memory: bool) -> dict[str, Any]:
+def _state(
+    search_id: str, objectives: Mapping[str, Direction], axes: Sequence[str], memory: bool, longest: int
+) -> dict[str, Any]:
     first, way = next(iter(objectives.items()))
     metrics = list(dict.fromkeys([*objectives, *([MEMORY] if memory else [])]))
     sections = {"axes": "Axes and objectives"}
@@ -72,7 +84,7 @@ def _state(search_id: str, objectives: Mapping[str, Direction], axes: Sequence[s
         "modelVersionFilter": "All Runs",
         "selectedColumns": columns,
         "columnOrder": [_CHOSEN, _NAME, *columns],
-        "columnWidths": {_CHOSEN: 73, _NAME: 300, **dict.fromkeys(columns, 130)},
+        "columnWidths": {_CHOSEN: 73, _NAME: _FRAME + _CHARACTER * longest, **dict.fromkeys(columns, 130)},
         "runsHiddenMode": "SHOW_ALL",
         "runListHidden": False,
         "hideEmptyCharts": True,

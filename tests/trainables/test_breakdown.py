@@ -134,6 +134,12 @@ def test_times_are_those_of_a_clock_that_looks_every_tick(intervals: list[tuple[
     assert found.idle_s == (~(compute | communication | busy[MEMORY_COPY])).sum()
 
 
+def test_what_does_not_overlap_is_none_of_it_to_the_nanosecond() -> None:
+    starts, ends = np.array([0, 6_543_217]), np.array([6_543_217, 8_987_654])
+    found = break_down(["matmul", "all_reduce"], starts, ends, 0.01)
+    assert (found.overlapped_communication_s, found.exposed_communication_s) == (0.0, 0.002444437)
+
+
 def test_fifty_thousand_kernels_are_joined_in_a_moment() -> None:
     starts = np.arange(50_000, dtype=np.int64) * 10
     assert union_ns(starts[::-1], starts[::-1] + 4) == 200_000

@@ -146,6 +146,22 @@ def test_files_are_mapped_and_not_loaded(tmp_path: Path) -> None:
     assert peak < 64 * 2**20
 
 
+def test_a_digest_is_of_the_tokens_wherever_and_however_they_are_kept(corpus: Path, tmp_path: Path) -> None:
+    tokens = np.arange(5000) % 1000
+    np.save(tmp_path / "same.npy", tokens.astype(np.int32))
+    np.save(tmp_path / "longer.npy", np.append(tokens, 0))
+    tokens[2500] += 1
+    np.save(tmp_path / "other.npy", tokens)
+    indexed, same, longer, other = (
+        open_tokens(path, 1001).digest()
+        for path in (corpus, *(tmp_path / f"{n}.npy" for n in ("same", "longer", "other")))
+    )
+    assert indexed == same
+    assert len({indexed, longer, other, open_tokens("synthetic", 1001).digest()}) == 4
+    assert open_tokens("synthetic", 1001).digest() == open_tokens("synthetic", 1001).digest()
+    assert all(len(digest) == 8 for digest in (indexed, longer, other))
+
+
 def test_synthetic_is_deterministic_inside_the_vocabulary_and_skewed() -> None:
     stream, again = open_tokens("synthetic", 1000), open_tokens("synthetic", 1000)
     sample = stream.sequence(7, 100_000)

@@ -157,12 +157,28 @@ def text(compared: Compared) -> str:
     return "\n\n".join([*parts, "\n".join(f"note: {notice}" for notice in compared.notices)]).strip()
 
 
-def _priced(figure: Figure, value: Value | None, side: Side) -> str:
+def in_words(compared: Compared) -> list[str]:
+    """By how much each search is off the first at its best, a sentence a figure."""
+    first = compared.sides[0]
+    told = []
+    for row in compared.best:
+        title, unit = row.figure.title[0].upper() + row.figure.title[1:], row.figure.unit.removeprefix("1")
+        base = f"{_priced(row.figure, row.values[0], first)} in {first.name}"
+        for side, value, made in zip(compared.sides[1:], row.values[1:], row.changes, strict=True):
+            if made is not None:
+                doubt = "" if made.sure else ", no more than chance may make of it"
+                other = f"{_priced(row.figure, value, side, unit)} in {side.name}"
+                told.append(f"{title}: {other} against {base}, {made}{doubt}.")
+    return told
+
+
+def _priced(figure: Figure, value: Value | None, side: Side, unit: str = "") -> str:
     """A value, and the rate of the user's that it rests on."""
     if value is None:
         return "-"
     rate = figure.by(side.rates)
-    return f"{figure.text(value)} at {rate}" if rate else figure.text(value)
+    told = f"{figure.text(value)} {unit}".rstrip()
+    return f"{told} at {rate}" if rate else told
 
 
 def _named(compared: Compared) -> list[str]:

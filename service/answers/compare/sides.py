@@ -14,6 +14,7 @@ from service.answers.compare.figures import Figure, Rates
 from service.answers.ranking import compared
 from service.errors import NoAnswerError
 from service.goals import Comparison
+from service.record import store
 from service.record.results import SearchRecord
 
 WORK = ("model", "sequence_length")
@@ -73,7 +74,9 @@ def check(sides: Iterable[Side]) -> None:
 def differences(sides: tuple[Side, ...]) -> dict[str, tuple[str | None, ...]]:
     """Fact -> what each of the searches has there, of facts and parts of the environment that are not all the same."""
     described = [_facts(side) for side in sides]
-    names = dict.fromkeys(name for facts in described for name in facts)
+    met = dict.fromkeys(name for facts in described for name in facts)
+    # That older records lack the model's dimensions is no difference.
+    names = [name for name in met if not name.startswith(store.MODEL) or all(name in facts for facts in described)]
     rows = {name: tuple(facts.get(name) for facts in described) for name in names}
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
@@ -88,11 +91,13 @@ def _facts(side: Side) -> dict[str, str]:
         "memory bandwidth (TB/s, data sheet)": _scaled(sheet.memory_bytes_per_s, 1e12),
         "links between GPUs (GB/s one way, data sheet)": _scaled(sheet.link_bytes_per_s, 1e9),
     }
-    return {
-        name: f"{value:g}" if isinstance(value, float) else str(value)
-        for name, value in (params | environment | known).items()
-        if value is not None
-    }
+    return {name: _written(value) for name, value in (params | environment | known).items() if value is not None}
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

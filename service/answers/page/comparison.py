@@ -8,7 +8,7 @@ from typing import Any
 
 from service.answers.change import Value
 from service.answers.compare.causes import COUNTERS, Cause
-from service.answers.compare.comparing import PARTS, Compared
+from service.answers.compare.comparing import PARTS, Compared, in_words
 from service.answers.compare.figures import FIGURES
 from service.answers.compare.scale import COMPARED
 from service.answers.page import comparison_figures, draw
@@ -28,6 +28,7 @@ def html(compared: Compared) -> str:
     body = [
         f"<h1>{escape(' against '.join(names))}</h1>",
         f'<p class="facts">Searches compared by Wattune; written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.</p>',
+        listed("In short", in_words(compared), "findings"),
         listed("Up or out, by how the model is split", [one.answer for one in compared.scalings], "findings"),
         listed("Notices", compared.notices, "findings"),
         *_differences(compared),

@@ -9,6 +9,15 @@ from trainables.status import Status
 
 SETTINGS = ("model", "parameters", "accelerator", "nodes", "gpus_per_node", "sequence_length", "global_batch_size")
 
+MACHINE = {
+    "devices": "devices",
+    "driver": "driver of the devices",
+    "cores": "CPU cores where the search was run from",
+    "load_average": "load average there before",
+    "git_commit": "git commit there",
+}
+"""What of the environment is no version -> what it is."""
+
 
 def growth(evidence: Evidence) -> Table | Lacking:
     """The share of the last front's hypervolume that was reached, by GPU hours, to the end of the search."""
@@ -48,7 +57,8 @@ def method(evidence: Evidence) -> Table:
     """On what, with what and how the search was run."""
     search, problem = evidence.search, evidence.problem
     facts = {"search": search.id, "status": search.status, "began": f"{search.started:%Y-%m-%d %H:%M} UTC"}
-    facts |= {name.replace("_", " "): str(search.params[name]) for name in SETTINGS if name in search.params}
+    settings = {name.replace("_", " "): search.params[name] for name in SETTINGS if name in search.params}
+    facts |= {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in settings.items()}
     facts["objectives"] = ", ".join(f"{way.value} {metric}" for metric, way in search.objectives.items())
     if search.constraints:
         facts["constraints"] = ", ".join(search.constraints)
@@ -65,6 +75,7 @@ def method(evidence: Evidence) -> Table:
             f"{problem.finalists.window_s:g} s"
         )
         facts["sampler"] = f"{problem.sampler}, seed {problem.seed}"
-    facts |= {f"version of {name}": value for name, value in sorted(search.environment.items())}
+    facts |= {name: search.environment[key] for key, name in MACHINE.items() if key in search.environment}
+    facts |= {f"version of {k}": value for k, value in sorted(search.environment.items()) if k not in MACHINE}
     rows = [{"fact": fact, "value": value} for fact, value in facts.items()]
     return Table((Column("fact", ""), Column("value", "")), rows)

@@ -17,8 +17,8 @@ from service.answers.findings import findings
 from service.answers.overview import notices
 from service.answers.page import course, draw
 from service.answers.page.evidence import Evidence
-from service.answers.page.sections import SECTIONS, Section
-from service.answers.page.table import Column, Lacking, Table
+from service.answers.page.sections import SECTIONS, E, Section
+from service.answers.page.table import Lacking, Table
 from service.answers.page.theme import ALONE, IN_PAGE
 from service.metrics import MARKS
 from service.problem import INLINE
@@ -26,6 +26,8 @@ from service.spec import dump_spec
 
 LONG = 60
 """Characters from which on a cell may break."""
+
+LEFT = ' class="words"'
 
 
 def html(evidence: Evidence) -> str:
@@ -58,13 +60,13 @@ def page(title: str, body: list[str]) -> str:
     return head + "\n".join(filter(None, body)) + "\n</body>\n</html>\n"
 
 
-def write_figures(evidence: Evidence, folder: Path) -> list[Path]:
+def write_figures(sections: Sequence[Section[E]], of: E, folder: Path) -> list[Path]:
     """Each figure that there is as PNG and as SVG, in a folder that is made. Raises `InputError` as `html` does."""
     draw.check()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for section in SECTIONS:
-        table = section.table(evidence)
+    for section in sections:
+        table = section.table(of)
         if isinstance(table, Lacking):
             continue
         spec = section.draw(table, ALONE)
@@ -120,9 +122,13 @@ def shown(section: Section[Any], table: Table) -> str:
 
 def tabulated(table: Table) -> str:
     """A table in HTML."""
-    head = "".join(f"<th>{escape(column.heading)}</th>" for column in table.columns)
+    words = [any(isinstance(row.get(column.key), str) for row in table.rows) for column in table.columns]
+    head = "".join(
+        f"<th{LEFT if left else ''}>{escape(column.heading)}</th>"
+        for column, left in zip(table.columns, words, strict=True)
+    )
     rows = "\n".join(
-        f"<tr>{''.join(_cell(column, column.text(row)) for column in table.columns)}</tr>" for row in table.rows
+        f"<tr>{''.join(map(_cell, words, [column.text(row) for column in table.columns]))}</tr>" for row in table.rows
     )
     marks = {mark: method for method, mark in MARKS.items()}
     used = {mark: method for mark, method in marks.items() if f"{mark}</td>" in rows}
@@ -133,10 +139,8 @@ def tabulated(table: Table) -> str:
     )
 
 
-def _cell(column: Column, text: str) -> str:
-    kind = (
-        ' class="long"' if len(text) > LONG and column.unit is None else ' class="words"' if text[:1].isalpha() else ""
-    )
+def _cell(words: bool, text: str) -> str:
+    kind = ' class="long"' if words and len(text) > LONG else LEFT if words else ""
     return f"<td{kind}>{escape(text)}</td>"
 
 

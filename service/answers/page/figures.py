@@ -28,6 +28,7 @@ LETTER = 5.8
 """Width of a letter of a label, on average."""
 
 OUTCOMES = ("on the front", "dominated", "breaks a constraint")
+PREDICTED = "predicted"
 
 
 def front(table: Table, theme: Theme) -> Spec:
@@ -64,6 +65,9 @@ def _pair(table: Table, theme: Theme, across: Column, up: Column) -> Spec:
     if table.has(f"{x}_predicted") and table.has(f"{y}_predicted"):
         foretold = {"x": {"field": f"{x}_predicted", "type": "quantitative"}}
         foretold |= {"y": {"field": f"{y}_predicted", "type": "quantitative"}}
+        for scale, looks in ((kinds, theme.faint), (shapes, "cross")):
+            scale["domain"], scale["range"] = [*scale["domain"], PREDICTED], [*scale["range"], looks]
+        cross: Spec = {"datum": PREDICTED, "type": "nominal", "title": None}
         chosen = f"datum.outcome === '{OUTCOMES[0]}' && isValid(datum['{x}_predicted'])"
         tied = foretold | {"x2": {"field": x}, "y2": {"field": y}}
         layers += [
@@ -74,12 +78,14 @@ def _pair(table: Table, theme: Theme, across: Column, up: Column) -> Spec:
             },
             {
                 "transform": [{"filter": chosen}],
-                "mark": {"type": "point", "shape": "cross", "color": theme.faint, "size": 45, "angle": 45},
-                "encoding": foretold | {"description": {"field": "foretold"}},
+                "mark": {"type": "point", "size": 45, "angle": 45},
+                "encoding": foretold
+                | {"color": cross | {"scale": kinds}, "shape": cross | {"scale": shapes}}
+                | {"description": {"field": "foretold"}},
             },
         ]
         for row in rows:
-            row["foretold"] = f"predicted: {row['tip']}"
+            row["foretold"] = f"{PREDICTED}: {row['tip']}"
     layers.append(
         {
             "mark": {"type": "point", "size": 60, "strokeWidth": 1.5},

@@ -49,7 +49,7 @@ SECTIONS: tuple[Section[Evidence], ...] = (
         "layouts",
         "Speed, energy, power, heat and clock of each layout",
         "Circles are means over the window and all GPUs (power: the sum over GPUs), triangles the highest sample of "
-        f"any GPU (power: of the sum), of the clock the lowest. Black bars are 95% intervals. {HOLLOW}",
+        f"any GPU (power: of the sum), of the clock the lowest. Bars are 95% intervals. {HOLLOW}",
         layouts.figures,
         figures.figures,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from service import InputError, NoAnswerError, Wattune
 from service.answers.candidates import Candidate
 from service.answers.change import Change, Value, change, comparable
 from service.answers.compare.causes import Cause, matched
-from service.answers.compare.comparing import Compared, compare, text
+from service.answers.compare.comparing import Compared, compare, in_words, text
 from service.answers.compare.figures import FIGURES, Rates, rates
 from service.answers.compare.scale import scalings, split_of
 from service.answers.compare.sides import Side
@@ -325,6 +326,11 @@ def test_the_command_compares_searches_and_files(home: Home, tmp_path: Path) -> 
     assert answer["matched"][0]["config"] == SMALL.to_dict()
     assert call("compare", "a", "b", "--html", str(page)).exit_code == 0
     assert page.read_text().startswith("<!doctype html>")
+    assert "<h2>In short</h2>" in page.read_text()
+    assert call("compare", "a", "b", "--figures", str(tmp_path / "drawn")).exit_code == 0
+    assert {file.name for file in (tmp_path / "drawn").iterdir()} == {
+        f"{key}.{kind}" for key in ("best", "layouts") for kind in ("svg", "png")
+    }
     exported.write_text("[1]")
     refused = {
         ("compare", "a"): "give two searches or more",
@@ -341,6 +347,20 @@ def test_the_command_compares_searches_and_files(home: Home, tmp_path: Path) -> 
         assert words in result.stderr
 
 
+def test_without_the_package_that_draws_the_command_names_it(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        recorded(home, name, "h100", {SMALL: 1.0})
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    for option in ("--html", "--figures"):
+        refused = call("compare", "a", "b", option, str(tmp_path / "out"))
+        assert refused.exit_code == 2
+        assert refused.stderr == "wattune: figures need another package: pip install 'wattune[report]'\n"
+    assert not (tmp_path / "out").exists()
+    assert call("compare", "a", "b").exit_code == 0
+
+
 def test_a_comparison_reads_like_this() -> None:
     told = text(full())
     assert "what differs" in told
@@ -349,6 +369,29 @@ def test_a_comparison_reads_like_this() -> None:
     counters = next(line for line in told.splitlines() if "1,500 > 1,200" in line)
     assert counters.startswith("megatron 4gpu dp4 zero1 mbs1: b ")
     assert "b: clock: no mean SM clock in a and b, in 1 of 3 alike layouts" in told
+
+
+def test_in_short_each_search_is_held_against_the_first_in_words() -> None:
+    again = [replace(ran(PLAIN, speed), purpose=Purpose.FINALIST, trial_id=f"{speed}") for speed in (99, 100, 101)]
+    paid = Rates(gpu_hour=2.0)
+    told = in_words(compare([side("a", *again, rates=paid), side("b", ran(PLAIN, 150.0), rates=paid)]))
+    assert told == [
+        "Throughput per GPU: 150 tokens/s in b against 100.0 ± 2.5 in a, +50.0%.",
+        "Tokens for a dollar: 270,000 tokens/$ at 2 $/GPU-hour in b against 180,000 ± 4,471 at 2 $/GPU-hour in a, "
+        "+50.0%.",
+    ]
+    others = [replace(one, metrics=one.metrics, trial_id=f"b{one.trial_id}") for one in again]
+    (level, *_) = in_words(compare([side("a", *again), side("b", *others)]))
+    assert level.endswith("+0.0% ± 3.5%, no more than chance may make of it.")
+
+
+def test_searches_go_by_their_names_where_these_differ(home: Home) -> None:
+    for name in ("a", "b"):
+        tracker = Tracker(home.tracking_uri, home)
+        tracker.start_search(f"{name}-2026", replace(problem(), name=name), {})
+        tracker.start_trial("t", SMALL)
+        tracker.finish_trial(TrialResult("t", SMALL, Status.OK, metrics={"tokens_per_s_per_gpu": 1.0}))
+    assert [one.name for one in Wattune().compare(["a", "b"]).sides] == ["a", "b"]
 
 
 def test_candidates_beyond_a_searchs_constraints_are_no_best() -> None:

@@ -26,6 +26,7 @@ from service.errors import InputError
 from service.goals import Goals
 from service.home import Home
 from service.metrics import Direction, Method
+from service.record.dataset import dataset
 from service.record.results import Results, SearchRecord
 from service.record.tracking import Tracker
 from service.result import NodeWindow, Proxy, Purpose, RankRecord, TrialResult
@@ -34,6 +35,7 @@ from telemetry.samples import SCHEMA
 from telemetry.store import read_samples
 from tests.service.records import problem
 from trainables.breakdown import break_down
+from trainables.data import BYTE_VOCAB_SIZE, open_tokens, prepare
 from trainables.status import Status
 
 CONFIG = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=2, zero_stage=1, sequence_parallel=True)
@@ -91,6 +93,32 @@ def read(home: Home, uri: str | None = None) -> SearchRecord:
 
 def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in client.get_metric_history(run_id, key)]
+
+
+def test_every_run_names_the_tokens_and_the_search_the_models_dimensions(home: Home, tmp_path: Path) -> None:
+    prepare([Path(__file__)], tmp_path / "corpus")
+    of = replace(PROBLEM, data=str(tmp_path / "corpus"))
+    tracker = Tracker(home.tracking_uri, home)
+    tracker.start_search("s1", of, ENVIRONMENT)
+    tracker.start_trial("s1-000", CONFIG)
+    tracker.finish_trial(measured())
+    assert tracker.notices == []
+    client, searched = MlflowClient(home.tracking_uri), read(home)
+    for run_id in (searched.run_id, searched.trials[0].run_id):
+        inputs = client.get_run(run_id).inputs
+        assert inputs is not None
+        (named,) = inputs.dataset_inputs
+        assert named.dataset.name == "corpus"
+        assert named.dataset.digest == open_tokens(tmp_path / "corpus", BYTE_VOCAB_SIZE).digest()
+        assert json.loads(named.dataset.source) == {"uri": str(tmp_path / "corpus")}
+        assert json.loads(named.dataset.profile or "{}")["tokens"] == Path(__file__).stat().st_size + 1
+        assert [(tag.key, tag.value) for tag in named.tags] == [("mlflow.data.context", "training")]
+    assert of.shape is not None
+    assert searched.params["model.layers"] == of.shape.layers
+    assert dataset(replace(of, data=str(tmp_path / "gone"))) is None
+    synthetic = dataset(PROBLEM)
+    assert synthetic is not None
+    assert synthetic.dataset.name == "synthetic"
 
 
 def test_results_samples_and_the_page_come_back_from_the_store(home: Home, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def column(name: str) -> str:
 def test_the_view_of_a_search_over_all_axes_fits_into_a_tag() -> None:
     objectives = dict.fromkeys(itertools.islice(METRICS, 6), Direction.MINIMIZE)
     axes = [*AXES, *(f"an_axis_of_my_own_{number}" for number in range(10))]
-    key, value = view.tag("a" * 60, "a search with a long name", objectives, axes, True, 1)
+    key, value = view.tag("a" * 60, "a search with a long name", objectives, axes, True, 80, 1)
     assert key == f"mlflow.sharedViewState.{'a' * 60}"
     assert set(json.loads(value)) == {"name", "createdAt", "updatedAt", "state"}
     assert len(value) < MOST
@@ -118,6 +118,7 @@ def test_a_person_gets_from_the_link_to_the_chart(
             run = Results(home.tracking_uri).search("s1").run_id
             browser.open(f"{pages.url.partition('/runs?')[0]}/runs/{run}?workflowType=machine_learning")
             browser.wait_for("document.querySelector('table').innerText.includes('tokens/s')")
+            browser.wait_for("document.body.innerText.includes('synthetic (')")
             browser.screenshot(PICTURES / "mlflow_search.png")
             described = "[...document.querySelectorAll('a')].find(a => a.innerText.includes('All trials')).href"
             assert browser.evaluate(described) == pages.url
