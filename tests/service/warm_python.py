@@ -54,7 +54,7 @@ def run_for(caller: socket.socket) -> list[str]:
     program = os.fork()
     if program:
         ended = os.pidfd_open(program)
-        if ended in select.select([caller, ended], [], [])[0]:
+        if ended in select.select([caller.fileno(), ended], [], [])[0]:
             caller.sendall(str(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])).encode())
         else:
             os.kill(program, signal.SIGKILL)
