@@ -20,7 +20,7 @@ from service.answers.tables import render
 from service.checks import unsliced
 from service.goals import Comparison
 from service.metrics import ALWAYS, Direction, heading, number
-from service.problem import Explore, Measurement, Problem
+from service.problem import Measurement, Problem
 from service.trials import short
 
 OF_TIME = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "joules_per_token", "energy_per_step_j")
@@ -62,7 +62,8 @@ class Forecast:
 @dataclass(frozen=True)
 class Slices:
     """What a layout takes when it is explored by slices, on one GPU: the fewest and the most kinds of ranks, and about
-    how many seconds; None where the time of a step is not predicted."""
+    how many seconds, without what a trainer's program takes to start; None where the time of a step is not predicted.
+    """
 
     fewest: int
     most: int
@@ -73,12 +74,14 @@ class Slices:
 class Plan:
     """`forecasts`: of the legal layouts, in their order. `source`: what predicted speed and power rest on, None where
     nothing is known of the machine. `notices`: why that is in more doubt than elsewhere, and what a search would lack
-    here. `slices`: None where layouts cannot be explored by them."""
+    here. `slices`: None where layouts cannot be explored by them, for which `unsliced` are the reasons of a trainer's
+    program that has layouts of several GPUs."""
 
     problem: Problem
     forecasts: tuple[Forecast, ...]
     source: str | None
     slices: Slices | None = None
+    unsliced: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 
     @cached_property
@@ -124,6 +127,7 @@ class Plan:
             "memory_bands": Counter(forecast.band for forecast in self.forecasts if forecast.band),
             "predicted_from": self.source,
             "slices": None if self.slices is None else asdict(self.slices),
+            "unsliced": list(self.unsliced),
             "notices": list(self.notices),
             "points": [
                 forecast.to_dict() | {"on_predicted_front": forecast.layout in front} for forecast in self.forecasts
@@ -134,38 +138,39 @@ class Plan:
 def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: Sequence[str] = ()) -> Plan:
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
-    slices = _slices(problem, forecasts)
-    if calibration is None or problem.shape is None:
-        return Plan(problem, forecasts, None, slices, tuple(notices))
-    doubts = _doubts(problem.cluster.accelerator, calibration)
-    return Plan(problem, forecasts, calibration.source, slices, (*doubts, *notices))
-
-
-def _slices(problem: Problem, forecasts: Sequence[Forecast]) -> Slices | None:
-    """By a few of the layouts of several GPUs, spread over them all."""
     several = [one for one in forecasts if one.layout.num_gpus > 1]
-    if not several or problem.trainer is not None or any(unsliced(problem)):
-        return None
+    faults = tuple(unsliced(problem)) if several else ()
+    slices = _slices(problem, several) if several and not faults else None
+    told = faults if problem.trainer is not None else ()
+    if calibration is None or problem.shape is None:
+        return Plan(problem, forecasts, None, slices, told, tuple(notices))
+    doubts = _doubts(problem.cluster.accelerator, calibration)
+    return Plan(problem, forecasts, calibration.source, slices, told, (*doubts, *notices))
+
+
+def _slices(problem: Problem, several: Sequence[Forecast]) -> Slices:
+    """By a few of the layouts of several GPUs, spread over them all."""
     some = several[:: -(-len(several) // SAMPLED)]
     counts = [len(kinds(one.layout, problem.workload.run)) for one in some]
     times = [one.metrics.get("step_time_s") for one in some]
+    start_s = START_S if problem.trainer is None else 0.0
     alone = [
-        count * _alone_s(problem.measurement, one.layout, step_s)
+        count * (start_s + _steps_s(problem.measurement, one.layout, step_s))
         for one, count, step_s in zip(some, counts, times, strict=True)
         if step_s is not None
     ]
     return Slices(min(counts), max(counts), statistics.median(alone) if alone else None)
 
 
-def _alone_s(measurement: Measurement, layout: Layout, step_s: float) -> float:
-    """About the seconds of one kind of rank, by the predicted time of the layout's step."""
+def _steps_s(measurement: Measurement, layout: Layout, step_s: float) -> float:
+    """About the seconds that one kind of rank trains, by the predicted time of the layout's step."""
     sizes = short.sizes(layout, alone=True) if measurement.short_trials else ()
     each = [step_s * size / layout.global_batch_size for size in sizes] or [step_s]
     window_s = measurement.window_s / len(each)
     steps = [
         (1 + measurement.steady_steps) * one_s + max(window_s, measurement.window_min_steps * one_s) for one_s in each
     ]
-    return START_S + sum(steps)
+    return sum(steps)
 
 
 def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:
@@ -249,7 +254,8 @@ def _counts(plan: Plan) -> str:
     if doubtful := sum(forecast.band == "borderline" for forecast in plan.forecasts):
         lines.append(f"memory: {doubtful} of the legal ones may run out of it (borderline: {problem.borderline})")
     if plan.slices is not None:
-        lines.append(_sliced(plan.slices, problem.measurement.explore))
+        lines.append(_sliced(plan.slices, problem))
+    lines += [f"slices: not of this trainer's program: {fault}" for fault in plan.unsliced]
     if problem.depth_proxy:
         shallow, deep = problem.depth_proxy
         lines.append(
@@ -259,12 +265,13 @@ def _counts(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _sliced(slices: Slices, explore: Explore) -> str:
-    fewest, most = slices.fewest, slices.most
+def _sliced(slices: Slices, problem: Problem) -> str:
+    fewest, most, trainer = slices.fewest, slices.most, problem.trainer
     ranks = f"{fewest} to {most} kinds" if fewest < most else f"{most} kind{'s' * (most > 1)}"
     took = "" if slices.seconds is None else f", in about {slices.seconds:.0f} s"
-    how = " (measurement.explore: slices)" if explore == "gang" else ""
-    return f"slices: one GPU explores a layout by {ranks} of its ranks{took}{how}"
+    start = "" if trainer is None else f", beside {trainer.name}'s start, if its ranks meet in torch.distributed alone"
+    how = " (measurement.explore: slices)" if problem.measurement.explore == "gang" else ""
+    return f"slices: one GPU explores a layout by {ranks} of its ranks{took}{start}{how}"
 
 
 def _table(plan: Plan, forecasts: Sequence[Forecast], every: bool = False) -> str:

@@ -36,7 +36,8 @@ class Progress:
     """How far a rank is: its phase, its GPU's UUID (None on CPU and before it has one) and the trial's latest speed.
 
     `steady` are the latest steps that ended a warm-up by agreeing. `report` is there once all is measured that a trial
-    cannot do without, and stands whatever comes after. `awaits` is what a rank waits for that may hang for it.
+    cannot do without, and stands whatever comes after. `awaits`: what the rank has been waiting for for a
+    while, that may come in vain or late.
     """
 
     phase: str = "start"

@@ -26,6 +26,13 @@ TELEMETRY_S = 1.0
 MEASURED = {"window", "waiting"}
 """Phases whose power is asked for."""
 
+STAMPED = {"warmup", "window"}
+"""Phases whose steps end at edges of what is measured."""
+
+MARK_S = 0.5
+"""How long after the last one counters are read again, in steps of which is told once they have long ended: half of
+what a reading may be away from an edge (`telemetry.counters.MAX_GAP_NS`)."""
+
 
 class OneByOne(Backend):
     """Has Ray Train start a worker anew that died, and leave the others alone: none of them needs the others.
@@ -51,6 +58,10 @@ class GangConfig(TorchConfig):
 class Follower:
     """Passes one rank's progress on to the node's telemetry; the one that `marks`, the edges of `MEASURED`, too.
 
+    A program of a user's may tell of a step's end long after it: by the hook when the next step has been given to the
+    GPU, by a log at its next line. While a step is waited for, counters are read every `MARK_S`: where an edge is, is
+    not known before it is past.
+
     `on_window` is given the progress with which a window begins.
     """
 
@@ -59,17 +70,25 @@ class Follower:
     ) -> None:
         """`telemetry`: the handle of the node's actor."""
         self.request, self.telemetry, self.marks, self.on_window = request, telemetry, marks, on_window
-        self.phase, self.sent_at = "", 0.0
+        self.phase, self.sent_at, self.marked_at = "", 0.0, 0.0
 
     def follow(self, progress: Progress) -> None:
-        if self.marks and progress.phase != self.phase and MEASURED & {progress.phase, self.phase}:
+        if self.marks and self._edge(progress):
             self.telemetry.mark.remote()
+            self.marked_at = time.monotonic()
         if progress.phase == "window" != self.phase:
             self.on_window(progress)
         if progress.phase != self.phase or time.monotonic() - self.sent_at >= TELEMETRY_S:
             self.telemetry.working.remote(self._work(progress))
             self.sent_at = time.monotonic()
         self.phase = progress.phase
+
+    def _edge(self, progress: Progress) -> bool:
+        """Whether something that is measured begins or ends now, or may have."""
+        if progress.phase != self.phase:
+            return bool(MEASURED & {progress.phase, self.phase})
+        late = progress.awaits is not None and progress.phase in STAMPED
+        return late and time.monotonic() - self.marked_at >= MARK_S
 
     def _work(self, progress: Progress) -> Work:
         return Work(

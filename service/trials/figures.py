@@ -59,9 +59,11 @@ def breakdown_problems(outcomes: list[Outcome]) -> list[str]:
 
 def telemetry_problems(summary: WindowSummary, idle: WindowSummary | None) -> list[str]:
     """Why figures are missing or want looking at, and which fabrics held the trial up."""
+    mute = [one.device for one in summary.devices if one.energy_j is None and not one.problems]
+    said = [*summary.problems, *(f"{device}: tells neither energy nor power" for device in mute), *summary.saturated]
     if idle is None:
-        return [*summary.problems, *summary.saturated, "no idle_energy_j: the node's GPUs are not all the gang's"]
-    return [*summary.problems, *summary.saturated, *(f"idle {problem}" for problem in idle.problems)]
+        return [*said, "no idle_energy_j: the node's GPUs are not all the gang's"]
+    return [*said, *(f"idle {problem}" for problem in idle.problems)]
 
 
 def of_step(

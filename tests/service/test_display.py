@@ -49,6 +49,11 @@ def test_a_trial_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trial 1 of at most 10; best so far: 1,234 tokens/s, 0.0665 J/token; about" in search
 
 
+def test_a_trial_that_lacks_an_objective_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    make().finished(replace(ok(1234.5, None), cause="GPU-0: energy_mj stood still for 3.0 s"), 9)
+    assert lines_of(capsys)[0].endswith(": 1,234 tokens/s; GPU-0: energy_mj stood still for 3.0 s")
+
+
 @pytest.mark.parametrize("status", [Status.OOM, Status.HANG, Status.CRASH, Status.INVALID])
 def test_a_trial_fails(capsys: pytest.CaptureFixture[str], status: Status) -> None:
     make().finished(TrialResult("t", CONFIG, status, "rank 1 ran out of memory"), 9)

@@ -1,11 +1,13 @@
-"""The trainers that come with Wattune: what they make is what their programs read; Transformers' one is searched."""
+"""The trainers that come with Wattune: what they make is what their programs read."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tokenize
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +15,15 @@ import yaml
 
 from search_spaces.models import PRESETS
 from service.answers.transformers_model import configuration_of
-from service.client import Wattune
-from service.home import Home
 from service.problem import Problem
-from service.record.results import Results
 from service.spec import make_problem
 from service.trainers import load, ready_trainers
 from service.trials.command import command_of
 from trainables.command import Command
 from trainables.trainers import FOLDER
 
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ["trainables/trainers/huggingface_lm.py", "trainables/trainers/torchtitan_llama.py"]
 LAYERS = 16
 SPEC: dict[str, Any] = {
     "name": "ready",
@@ -67,6 +68,16 @@ def test_those_that_come_with_wattune() -> None:
         assert Path(trainer.directory).resolve() == FOLDER.resolve()
 
 
+@pytest.mark.parametrize("program", ["examples/plain_pytorch.py", *PROGRAMS])
+def test_programs_know_of_wattune_in_as_many_lines_as_the_documentation_says(program: str) -> None:
+    with tokenize.open(ROOT / program) as source:
+        names = [token for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.NAME]
+    lines = {token.start[0] for token in names if "wattune" in token.string.lower()}
+    table = (ROOT / "docs" / "trainers.md").read_text()
+    assert f"| `{program}` | {len(lines)} |" in table
+    assert len(lines) <= 10
+
+
 def families() -> list[Any]:
     gpt = PRESETS["gpt3-175b"]
     return [PRESETS["llama3-8b"], PRESETS["mixtral-8x7b"], replace(gpt, layers=4)]
@@ -74,7 +85,8 @@ def families() -> list[Any]:
 
 @pytest.mark.parametrize("shape", families(), ids=["llama", "mixtral", "gpt2"])
 def test_transformers_reads_the_model_as_that_of_an_export(shape: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers
+
     _, command = commands("huggingface", model=vars(shape))[0]
     (tmp_path / "model.json").write_text(dict(command.files)["model.json"])
     read = transformers.AutoConfig.from_pretrained(tmp_path / "model.json")
@@ -84,7 +96,8 @@ def test_transformers_reads_the_model_as_that_of_an_export(shape: Any, tmp_path:
 
 
 def test_transformers_takes_the_arguments(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers
+
     made = commands("huggingface")
     assert len(made) > 20
     for layout, command in made:
@@ -120,42 +133,44 @@ def test_torchtitan_takes_the_configuration(tmp_path: Path, monkeypatch: pytest.
         assert parallel.pipeline_parallel_layers_per_stage * stages == LAYERS
 
 
-def test_megatron_lms_own_parser_takes_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+EXPERTS = replace(PRESETS["mixtral-8x7b"], layers=LAYERS)
+BIASED = replace(PRESETS["gpt3-175b"], layers=LAYERS)
+
+
+@pytest.mark.parametrize("shape", [None, EXPERTS, BIASED], ids=["llama", "mixtral", "gpt3"])
+def test_megatron_lms_own_parser_takes_the_command(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 0.16.1, with its checks of what goes together: `PYTHONPATH=CHECKOUT pytest -k megatron`, where triton is."""
     reason = "Megatron-LM's parser is in no package, only in its repository"
     pytest.importorskip("megatron.training.arguments", reason=reason, exc_type=ImportError)
-    from megatron.training.arguments import parse_args
+    import torch
+    from megatron.training.arguments import parse_args, validate_args
 
-    made = commands("megatron-lm")
+    if not torch.cuda.is_available():
+        hopper = SimpleNamespace(major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    changes: dict[str, Any] = {} if shape is None else {"model": vars(shape)}
+    experts = {"expert_parallel_size": [1, 2, 4]} if shape is EXPERTS else {}
+    made = commands("megatron-lm", space=megatron_space() | experts, **changes)
     assert len(made) > 100
     for layout, command in made[::7]:
+        for name, value in command.environment:
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *command.arguments[3:]])
         parsed = parse_args()
+        parsed.rank, parsed.world_size = 0, layout.num_gpus
+        validate_args(parsed)
         assert parsed.tensor_model_parallel_size == layout.tensor_parallel_size
         assert parsed.pipeline_model_parallel_size == layout.pipeline_parallel_size
+        assert parsed.expert_model_parallel_size == layout.expert_parallel_size
+        assert parsed.data_parallel_size == layout.data_parallel_size
         assert parsed.use_distributed_optimizer == (layout.zero_stage > 0)
-        assert (parsed.num_layers, parsed.rotary_base, parsed.log_interval) == (LAYERS, 500000, 1)
+        assert (parsed.num_layers, parsed.num_experts or 0) == (LAYERS, EXPERTS.num_experts if experts else 0)
+        assert parsed.log_interval == 1
+        if shape is None:
+            assert parsed.rotary_base == SPEC["model"]["rope_theta"]
+        for name, _ in command.environment:
+            monkeypatch.delenv(name)
 
 
-@pytest.mark.slow
-def test_transformers_trainer_is_searched(home: Home) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    problem = make_problem(
-        SPEC
-        | {
-            "trainer": "huggingface",
-            "model": "tiny-llama",
-            "sequence_length": 32,
-            "global_batch_size": 8,
-            "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu", "cpus_per_worker": 0.5},
-            "space": {"num_gpus": [1, 2], "zero_stage": 0, "micro_batch_size": [1, 2], "recompute": ["none", "full"]}
-            | {"precision": "fp32", "attention": ["sdpa", "eager"], "sharding": "fsdp", "lora_rank": 0},
-            "measurement": {"window_s": 0.5, "window_min_steps": 3, "warmup_max_s": 2, "deadline_s": 240}
-            | {"breakdown": False},
-            "budget": {"trials": 6, "wall_time_s": 1200},
-            "finalists": {"count": 0},
-        }
-    )
-    search = Wattune(home.tracking_uri).run(problem)
-    record = Results(home.tracking_uri).search(search)
-    assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 6
-    assert {trial.layout.num_gpus for trial in record.trials} == {1, 2}
+def megatron_space() -> dict[str, Any]:
+    return {axis: values for axis, values in SPEC["space"].items() if axis in dict(load("megatron-lm").axes)}

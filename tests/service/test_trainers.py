@@ -26,7 +26,7 @@ from service.answers.why import why
 from service.checks import check
 from service.cli import main
 from service.errors import InputError
-from service.plan import make_plan
+from service.plan import make_plan, text
 from service.problem import Problem
 from service.record import store
 from service.result import Purpose
@@ -219,6 +219,34 @@ def test_slices_of_programs_whose_ranks_differ_are_refused(trainer: dict[str, An
 
 def test_a_program_whose_ranks_are_alike_may_run_by_slices() -> None:
     assert check(spec(**SLICES), "spec").measurement.sliced
+
+
+ONE = "one GPU explores a layout by 1 kind of its ranks"
+ALONE = "beside mine's start, if its ranks meet in torch.distributed alone (measurement.explore: slices)"
+STAGES = "slices of the trainer mine take 1 alone: a program does not tell what each of its stages does, and when"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "said"),
+    [
+        ({}, {"model": "tiny-llama"}, f"{ONE}, in about N s, {ALONE}"),
+        ({}, {}, f"{ONE}, {ALONE}"),
+        (
+            {"axes": {"pipeline_parallel_size": [1, 2]}},
+            {},
+            f"not of this trainer's program: space.pipeline_parallel_size: {STAGES}",
+        ),
+        ({}, {"cluster": {"gpus_per_node": 1, "accelerator": "h100"}}, None),
+    ],
+)
+def test_a_plan_says_what_slices_add_or_why_there_are_none(
+    trainer: dict[str, Any], changes: dict[str, Any], said: str | None
+) -> None:
+    cluster = {"gpus_per_node": 2, "accelerator": "h100"}
+    plan = make_plan(spec({**PLAIN, **trainer}, space={}, **{"cluster": cluster} | changes), data_sheet("h100"))
+    lines = [re.sub(r"about \d+ s", "about N s", line) for line in text(plan).splitlines() if line.startswith("slices")]
+    assert lines == ([] if said is None else [f"slices: {said}"])
+    assert bool(plan.to_dict()["unsliced"]) == (said is not None and said.startswith("not"))
 
 
 def test_what_of_the_goals_no_trial_will_have() -> None:

@@ -15,7 +15,8 @@ from trainables.command import TRIAL_DIR
 from trainables.foreign.steps import HOOK
 
 
-@pytest.mark.parametrize("library", ["transformers", "lightning"])
+# Transformers' Trainer is searched in tests/service/test_trainer_searches.py.
+@pytest.mark.parametrize("library", [pytest.param("transformers", marks=pytest.mark.slow), "lightning"])
 def test_a_trainer_with_the_callback_is_measured(library: str, run_ranks: RunRanks) -> None:
     pytest.importorskip(library)
     program = {"transformers": "huggingface_program.py", "lightning": "lightning_program.py"}[library]

@@ -11,14 +11,18 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pyarrow as pa
 import pytest
 import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from search_spaces.layout import Layout
+from telemetry.samples import SCHEMA
+from telemetry.windows.trial import summarise
 from tests.trainables.conftest import RunRanks
 from tests.trainables.test_child import is_gone, trial_processes, wait_until
 from trainables.child import Nursery
@@ -29,8 +33,10 @@ from trainables.measure import Procedure
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.platforms.cuda import PLATFORM as CUDA
 from trainables.program import Place, TrialRequest
+from trainables.worker import Follower
 
 ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
 PROGRAM = str(Path(__file__).parent / "foreign_program.py")
 LAYOUT = Layout("megatron", 2, 8, micro_batch_size=2, precision="fp32")
 PROCEDURE = Procedure(steady_steps=2, warmup_tolerance=0.5, warmup_max_s=0.2, window_s=0.1, window_min_steps=6)
@@ -251,6 +257,36 @@ def test_without_torch_there_is_no_breakdown(run_ranks: RunRanks) -> None:
     assert outcome.report.profile.problem == "the profiler failed: RuntimeError: the program does not use torch"
 
 
+def test_counters_are_read_near_the_edges_of_steps_that_are_told_of_late(nursery: Nursery, store: TCPStore) -> None:
+    """Else a trial of long steps on a GPU would have no energy."""
+    marks: list[int] = []
+    telemetry = SimpleNamespace(
+        mark=SimpleNamespace(remote=lambda: marks.append(time.monotonic_ns())),
+        working=SimpleNamespace(remote=lambda work: None),
+    )
+    program = replace(COMMAND, arguments=("python", str(Path(__file__).parent / "late_program.py")))
+    procedure = replace(PROCEDURE, window_s=1, window_min_steps=2)
+    trial = replace(REQUEST, trial_id="late", layout=replace(LAYOUT, num_gpus=1), program=program, procedure=procedure)
+    follower, place = Follower(trial, telemetry, True, lambda progress: None), Place(0, 0, HOST, store.port, CPU)
+    began = time.monotonic()
+    with nursery.trial(trial, place, lambda: time.monotonic() - began, lambda: False, follower.follow) as outcome:
+        assert (outcome.status, outcome.cause) == ("ok", None)
+    ended_ns = time.monotonic_ns()
+    assert outcome.report is not None
+    assert outcome.report.device == "GPU-0"
+    timing = outcome.report.timings[8]
+    # A GPU of 700 W is sampled at every tick, and its counter is read at those after a mark, as telemetry does it.
+    tick_ns = 100_000_000
+    rows = [
+        {"time_ns": ns, "node": "n", "device": "GPU-0", "energy_method": "counter", "power_w": 700.0}
+        | ({"energy_mj": round(ns * 700e-6)} if any(ns - tick_ns < mark <= ns for mark in [*marks, ended_ns]) else {})
+        for ns in range(timing.start_ns - 31 * 10**9, ended_ns + 2 * 10**9, tick_ns)
+    ]
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    summary = summarise(table, timing.start_ns, timing.end_ns, ["GPU-0"])
+    assert (summary.mean_power_w, summary.problems) == (pytest.approx(700, rel=0.01), ())
+
+
 @pytest.mark.parametrize("how", ["aborted", "child killed", "ended by itself"])
 def test_nothing_of_a_program_is_left(how: str, nursery: Nursery, store: TCPStore) -> None:
     """Not even what its children started in sessions of their own."""
@@ -270,9 +306,7 @@ def test_nothing_of_a_program_is_left(how: str, nursery: Nursery, store: TCPStor
                     child.kill()
         return how == "aborted" and bool(started)
 
-    with nursery.trial(
-        trial, Place(0, 0, "127.0.0.1", store.port, CPU), lambda: time.monotonic() - began, stop
-    ) as outcome:
+    with nursery.trial(trial, Place(0, 0, HOST, store.port, CPU), lambda: time.monotonic() - began, stop) as outcome:
         pass
     assert outcome.status == {"aborted": "aborted", "child killed": "crash", "ended by itself": "invalid"}[how]
     assert len(started) >= 4  # the guard, the program, its child and that one's

@@ -30,6 +30,8 @@ from trainables.profiling import Event, of_events
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
 
 POLL_S = 0.1
+AWAITED_S = 0.3
+"""How long a step may take until it is said to be waited for."""
 PROFILE_AHEAD_S = 1.0
 """For all ranks to hear which step is to be profiled."""
 OTHERS_FIRST_S = 3.0
@@ -75,6 +77,7 @@ class CommandRank:
         self.ends: list[StepEnd] = []
         self.count = 0
         self.speaks, self.measured = True, False
+        self.heard_s = time.monotonic()
         try:
             self.steps: Steps = self.listen()
             self.write_files()
@@ -204,7 +207,7 @@ class CommandRank:
             seconds, now = self.peers.largest((end.ns - self.step_ended_ns) / 1e9), end.ns
         else:
             seconds, now = self.peers.largest(0.0), time.monotonic_ns()
-        self.step_ended_ns = now
+        self.step_ended_ns, self.heard_s = now, time.monotonic()
         self.count += 1
         speed = self.command.tokens_per_step / seconds if seconds else None
         self.progress = replace(self.progress, tokens_per_s=speed, awaits=None)
@@ -290,7 +293,9 @@ class CommandRank:
         self.on_progress(self.progress)
 
     def wait_for(self, what: str) -> None:
-        """Say what is waited for, should it be in vain."""
+        """Say what is waited for, should it be in vain, once it has been for a while."""
+        if time.monotonic() - self.heard_s < AWAITED_S:
+            return
         tail = self.program.tail
         said = f"its last line of output is {tail[-1]!r}" if tail else "it printed nothing"
         self.progress = replace(self.progress, awaits=f"waited for {what}: {self.steps.awaited}; {said}")

@@ -240,6 +240,13 @@ def test_a_saturated_fabric_is_told() -> None:
     assert telemetry_problems(busy, NONE_IDLE) == ["GPU-0: link is saturated, at 95% of its peak"]
 
 
+def test_a_trial_without_energy_has_a_cause() -> None:
+    mute = WindowSummary((device_window("GPU-0", None),), None)
+    assert telemetry_problems(mute, NONE_IDLE) == ["GPU-0: tells neither energy nor power"]
+    refused = WindowSummary((device_window("GPU-0", None, problems=("GPU-0: energy_mj stood still",)),), None)
+    assert telemetry_problems(refused, NONE_IDLE) == ["GPU-0: energy_mj stood still"]
+
+
 def test_energy_per_token_is_labelled_as_the_energy_is() -> None:
     assert methods(SUMMARY, NONE_IDLE)["joules_per_token"] == "counter"
     estimated = replace(SUMMARY, devices=(device_window("node", 10.0, energy_method="estimated"),))
