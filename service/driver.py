@@ -28,6 +28,7 @@ from service.errors import SearchError
 from service.history import slower
 from service.home import Home
 from service.problem import Problem
+from service.queue.admission import Admission
 from service.queue.claims import Claim
 from service.queue.quota import Quota
 from service.record.provenance import busy, described, hardware, software, surroundings
@@ -86,12 +87,12 @@ class Driver:
         tracker: Tracker,
         agenda: Agenda,
         network: Network | None,
-        quota: Quota | None,
+        admission: Admission,
     ) -> None:
         """`network`: as far as it is known, for slices."""
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda, self.network = tracker, agenda, network
-        self.quota = quota
+        self.admission = admission
         self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
 
@@ -129,7 +130,7 @@ class Driver:
         def start(name: str, avoid: Collection[str]) -> Gang:
             return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid)
 
-        return Turns(claim, start, self.display.say)
+        return Turns(claim, self.admission.queue, start, self.display.say)
 
     def _measure(self, turns: Turns, telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have gangs run the agenda's trials, and close the record, whatever happens."""
@@ -159,7 +160,7 @@ class Driver:
 
     def _tune(self, pool: ActorHandle[Pool], turns: Turns, telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have Ray Tune run the agenda's trials, as many at a time as the workers of the pool allow."""
-        recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry, turns, self.quota)
+        recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry, turns, self.admission.quota)
         trainable = ray.tune.with_parameters(
             evaluate,
             problem=self.problem,

@@ -8,12 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from service.queue.actor import Queue, queue
+from service.queue.actor import ANSWER_S, Member, Queue
 from service.queue.claims import Claim, Grant, Turn
 from service.record.standing import Standing
 from service.remote import call
@@ -21,8 +22,6 @@ from service.trials.gang import CLOSE_TIMEOUT_S, Gang, close_gangs
 from service.trials.pool import Pool
 
 CHECK_IN_S = 2.0
-ANSWER_S = 10.0
-"""How long an answer may take, of the queue or the pool, before they are asked anew."""
 
 
 @dataclass
@@ -43,10 +42,12 @@ class Turns:
     answers, the search goes on with what it has.
     """
 
-    def __init__(self, claim: Claim, start: Callable[[str, Collection[str]], Gang], say: Callable[[str], None]) -> None:
-        """`claim`: what the search wants. `start` starts a gang of this name that keeps off these nodes, by Ray's ids.
-        `say` tells the person who waits."""
-        self._claim, self._start, self._say = claim, start, say
+    def __init__(
+        self, claim: Claim, queue: Member, start: Callable[[str, Collection[str]], Gang], say: Callable[[str], None]
+    ) -> None:
+        """`claim`: what the search wants of `queue`. `start` starts a gang of this name that keeps off these nodes, by
+        Ray's ids. `say` tells the person who waits."""
+        self._claim, self._queue, self._start, self._say = claim, queue, start, say
         self._needs: tuple[int, float | None] = claim.gangs, None
         self._received: float | None = None
         self._started = 0
@@ -55,6 +56,10 @@ class Turns:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.standing: Standing | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What Tune keeps on disk of it: nothing, as a search that is resumed begins its turns anew."""
+        return {}
 
     @property
     def waiting(self) -> bool:
@@ -77,11 +82,11 @@ class Turns:
             self._thread.join()
         close_gangs([held.gang for held in self._held.values()])
         with contextlib.suppress(RayError):
-            ray.get(call(queue(), Queue.check_out, self._claim.search), timeout=ANSWER_S)
+            self._queue.ask(Queue.check_out, self._claim.search)
 
     def _keep(self, pool: ActorHandle[Pool]) -> None:
         while not self._over.is_set():
-            with contextlib.suppress(RayError):  # its owner has ended: the next time another is found, or started
+            with contextlib.suppress(RayError):  # it does not answer: the search goes on with what it has
                 self._take(self._check_in())
             with contextlib.suppress(RayError):  # it is being started anew
                 self._serve(pool)
@@ -111,7 +116,7 @@ class Turns:
     def _check_in(self) -> Turn:
         grants, (gangs, left_s) = tuple(held.grant for held in self._held.values()), self._needs
         claim = replace(self._claim, gangs=gangs, grants=grants, left_s=left_s, received=self._received)
-        return ray.get(call(queue(), Queue.check_in, claim), timeout=ANSWER_S)
+        return self._queue.ask(Queue.check_in, claim)
 
     def _take(self, turn: Turn) -> None:
         """Start the gangs that were granted, and note those recalled."""

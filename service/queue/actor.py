@@ -7,17 +7,19 @@ the search that started it, the others start another, and that knows as much as 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
 from service.errors import InputError
 from service.queue.claims import Claim, Node, Turn
 from service.queue.fairshare import occupancy, standings, turn
 from service.queue.policy import Policy, read_policy
-from service.remote import ON_HEAD
+from service.remote import ON_HEAD, call
 from telemetry import actor as telemetry
 
 NAME, NAMESPACE = "queue", "wattune"
@@ -25,6 +27,13 @@ LOST_S = 30.0
 """After so long without a word a search is taken for dead, and what it had for free."""
 GATHER_S = 10.0
 """How long a queue that has just begun waits for the searches that there are to check in, before it grants anything."""
+
+ANSWER_S = 10.0
+TRIES, RETRY_S = 3, 0.5
+"""How often the queue is asked, and after how long again, while one takes the place of another."""
+
+Answer = TypeVar("Answer")
+Arguments = ParamSpec("Arguments")
 
 
 class Queue:
@@ -83,9 +92,36 @@ class Queue:
         return bool(about - set(self._claims))
 
 
-def queue() -> ActorHandle[Queue]:
-    """The cluster's queue, started if there is none at present. Asking it raises `RayError` when its owner has ended:
-    ask for it anew."""
+class Member:
+    """A process's way to the queue of its cluster. It holds the actor, which Ray ends once its owner does not."""
+
+    def __init__(self) -> None:
+        self._actor: ActorHandle[Queue] | None = None
+
+    def ask(
+        self,
+        method: Callable[Concatenate[Queue, Arguments], Answer],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Answer:
+        """What the queue answers; of one whose owner has ended, another in its place.
+
+        Raises `RayError` if there is no answer within `ANSWER_S`, or no queue.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                self._actor = self._actor or _queue()
+                return ray.get(call(self._actor, method, *arguments, **named), timeout=ANSWER_S)
+            except RayActorError:
+                self._actor = None
+                if not left:
+                    raise
+            time.sleep(RETRY_S)
+        raise AssertionError("it has answered or raised")
+
+
+def _queue() -> ActorHandle[Queue]:
+    """The cluster's queue, started if there is none at present."""
     actor: Any = ray.remote(Queue)
     options = {"num_cpus": 0, "resources": ON_HEAD, "max_restarts": -1}
     found: ActorHandle[Queue] = actor.options(name=NAME, namespace=NAMESPACE, get_if_exists=True, **options).remote()

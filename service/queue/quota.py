@@ -6,15 +6,10 @@ import contextlib
 import time
 from dataclasses import dataclass
 
-import ray
-
 from service.errors import InputError
-from service.home import user
-from service.queue.actor import Queue, queue
-from service.queue.policy import VARIABLE, Policy
+from service.queue.policy import VARIABLE
 from service.record import store
 from service.record.runs import Runs
-from service.remote import call
 
 DAY_S = 86_400.0
 
@@ -47,20 +42,3 @@ class Quota:
                     f"all that this cluster's {VARIABLE} allows"
                 )
         return None
-
-
-def check_quota(tracking_uri: str) -> Quota | None:
-    """The quota of whoever begins a search on the Ray cluster at hand; None without one.
-
-    Raises `InputError` if nothing is left of it, or for a policy that cannot be read.
-    """
-    policy: Policy | str = ray.get(call(queue(), Queue.policy))
-    if isinstance(policy, str):
-        raise InputError(policy)
-    me = user()
-    if (hours := policy.quota(me)) is None:
-        return None
-    quota = Quota(me, hours, policy.period_days, tracking_uri)
-    if (reason := quota.exceeded()) is not None:
-        raise InputError(reason)
-    return quota
