@@ -472,7 +472,7 @@ def _described(record: SearchRecord) -> SearchInfo:
 
     info = describe(record)
     dead = record.status in GOING_ON and silent(record.heartbeat, home.Home.locate().driven(record.id))
-    return replace(info, status="interrupted") if dead else info
+    return replace(info, status="interrupted", standing=None) if dead else info
 
 
 def _joined(info: SearchInfo | None, submission: Submission, tracking_uri: str) -> SearchInfo:
@@ -485,7 +485,7 @@ def _joined(info: SearchInfo | None, submission: Submission, tracking_uri: str) 
         return unrecorded(submission.search_id, submission.status, submission.started, cause)
     alive = submission.status == "running" and info.status == "interrupted"  # clocks may differ, a store be away
     over = submission.status in ("failed", "stopped") and info.status in _OPEN
-    return replace(info, status=submission.status, cause=submission.cause) if alive or over else info
+    return replace(info, status=submission.status, cause=submission.cause, standing=None) if alive or over else info
 
 
 def _check_name(search: str) -> None:

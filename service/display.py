@@ -93,12 +93,16 @@ class Display:
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
         return f"{minutes:3d}:{seconds:02d}"
 
-    def _left(self, to_come: int) -> str:
-        """Time left by the pace so far, and by the wall-time budget where that is nearer."""
+    def left_s(self, to_come: int) -> float:
+        """Seconds left by the pace so far, and by the wall-time budget where that is nearer."""
         elapsed = time.monotonic() - self.began
         left = elapsed / self.over * to_come
         if self.budget.wall_time_s is not None:
             left = min(left, max(0.0, self.budget.wall_time_s - elapsed))
+        return left
+
+    def _left(self, to_come: int) -> str:
+        left = self.left_s(to_come)
         return f"about {left / 60:.0f} min" if left >= 120 else f"about {left:.0f} s"
 
 

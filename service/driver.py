@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from service.errors import SearchError
 from service.history import slower
 from service.home import Home
 from service.problem import Problem
+from service.queue.admission import Admission
+from service.queue.claims import Claim
+from service.queue.quota import Quota
 from service.record.provenance import busy, described, hardware, software, surroundings
 from service.record.store import first_line
 from service.record.tracking import Tracker
@@ -39,9 +42,10 @@ from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step, Wish
 from service.trials import thermal
 from service.trials.evaluate import evaluate
-from service.trials.gang import Gang, awaited, close_gangs, room
+from service.trials.gang import Gang, awaited, resources_per_worker, room
 from service.trials.pool import Pool, start_pool
 from service.trials.slices import held_against
+from service.turns import Turns
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
 from trainables.command import Command
 from trainables.command_slice import CommandSlice
@@ -83,10 +87,12 @@ class Driver:
         tracker: Tracker,
         agenda: Agenda,
         network: Network | None,
+        admission: Admission,
     ) -> None:
         """`network`: as far as it is known, for slices."""
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda, self.network = tracker, agenda, network
+        self.admission = admission
         self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
 
@@ -110,19 +116,30 @@ class Driver:
             self.display.say(f"explores by slices, {sum(sizes)} at a time")
         if waits_for := awaited(self.problem.cluster, sizes[0]):
             self.display.say(f"waiting for {waits_for}")
-        with self.tracker.beating():
-            self._measure(sizes, telemetry, environment)
+        turns = self._turns(sizes, telemetry)
+        with self.tracker.beating(lambda: turns.standing):
+            self._measure(turns, telemetry, environment)
 
-    def _measure(self, sizes: Sequence[int], telemetry: Fleet, environment: Mapping[str, str]) -> None:
-        """Have gangs run the agenda's trials, and close the record, whatever happens."""
-        status, gangs = "failed", list[Gang]()
+    def _turns(self, sizes: Sequence[int], telemetry: Fleet) -> Turns:
+        """The search's part in the queue of its cluster, not begun yet."""
+        cluster, storage = self.problem.cluster, self.spool / "train"
         preload = _program(self.problem).preload(self.problem.legal.layouts)
+        worker, wanted = resources_per_worker(cluster), (sizes[0], len(sizes))
+        claim = Claim(self.search_id, self.problem.priority, time.time(), worker, *wanted)
+
+        def start(name: str, avoid: Collection[str]) -> Gang:
+            return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid)
+
+        return Turns(claim, self.admission.queue, start, self.display.say)
+
+    def _measure(self, turns: Turns, telemetry: Fleet, environment: Mapping[str, str]) -> None:
+        """Have gangs run the agenda's trials, and close the record, whatever happens."""
+        status = "failed"
         try:
             self._clear_spool()  # Ray would go on with the files of a driver that was killed
-            for number, size in enumerate(sizes):
-                name, storage = f"{self.search_id}-{number}", self.spool / "train"
-                gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, preload))
-            self._tune(start_pool([gang.address for gang in gangs]), telemetry, environment)
+            pool = start_pool()
+            turns.begin(pool)
+            self._tune(pool, turns, telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
             reason = first_line(error.__cause__ or error)
@@ -135,15 +152,15 @@ class Driver:
             open_ends = contests(self.display.compared) if status == "finished" else []
             found = [*busy(environment), *self._drift(), *open_ends]
             self.tracker.finish_search(status, summary(self.display, self.agenda), found)
-            close_gangs(gangs)
+            turns.end()
             stop_telemetry(telemetry)
             self._clear_spool()
             for notice in self.tracker.notices:
                 self.display.say(f"notice: {notice}")
 
-    def _tune(self, pool: ActorHandle[Pool], telemetry: Fleet, environment: Mapping[str, str]) -> None:
+    def _tune(self, pool: ActorHandle[Pool], turns: Turns, telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have Ray Tune run the agenda's trials, as many at a time as the workers of the pool allow."""
-        recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry)
+        recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry, turns, self.admission.quota)
         trainable = ray.tune.with_parameters(
             evaluate,
             problem=self.problem,
@@ -156,7 +173,7 @@ class Driver:
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
             tune_config=ray.tune.TuneConfig(
-                search_alg=AgendaSearcher(self.agenda, _Lender(pool, self.home)),
+                search_alg=AgendaSearcher(self.agenda, _Lender(pool, turns, self.home)),
                 num_samples=-1,
                 max_concurrent_trials=self.agenda.at_a_time,
                 reuse_actors=True,
@@ -167,6 +184,9 @@ class Driver:
         )
         with _stop_on_signal(self.agenda, self.display):
             tuner.fit()
+        if recorder.exceeded is not None:
+            self.display.say(f"failed: {recorder.exceeded}")
+            raise SearchError(f"{recorder.exceeded}: resume the search once there is more")
 
     def _drift(self) -> list[str]:
         """Say how far the sentinel moved. Returns what the record has to say of it: nothing within noise."""
@@ -197,12 +217,14 @@ class _Lender:
     """The pool's workers, as the agenda asks for them."""
 
     pool: ActorHandle[Pool]
+    turns: Turns
     home: Home
 
-    def free(self) -> int:
+    def free(self) -> int | None:
         if (free := ray.get(call(self.pool, Pool.free))) is None:
             self.home.check_writable()  # or Ray Train would try for ever, without a word
-        return free or 0
+            return None if self.turns.waiting else 0
+        return free
 
     def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
         return ray.get(call(self.pool, Pool.lend, trial_id, wishes))
@@ -216,10 +238,18 @@ class _Recorder(ray.tune.Callback):
     """
 
     def __init__(
-        self, tracker: Tracker, display: Display, agenda: Agenda, pool: ActorHandle[Pool], telemetry: Fleet
+        self,
+        tracker: Tracker,
+        display: Display,
+        agenda: Agenda,
+        pool: ActorHandle[Pool],
+        telemetry: Fleet,
+        turns: Turns,
+        quota: Quota | None,
     ) -> None:
         self.tracker, self.display, self.agenda = tracker, display, agenda
-        self.pool, self.telemetry = pool, telemetry
+        self.pool, self.telemetry, self.turns, self.quota = pool, telemetry, turns, quota
+        self.exceeded: str | None = None
         self.failure: Exception | None = None
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
@@ -261,6 +291,11 @@ class _Recorder(ray.tune.Callback):
         else:
             self.display.retried(result)
         self.tracker.update_search(summary(self.display, self.agenda))
+        to_come = self.agenda.to_come
+        self.turns.foresee(to_come, self.display.left_s(to_come))
+        if self.quota is not None and to_come and (exceeded := self.quota.exceeded()) is not None:
+            self.exceeded = self.exceeded or exceeded
+            self.agenda.stopped = True
 
     def _samples(self, result: TrialResult) -> pa.Table | None:
         """The raw telemetry of the trial's windows, from all nodes."""

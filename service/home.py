@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import getpass
 import os
 import tempfile
 from collections.abc import Iterator
@@ -151,6 +152,16 @@ class Home:
 
     def _lock(self, search_id: str) -> Path:
         return self.spool(search_id) / "driver.lock"
+
+
+def user() -> str:
+    """Whose searches these are: of who submitted them, as `WATTUNE_USER` says, else of this process's user."""
+    if name := os.environ.get("WATTUNE_USER"):
+        return name
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a user id without a name
+        return str(os.getuid())
 
 
 def tracking_uri(explicit: str | None = None) -> str:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.errors import InputError, SearchError
+from service.home import user
 from service.problem import Problem
 from service.record import store
 from service.record.results import Results
@@ -133,6 +134,7 @@ def _submit(
     bin_directory = shlex.quote(str(Path(sys.executable).parent))
     variables = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_TRACKING_")}
     variables |= {"MLFLOW_TRACKING_URI": tracking_uri, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)}
+    variables["WATTUNE_USER"] = user()
     client.submit_job(
         submission_id=job,
         entrypoint=f'export PATH="$PATH":{bin_directory} WATTUNE_HOME="${{WATTUNE_HOME:-$HOME/.wattune}}"; '

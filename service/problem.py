@@ -168,9 +168,10 @@ class Problem:
     `sequence_length` counts tokens, `global_batch_size` sequences. `goals` are its objectives and
     constraints. `axes` maps each axis of a layout to the values to try, without duplicates; `why` says of an axis why
     these, where nobody chose them. `baseline` names one legal
-    layout by some of its settings. `depth_proxy` are the layers of the two models that stand for one too big for the
-    cluster, fewer first. `trainer` is the program that trains, None for Wattune's own engines; with one, `model`,
-    `shape` and `data` may be None, of which nothing is known then.
+    layout by some of its settings. `priority` is that over other searches on the same Ray cluster, the higher first.
+    `depth_proxy` are the layers of the two models that stand for one too big for the cluster, fewer first. `trainer` is
+    the program that trains, None for Wattune's own engines; with one, `model`, `shape` and `data` may be None, of which
+    nothing is known then.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Problem:
     finalists: Finalists = Finalists()
     sentinel_every: int = 10
     baseline: Mapping[str, Any] | None = None
+    priority: int = 0
     sampler: Sampler = "auto"
     seed: int = 0
     depth_proxy: tuple[int, int] | None = None

@@ -152,7 +152,8 @@ class TrialResult:
     `cause` is one line on what failed, `traceback` what Python said of it.
     `straggler`: the rank for which the others waited; None where there is none, or nobody knows.
     `infrastructure`: whether it was the machines that failed, not the layout.
-    `beside`: whether other trials of the search ran on its nodes meanwhile; None in records made before it was kept.
+    `beside`: whether other trials of the search ran on its nodes meanwhile, or another search had workers there; None
+    in records made before it was kept.
     `ranks` are those of the trial in their order; records made before there were any have none. Of a trial by slices
     they are those that ran, one of each kind, of which `slices` has more, and `network` is what they were taken to
     communicate over; records made before it was kept have none.

@@ -17,6 +17,7 @@ from service.fitting import network
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Problem
+from service.queue.admission import admit
 from service.record import store
 from service.record.heartbeat import silent
 from service.record.results import Results, SearchRecord
@@ -50,12 +51,13 @@ def run(
     search_id = search_id or new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
         check_cluster(problem.least)
+        admission = admit(store_uri(tracking_uri))
         problem = problem.on(at_hand := room(problem.cluster))
         tracker = _tracker(tracking_uri, home)
         calibration = load_calibration(home, problem.cluster)
         study = _study(problem, search_id, home, Results(store_uri(tracking_uri)), calibration)
         agenda = SearchAgenda(study, problem, workers=sum(gang_sizes(problem, at_hand)))
-        Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster)).run()
+        Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster), admission).run()
         _keep_answers(tracker, search_id, problem, tracking_uri, calibration)
     return search_id
 
@@ -90,6 +92,7 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
         check_machine(problem.least)
         with ray_session(problem.cluster):
             check_cluster(problem.least)
+            admission = admit(store_uri(tracking_uri))
             summary = tracker.resume_search(record, problem)
             results = results_of(recorded.search(record.id))
             calibration = load_calibration(home, problem.cluster)
@@ -98,7 +101,8 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
             spent = Spent(summary.get("search_time_s", 0.0), 3600 * summary.get("gpu_hours", 0.0))
             workers = sum(gang_sizes(problem, room(problem.cluster)))
             agenda = SearchAgenda(study, problem, results, spent, workers)
-            Driver(problem, record.id, home, tracker, agenda, network(home, problem.cluster)).run(begun=True)
+            known = network(home, problem.cluster)
+            Driver(problem, record.id, home, tracker, agenda, known, admission).run(begun=True)
             _keep_answers(tracker, record.id, problem, tracking_uri, calibration)
     return record.id
 

@@ -226,6 +226,7 @@ class SearchSpec(Strict):
     finalists: FinalistSpec = FinalistSpec()
     sentinel_every: Annotated[int, Field(strict=True, ge=0)] = Problem.sentinel_every
     baseline: dict[str, Any] | None = None
+    priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = Problem.priority
     sampler: Sampler = Problem.sampler
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = Problem.seed
     depth_proxy: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
@@ -266,6 +267,7 @@ class SearchSpec(Strict):
             finalists=Finalists(**dict(self.finalists)),
             sentinel_every=self.sentinel_every,
             baseline=self.baseline,
+            priority=self.priority,
             sampler=self.sampler,
             seed=self.seed,
             depth_proxy=None if self.depth_proxy is None else (self.depth_proxy[0], self.depth_proxy[1]),

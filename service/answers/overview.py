@@ -13,6 +13,8 @@ from service.answers.ranking import compared, leaders, told, undecided
 from service.goals import Comparison
 from service.metrics import OFF, Doubt, Method
 from service.record.results import SearchRecord
+from service.record.standing import Standing
+from service.record.store import GOING_ON
 from service.result import Purpose
 from trainables.status import Status
 
@@ -30,7 +32,8 @@ class SearchInfo:
     `trials` counts explored trials by status, `repeats` all others by purpose. `best` has the best value of each
     objective; those in `estimated`, `extrapolated` and `sliced` are not measured, and `undecided` says, a notice each,
     between which layouts it is not plain whose is the best. `cause` is one line on what only the cluster knows of a
-    search that was submitted to it: why it failed, or has no record yet.
+    search that was submitted to it: why it failed, or has no record yet. `standing`: its place in the queue of its
+    cluster, where it is `queued`.
     """
 
     id: str
@@ -48,6 +51,7 @@ class SearchInfo:
     accelerator: str
     data: str
     cause: str | None = None
+    standing: Standing | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -63,14 +67,15 @@ class SearchInfo:
 
 
 def describe(search: SearchRecord) -> SearchInfo:
-    """The search as one line of a listing."""
+    """The search as one line of a listing: `queued` also while it has given its gangs back and waits for others."""
+    waits = search.standing is not None and search.status in GOING_ON
     comparison = compared(search)
     best = {metric: one.metrics[metric] for metric, one in leaders(comparison).items()}
     doubts = {metric: comparison.doubt(metric) for metric in best}
     return SearchInfo(
         id=search.id,
         name=search.name,
-        status=search.status,
+        status="queued" if waits else search.status,
         started=search.started,
         trials=dict(Counter(trial.status for trial in search.trials if trial.purpose == Purpose.SEARCH)),
         repeats=dict(Counter(trial.purpose for trial in search.trials if trial.purpose != Purpose.SEARCH)),
@@ -79,6 +84,7 @@ def describe(search: SearchRecord) -> SearchInfo:
         extrapolated=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.EXTRAPOLATED),
         sliced=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.SLICED),
         undecided=tuple(contests(comparison)),
+        standing=search.standing if waits else None,
         **{fact: str(search.params.get(fact) or "") for fact in ("model", "accelerator", "data")},
     )
 
@@ -132,12 +138,17 @@ def _borrowed(one: Candidate, metric: str) -> str:
 
 
 def _beside(search: SearchRecord) -> list[str]:
-    """The notice on trials that others ran beside."""
-    explored = [trial for trial in search.trials if trial.purpose == Purpose.SEARCH and trial.status == Status.OK]
-    beside = sum(trial.beside is True for trial in explored)
-    if not beside:
-        return []
-    return [f"{beside} of {len(explored)} trials that explored had others beside them on a node, which may disturb"]
+    """Notices on trials that others ran beside: of what measures alone, these are other searches."""
+    lines = []
+    for purpose, name, others in (
+        (Purpose.SEARCH, "trials that explored", "others"),
+        (Purpose.FINALIST, "repeats", "another search"),
+        (Purpose.CALIBRATION, "trials", "another search"),
+    ):
+        trials = [trial for trial in search.trials if trial.purpose == purpose and trial.status == Status.OK]
+        if beside := sum(trial.beside is True for trial in trials):
+            lines.append(f"{beside} of {len(trials)} {name} had {others} beside them on a node, which may disturb")
+    return lines
 
 
 def _repeats(search: SearchRecord) -> list[str]:

@@ -99,7 +99,7 @@ def searches_table(searches: Sequence[SearchInfo]) -> str:
     rows = [
         [
             info.id,
-            info.status,
+            f"{info.status} {info.standing.told}" if info.standing else info.status,
             f"{info.started:%Y-%m-%d %H:%M} UTC",
             info.model,
             info.accelerator,

@@ -19,6 +19,7 @@ from service.metrics import Direction, Method
 from service.record import store
 from service.record.heartbeat import Heartbeat
 from service.record.runs import Run, Runs
+from service.record.standing import Standing
 from service.result import Purpose, Straggler, TrialResult
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class TrialRecord:
     `methods` says how metrics were obtained where that is not plain: of energy and throttling, and what is extrapolated
     from depth proxies or short trials. `infrastructure`: whether a failure was the machines', after which the layout is
     run again. `straggler`: the rank for which the others waited, if one stood out. `beside`: whether other trials of
-    the search ran on its nodes meanwhile, None in records made before it was kept. `ended` is None while the trial
+    the search ran on its nodes meanwhile, or another search had workers there, None in records made before it was kept.
+    `ended` is None while the trial
     runs. `facts` are those of the search which `store.FACTS` names.
     """
 
@@ -85,6 +87,7 @@ class SearchRecord:
 
     `status` is what its driver last wrote: `queued` until a gang is up, `running`, `finished`, `stopped` or `failed`.
     Whether a driver that did not write the latter three is alive, `heartbeat` tells; older records have none.
+    `standing` is where it stands in the queue of its cluster while it has no gang, None if it does not wait.
     """
 
     id: str
@@ -99,6 +102,7 @@ class SearchRecord:
     run_id: str
     trials: tuple[TrialRecord, ...]
     heartbeat: Heartbeat | None = None
+    standing: Standing | None = None
 
     @cached_property
     def goals(self) -> Goals:
@@ -197,6 +201,7 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
         # A run is there for a moment before its parameters are.
         trials=tuple(_trial(child, facts) for child in children if "engine" in child.params),
         heartbeat=Heartbeat.parse(tags[store.HEARTBEAT]) if store.HEARTBEAT in tags else None,
+        standing=Standing.parse(tags.get(store.STANDING, "")),
     )
 
 

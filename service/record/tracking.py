@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import json
 import math
 import os
@@ -20,12 +18,13 @@ import pyarrow
 
 from search_spaces.layout import Layout
 from service.errors import InputError
-from service.home import Home
+from service.home import Home, user
 from service.metrics import TABLE, heading, number
 from service.problem import Problem
 from service.record import store, view
 from service.record.dataset import dataset
 from service.record.heartbeat import Heartbeat, beating
+from service.record.standing import Standing
 from service.result import Purpose, TrialResult
 from service.spec import dump_spec
 from telemetry.store import write_samples
@@ -141,12 +140,14 @@ class Tracker:
         self._plain = asked | {metric.name for metric in TABLE if metric.heading}
         self._dataset = dataset(problem)
 
-    def beating(self) -> AbstractContextManager[None]:
-        """The search's heartbeat, from a thread of its own. To be entered once the search has begun."""
+    def beating(self, standing: Callable[[], Standing | None] = lambda: None) -> AbstractContextManager[None]:
+        """The search's heartbeat, from a thread of its own, and with it where it stands in the queue of its cluster,
+        None if it does not wait. To be entered once the search has begun."""
 
         def beat() -> None:
             if store.reachable(self._uri):  # or MLflow would try again and again, and say so
-                self._log(self._parent, tags={store.HEARTBEAT: str(Heartbeat.now())})
+                tags = {store.HEARTBEAT: str(Heartbeat.now()), store.STANDING: str(standing() or "")}
+                self._log(self._parent, tags=tags)
 
         return beating(beat)
 
@@ -391,9 +392,7 @@ def _figures(result: TrialResult) -> str:
 
 def _authorship(environment: Mapping[str, str]) -> dict[str, str]:
     """What MLflow's own columns show: who, with what, at which commit."""
-    tags = {"mlflow.source.name": "wattune", "mlflow.source.type": "LOCAL"}
-    with contextlib.suppress(KeyError, OSError):  # a container may run under a user id without a name
-        tags["mlflow.user"] = getpass.getuser()
+    tags = {"mlflow.source.name": "wattune", "mlflow.source.type": "LOCAL", store.USER: user()}
     if commit := environment.get("git_commit"):
         tags["mlflow.source.git.commit"] = commit
     return tags

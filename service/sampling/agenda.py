@@ -52,8 +52,8 @@ class Study(Protocol):
 class Workers(Protocol):
     """Who lends workers to trials; see `service.trials.pool.Pool`."""
 
-    def free(self) -> int:
-        """How many workers a trial could have at most, at present."""
+    def free(self) -> int | None:
+        """How many workers a trial could have at most, at present; None while others have their turn."""
 
     def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
         """Lend a trial what it needs by the first of `wishes` that can be met: which one, None if none can."""
@@ -70,10 +70,11 @@ class _Waiting:
 class Agenda:
     """Hands out trials one by one, and takes their results, while the time lasts. What comes next is a subclass's.
 
-    A trial is handed out when workers are lent for it: time counts from the first one, and a trial's GPU time from when
-    it is handed out. Of some trials that explore, drawn ahead where layouts differ in size, the largest that fits goes
-    first; one that was passed over too often goes before all others. The rest keep their order. A trial that failed by
-    the machines is handed out again, `RETRIES` times at most; its result counts only after that.
+    A trial is handed out when workers are lent for it: time counts from the first one, but for the turns of others, and
+    a trial's GPU time from when it is handed out. Of some trials that explore, drawn ahead where layouts differ in
+    size, the largest that fits goes first; one that was passed over too often goes before all others. The rest keep
+    their order. A trial that failed by the machines is handed out again, `RETRIES` times at most; its result counts
+    only after that.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Agenda:
         self.faults = Counter((r.layout, r.purpose) for r in results if r.infrastructure)
         self.spent_s = spent.wall_time_s
         self.began: float | None = None
+        self.paused: float | None = None
         self.gpu_seconds = spent.gpu_seconds
         self.under_way: dict[str, tuple[Step, float]] = {}
         self.waiting: list[_Waiting] = []
@@ -125,7 +127,9 @@ class Agenda:
         if self.closed:
             self.waiting.clear()
             return None
-        self.draw(workers.free())
+        free = workers.free()
+        self._pause(free is None and not self.under_way)
+        self.draw(free or 0)
         first = self.waiting[0] if self.waiting else None
         if first is None:
             return None
@@ -165,8 +169,19 @@ class Agenda:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the first trial, and those that a search which is resumed had spent before."""
-        return self.spent_s if self.began is None else time.monotonic() - self.began
+        """Seconds since the first trial, and those that a search which is resumed had spent before, without the turns
+        of others."""
+        now = time.monotonic() if self.paused is None else self.paused
+        return self.spent_s if self.began is None else now - self.began
+
+    def _pause(self, paused: bool) -> None:
+        """Have the time stand still, or go on."""
+        now = time.monotonic()
+        if paused:
+            self.paused = now if self.paused is None else self.paused
+        elif self.paused is not None:
+            self.began = None if self.began is None else self.began + now - self.paused
+            self.paused = None
 
     def take(self, result: TrialResult) -> bool:
         """Learn what became of a trial. Returns whether its result counts, or else the trial is run again."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,17 @@ class Gang:
     """
 
     def __init__(
-        self, name: str, size: int, cluster: Cluster, storage: Path, telemetry: Fleet, preload: Sequence[str]
+        self,
+        name: str,
+        size: int,
+        cluster: Cluster,
+        storage: Path,
+        telemetry: Fleet,
+        preload: Sequence[str],
+        avoid: Iterable[str] = (),
     ) -> None:
-        """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them."""
+        """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them. `avoid`: the
+        nodes that no worker may be on, by Ray's ids."""
         actor: Any = ray.remote(Mailbox)
         self.address = f"mailbox-{uuid4().hex}"
         self.mailbox: ActorHandle[Mailbox] = actor.options(
@@ -48,7 +56,10 @@ class Gang:
         ).remote(size)
         self._closing = False
         self._awaited = partial(awaited, cluster, size)
-        resources = resources_per_worker(cluster)
+        resources, barred = resources_per_worker(cluster), ",".join(sorted(avoid))
+        scaling: dict[str, Any] = {"use_gpu": "GPU" in resources, "resources_per_worker": resources}
+        if barred:
+            scaling["label_selector"] = {"ray.io/node-id": f"!in({barred})"}
         # Ray Train looks for dead workers every 2 s unless told otherwise.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
         self._trainer: Callable[[], Any] = lambda: TorchTrainer(
@@ -60,7 +71,7 @@ class Gang:
                 "preload": preload,
             },
             torch_config=GangConfig(),
-            scaling_config=ScalingConfig(num_workers=size, use_gpu="GPU" in resources, resources_per_worker=resources),
+            scaling_config=ScalingConfig(num_workers=size, **scaling),
             run_config=RunConfig(name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)),
         )
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -84,6 +95,11 @@ class Gang:
         """Send the workers home, without waiting for it."""
         self._closing = True
         self.mailbox.close.remote()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run of a gang that was dismissed is over, and what it had is Ray's again."""
+        return not self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the run of a gang that was dismissed to end, but not for ever."""

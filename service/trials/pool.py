@@ -35,7 +35,7 @@ class Lease:
 class _Lent:
     """A lease, as the pool knows it: of which of its gangs, on which nodes."""
 
-    gang: int
+    gang: str
     workers: tuple[int, ...]
     nodes: frozenset[str]
     alone: bool
@@ -45,33 +45,50 @@ class Pool:
     """Lends workers that are up to one trial at a time. An actor; all methods run on one event loop.
 
     A gang may wait for the cluster's GPUs, or a worker for Ray Train to start it anew. That is no trial's fault, so no
-    trial gets such workers. A pool that died comes back knowing of no lease: the trials under way are given up.
+    trial gets such workers. A pool that died comes back knowing of no gang, until it is told again, and of no lease:
+    the trials under way are given up.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        """`addresses`: the names of the gangs' mailboxes among Ray's actors."""
-        self._mailboxes: list[Any] = [ray.get_actor(name) for name in addresses]
-        self._members: dict[int, list[Member]] = {}
-        self._free: dict[int, set[int]] = {}
+    def __init__(self) -> None:
+        self._mailboxes: dict[str, Any] = {}
+        self._served: frozenset[str] = frozenset()
+        self._members: dict[str, list[Member]] = {}
+        self._free: dict[str, set[int]] = {}
         self._lent: dict[str, _Lent] = {}
         self._disturbed: set[str] = set()
+        self._elsewhere: frozenset[str] = frozenset()
         self._offers: set[asyncio.Task[None]] = set()
-        self._begun = False
+
+    async def serve(self, addresses: Sequence[str], elsewhere: frozenset[str] = frozenset()) -> dict[str, list[str]]:
+        """Lend from these gangs, by the names of their mailboxes among Ray's actors, and from no others any more.
+
+        `elsewhere`: the nodes on which other searches have gangs, which disturb the trials there. Returns the gangs
+        that are up, with their workers' nodes, those included that are lent no more but have trials under way.
+        """
+        self._served, self._elsewhere = frozenset(addresses), elsewhere
+        self._disturbed.update(trial_id for trial_id, one in self._lent.items() if one.nodes & elsewhere)
+        for gang in [gang for gang in self._mailboxes if gang not in addresses]:
+            self._free.pop(gang, None)
+            if all(one.gang != gang for one in self._lent.values()):
+                del self._mailboxes[gang]
+                self._members.pop(gang, None)
+        for gang in [gang for gang in addresses if gang not in self._mailboxes]:
+            self._mailboxes[gang] = ray.get_actor(gang)
+            self._offer(gang, None)
+        return {gang: [member.node_id for member in members] for gang, members in self._members.items()}
 
     async def free(self) -> int | None:
         """How many workers of one gang nobody has at present; None while none is up, lent or not."""
-        self._begin()
         if not self._lent and not any(self._free.values()):
             return None
         return max((len(self._open(gang, alone=False)) for gang in self._free), default=0)
 
     async def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
         """Lend a trial what it needs by the first of `wishes` that can be met at once: which one, None if none can."""
-        self._begin()
         for number, wish in enumerate(wishes):
             if (lent := self._found(wish)) is not None:
                 beside = [other for other, one in self._lent.items() if one.nodes & lent.nodes]
-                self._disturbed.update([*beside, trial_id] if beside else [])
+                self._disturbed.update([*beside, trial_id] if beside or lent.nodes & self._elsewhere else [])
                 self._free[lent.gang] -= set(lent.workers)
                 self._lent[trial_id] = lent
                 return number
@@ -85,7 +102,7 @@ class Pool:
     async def release(self, trial_id: str) -> bool:
         """Take back what a trial has, whatever that is doing. Releasing twice does nothing.
 
-        Returns whether other trials had workers on its nodes meanwhile.
+        Returns whether other trials, or gangs of other searches, had workers on its nodes meanwhile.
         """
         lent = self._lent.pop(trial_id, None)
         if lent is None:
@@ -107,41 +124,37 @@ class Pool:
                 return _Lent(gang, (*group, *idle) if wish.alone else group, nodes, wish.alone)
         return None
 
-    def _open(self, gang: int, alone: bool) -> set[int]:
+    def _open(self, gang: str, alone: bool) -> set[int]:
         """The free workers of a gang on nodes where a trial may have some: where none is alone, or has any."""
         barred = {node for lent in self._lent.values() if alone or lent.alone for node in lent.nodes}
         return {rank for rank in self._free[gang] if self._members[gang][rank].node_id not in barred}
 
-    def _begin(self) -> None:
-        """Offer all gangs, in the first call: an actor is made outside its event loop."""
-        if not self._begun:
-            self._begun = True
-            for gang in range(len(self._mailboxes)):
-                self._offer(gang, None)
-
-    def _offer(self, gang: int, workers: Sequence[int] | None) -> None:
-        """Have workers lent again, all of a gang if that is None, once all of them are up."""
+    def _offer(self, gang: str, workers: Sequence[int] | None) -> None:
+        """Have workers lent again, all of a gang if that is None, once all of them are up, if it is still served."""
+        mailbox = self._mailboxes[gang]
 
         async def once_ready() -> None:
-            while True:
+            while gang in self._served:
                 try:
                     if workers is None:
-                        await self._mailboxes[gang].give_up.remote("the process that lends gangs to trials died")
-                    members = await self._mailboxes[gang].ready.remote()
+                        await mailbox.give_up.remote("the process that lends gangs to trials died")
+                    members = await mailbox.ready.remote()
                     break
                 except RayError:  # it died, and will be back
                     await asyncio.sleep(RETRY_S)
-            self._members[gang] = members
-            self._free.setdefault(gang, set()).update(range(len(members)) if workers is None else workers)
+            if gang in self._served:
+                self._members[gang] = members
+                free = range(len(members)) if workers is None else workers
+                self._free.setdefault(gang, set()).update(free)
 
         task = asyncio.ensure_future(once_ready())
         self._offers.add(task)
         task.add_done_callback(self._offers.discard)
 
 
-def start_pool(addresses: Sequence[str]) -> ActorHandle[Pool]:
-    """The actor that lends the workers of the gangs at these addresses. Calls wait for one that died to be back."""
+def start_pool() -> ActorHandle[Pool]:
+    """The actor that lends the workers of gangs. Calls wait for one that died to be back."""
     actor: Any = ray.remote(Pool)
     options = {"num_cpus": 0, "resources": ON_HEAD, "max_concurrency": 1000, "max_restarts": -1, "max_task_retries": -1}
-    pool: ActorHandle[Pool] = actor.options(**options).remote(addresses)
+    pool: ActorHandle[Pool] = actor.options(**options).remote()
     return pool

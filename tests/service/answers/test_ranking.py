@@ -408,5 +408,9 @@ def test_the_knee_is_where_the_front_bends() -> None:
 def test_trials_that_had_others_beside_them_are_counted() -> None:
     told = "1 of 2 trials that explored had others beside them on a node, which may disturb"
     record = search(replace(FAST, beside=True), replace(FAST, trial_id="alone", beside=False))
+    again = replace(FAST, trial_id="again", beside=True, purpose=Purpose.FINALIST)
+    assert "1 of 1 repeats had another search beside them on a node, which may disturb" in overview.notices(
+        search(again)
+    )
     assert told in overview.notices(record)
     assert overview.notices(search(FAST)) == [], "records made before it was kept"

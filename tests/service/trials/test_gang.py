@@ -417,6 +417,13 @@ def mailboxes(*sizes: int, node: str = "node") -> tuple[list[Any], list[str]]:
     return started, addresses
 
 
+def lending(*addresses: str) -> Any:
+    """A pool of these gangs."""
+    pool: Any = start_pool()
+    ray.get(pool.serve.remote(addresses))
+    return pool
+
+
 def lent(pool: Any, trial_id: str, size: int, alone: bool = False) -> Lease | None:
     """What a trial gets, None if it gets nothing at present."""
     return (
@@ -434,7 +441,7 @@ def free(pool: Any, workers: int | None) -> None:
 
 def test_a_pool_lends_each_worker_to_one_trial_at_a_time(ray_session: Any) -> None:
     (mailbox,), addresses = mailboxes(4)
-    pool: Any = start_pool(addresses)
+    pool = lending(*addresses)
     free(pool, 4)
     assert lent(pool, "a", 2) == Lease(mailbox, (0, 1))
     assert ray.get(pool.lend.remote("b", [Wish(4, False), Wish(1, False)])) == 1
@@ -450,7 +457,7 @@ def test_a_pool_lends_each_worker_to_one_trial_at_a_time(ray_session: Any) -> No
 def test_a_trial_that_is_alone_has_its_node_for_itself(ray_session: Any) -> None:
     """Of two gangs on one node."""
     (first, _), addresses = mailboxes(2, 2)
-    pool: Any = start_pool(addresses)
+    pool = lending(*addresses)
     free(pool, 2)
     assert lent(pool, "a", 1) is not None
     assert lent(pool, "b", 1, alone=True) is None
@@ -462,11 +469,43 @@ def test_a_trial_that_is_alone_has_its_node_for_itself(ray_session: Any) -> None
     assert ray.get(pool.release.remote("b")) is False
 
 
+def test_a_gang_that_is_to_be_given_back_is_lent_no_more_and_done_with_after_its_trials(ray_session: Any) -> None:
+    (first, second), (going, staying) = mailboxes(2, 1)
+    pool = lending(going, staying)
+    free(pool, 2)
+    assert lent(pool, "a", 2) == Lease(first, (0, 1))
+    free(pool, 1)
+    assert ray.get(pool.serve.remote([staying])) == {going: ["node"] * 2, staying: ["node"]}, "a trial is under way"
+    assert ray.get(pool.release.remote("a")) is False
+    free(pool, 1)
+    assert lent(pool, "b", 2) is None
+    assert lent(pool, "b", 1) == Lease(second, (0,))
+    assert ray.get(pool.serve.remote([staying])) == {staying: ["node"]}
+    assert ray.get(pool.serve.remote([])) == {staying: ["node"]}
+    ray.get(pool.release.remote("b"))
+    assert ray.get(pool.serve.remote([])) == {}
+    free(pool, None)
+
+
+def test_trials_on_a_node_where_others_have_gangs_are_disturbed(ray_session: Any) -> None:
+    _, addresses = mailboxes(1, 1, 1)
+    pool = lending(*addresses)
+    for trial_id in ("before", "during"):
+        free(pool, 1)
+        assert lent(pool, trial_id, 1, alone=True) is not None
+        ray.get(pool.serve.remote(addresses, frozenset({"node"})))
+        assert ray.get(pool.release.remote(trial_id)) is True
+    ray.get(pool.serve.remote(addresses, frozenset({"elsewhere"})))
+    free(pool, 1)
+    assert lent(pool, "after", 1) is not None
+    assert ray.get(pool.release.remote("after")) is False
+
+
 def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None:
     actor: Any = ray.remote(Mailbox)
     starting = actor.options(name="starting", num_cpus=0, max_concurrency=100).remote(2)
     ray.get(starting.join.remote(Member(0, "node", "host", 1)))
-    pool: Any = start_pool(["starting"])
+    pool = lending("starting")
     assert ray.get(pool.free.remote(), timeout=30) is None
     assert lent(pool, "a", 1) is None
     ray.get(starting.join.remote(Member(1, "node", "host", 1)))
@@ -477,13 +516,15 @@ def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None
 
 def test_a_pool_that_died_is_back_and_has_given_up_what_was_under_way(ray_session: Any) -> None:
     (mailbox,), addresses = mailboxes(2)
-    pool: Any = start_pool(addresses)
+    pool = lending(*addresses)
     free(pool, 2)
     assert lent(pool, "a", 1) is not None
     trial = mailbox.evaluate.remote(replace(REQUEST, layout=replace(LAYOUT, num_gpus=1)), (0,))
     ray.get(mailbox.next.remote(0, 0))
     killed(pool)
-    ((outcome,), _, _) = ray.get([trial, pool.free.remote()], timeout=120)[0]
+    assert ray.get(pool.free.remote(), timeout=120) is None, "it knows of none, until it is told again"
+    ray.get(pool.serve.remote(addresses))
+    ((outcome,), _, _) = ray.get(trial, timeout=120)
     assert outcome.infrastructure
     assert ray.get(pool.lease.remote("a")) is None
     free(pool, 2)
@@ -497,7 +538,7 @@ def killed(actor: Any) -> None:
 
 @pytest.mark.slow
 def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(gang: Gang, telemetry: Fleet) -> None:
-    pool: Any = start_pool([gang.address])
+    pool = lending(gang.address)
     free(pool, 2)
     lease = lent(pool, "a", 2)
     assert lease is not None
@@ -515,7 +556,7 @@ def test_a_killed_mailbox_ends_the_trial_under_way_and_the_gang_serves_the_next(
 
 @pytest.mark.slow
 def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fleet) -> None:
-    pool: Any = start_pool([gang.address])
+    pool = lending(gang.address)
     free(pool, 2)
     lease = lent(pool, "c", 2)
     assert lease is not None
@@ -594,7 +635,7 @@ def test_a_gang_on_a_node_that_joined_later_is_measured_there(
     before = set(telemetry)
     # The workers of the gang of this module may hold 1 of the 4 CPUs that there are.
     gang = Gang("wide", 2, replace(CLUSTER, cpus_per_worker=3), tmp_path, telemetry, Training.preload([LAYOUT]))
-    pool: Any = start_pool([gang.address])
+    pool = lending(gang.address)
     node = join()
     layout = replace(LAYOUT, global_batch_size=96)
     try:

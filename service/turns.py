@@ -1,0 +1,135 @@
+"""A search's part in the queue of its cluster: its gangs come when it is its turn, and go when it is that of others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from service.queue.actor import ANSWER_S, Member, Queue
+from service.queue.claims import Claim, Grant, Turn
+from service.record.standing import Standing
+from service.remote import call
+from service.trials.gang import CLOSE_TIMEOUT_S, Gang, close_gangs
+from service.trials.pool import Pool
+
+CHECK_IN_S = 2.0
+
+
+@dataclass
+class _Held:
+    """A gang under its grant. `up`: whether its workers have been seen; `dismissed`: since when it is being closed, in
+    seconds of `time.monotonic`, None before."""
+
+    grant: Grant
+    gang: Gang
+    up: bool = False
+    dismissed: float | None = None
+
+
+class Turns:
+    """Keeps the gangs of a search as its turns come and go, by a thread of the driver that checks in with the queue.
+
+    A gang that others wait for is lent to no more trials; when those under way are over, it is closed. While nothing
+    answers, the search goes on with what it has.
+    """
+
+    def __init__(
+        self, claim: Claim, queue: Member, start: Callable[[str, Collection[str]], Gang], say: Callable[[str], None]
+    ) -> None:
+        """`claim`: what the search wants of `queue`. `start` starts a gang of this name that keeps off these nodes, by
+        Ray's ids. `say` tells the person who waits."""
+        self._claim, self._queue, self._start, self._say = claim, queue, start, say
+        self._needs: tuple[int, float | None] = claim.gangs, None
+        self._received: float | None = None
+        self._started = 0
+        self._held: dict[int, _Held] = {}
+        self._beside: frozenset[str] = frozenset()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.standing: Standing | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What Tune keeps on disk of it: nothing, as a search that is resumed begins its turns anew."""
+        return {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is the turn of others: no gang is up that is to stay, nor has been under its grant."""
+        return not any(held.up and not held.grant.recalled for held in list(self._held.values()))
+
+    def begin(self, pool: ActorHandle[Pool]) -> None:
+        """Check in, from now on every few seconds, and have `pool` lend from the gangs."""
+        self._thread = threading.Thread(target=self._keep, args=(pool,), name="turns", daemon=True)
+        self._thread.start()
+
+    def foresee(self, trials: int, left_s: float | None) -> None:
+        """Say how many trials are to come at most, and how long they may take: there is no use for more gangs."""
+        self._needs = max(1, min(self._claim.gangs, trials)), left_s
+
+    def end(self) -> None:
+        """Close the gangs and give everything back."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        close_gangs([held.gang for held in self._held.values()])
+        with contextlib.suppress(RayError):
+            self._queue.ask(Queue.check_out, self._claim.search)
+
+    def _keep(self, pool: ActorHandle[Pool]) -> None:
+        while not self._over.is_set():
+            with contextlib.suppress(RayError):  # it does not answer: the search goes on with what it has
+                self._take(self._check_in())
+            with contextlib.suppress(RayError):  # it is being started anew
+                self._serve(pool)
+            self._over.wait(CHECK_IN_S)
+
+    def _serve(self, pool: ActorHandle[Pool]) -> None:
+        """Have the pool lend from what is to stay, dismiss what it makes no use of any more, and see where all is."""
+        lending = [held.gang.address for held in self._held.values() if not held.grant.recalled]
+        up = ray.get(call(pool, Pool.serve, lending, self._beside), timeout=ANSWER_S)
+        for number, held in list(self._held.items()):
+            if (nodes := up.get(held.gang.address)) is not None:
+                held.up, held.grant = True, replace(held.grant, workers=dict(Counter(nodes)), settled=True)
+            elif held.grant.recalled and held.dismissed is None:
+                held.gang.dismiss()
+                held.dismissed = time.monotonic()
+            if held.dismissed is not None and self._is_gone(held.gang, held.dismissed):
+                del self._held[number]
+
+    def _is_gone(self, gang: Gang, dismissed: float) -> bool:
+        """Whether a gang has given back what it had. Of one that does not, its own workers see to it later."""
+        if not gang.ended and time.monotonic() < dismissed + CLOSE_TIMEOUT_S:
+            return False
+        if gang.ended:
+            ray.kill(gang.mailbox)
+        return True
+
+    def _check_in(self) -> Turn:
+        grants, (gangs, left_s) = tuple(held.grant for held in self._held.values()), self._needs
+        claim = replace(self._claim, gangs=gangs, grants=grants, left_s=left_s, received=self._received)
+        return self._queue.ask(Queue.check_in, claim)
+
+    def _take(self, turn: Turn) -> None:
+        """Start the gangs that were granted, and note those recalled."""
+        self._received, self._beside = turn.received, turn.beside
+        for grant in turn.grants:
+            if grant.number not in self._held:
+                name = f"{self._claim.search}-{self._started}"
+                self._started += 1
+                self._held[grant.number] = _Held(grant, self._start(name, turn.nodes - set(grant.workers)))
+            elif grant.recalled and not self._held[grant.number].grant.recalled:
+                held = self._held[grant.number]
+                held.grant = replace(held.grant, recalled=True)
+                self._say("others wait: a gang is given back after the trials under way")
+        before, self.standing = self.standing, turn.standing
+        if turn.nodes and self.standing is not None and (before is None or before.place != self.standing.place):
+            self._say(f"queued: {self.standing.told}")

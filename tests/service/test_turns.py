@@ -1,0 +1,167 @@
+"""Two searches on one Ray cluster of three nodes: they take turns, keep apart, and both come to their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from service.cli import main
+from service.client import Wattune
+from service.home import Home
+from service.record.results import Results, TrialRecord
+from tests.conftest import STARTS
+from tests.service.test_jobs import free_port, wait_until
+
+WATTUNE = [sys.executable, "-m", "service.cli"]
+RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
+POLICY = {"slice_minutes": 0.5, "quota": {"gpu_hours": {"eve": 0, "default": 100}}}
+SPEC: dict[str, Any] = {
+    "model": "tiny-llama",
+    "data": "synthetic",
+    "sequence_length": 64,
+    "global_batch_size": 8,
+    "cluster": {"nodes": 3, "gpus_per_node": 1, "accelerator": "cpu", "cpus_per_worker": 1},
+    "space": {
+        "engine": ["megatron", "deepspeed"],
+        "num_gpus": 1,
+        "micro_batch_size": [1, 2, 4, 8],
+        "recompute": ["none", "full"],
+        "precision": "fp32",
+    },
+    "measurement": {"window_s": 4, "window_min_steps": 3, "warmup_max_s": 1, "deadline_s": 240},
+    "budget": {"trials": 16},
+    "finalists": {"count": 1, "repeats": 2, "window_s": 1},
+    "sentinel_every": 0,
+    "sampler": "exhaustive",
+}
+
+
+@pytest.fixture
+def address(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A Ray cluster of three nodes of one CPU each, with `POLICY`."""
+    policy, temp = tmp_path / "policy.yaml", tempfile.mkdtemp(prefix="wattune-ray-")
+    policy.write_text(yaml.safe_dump(POLICY))
+    gcs = f"127.0.0.1:{free_port()}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_"))}
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token := secrets.token_hex(16))
+    environment |= {"WATTUNE_POLICY": str(policy), "RAY_worker_niceness": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    ports = ["--min-worker-port=0", "--max-worker-port=0"]
+    head = ["--head", f"--port={gcs.partition(':')[2]}", f"--temp-dir={temp}", "--include-dashboard=false"]
+    head += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
+    nodes: list[psutil.Popen] = []
+
+    def up(*place: str) -> bool:
+        """Start a node; whether it is up, for which Ray gives it 30 s, which may be too short on a busy machine."""
+        log = tmp_path / f"node-{len(nodes)}.log"
+        with log.open("w") as sink:
+            command = [*RAY, *ports, *place]
+            nodes.append(psutil.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT))
+        wait_until(lambda: "Ray runtime started" in log.read_text() or nodes[-1].poll() is not None, 240)
+        return nodes[-1].poll() is None
+
+    try:
+        for place in (head, [f"--address={gcs}"], [f"--address={gcs}"]):
+            assert any(up(*place) for _ in range(STARTS))
+        yield gcs
+    finally:
+        processes = [process for node in nodes for process in (node, *node.children(recursive=True))]
+        for process in processes:
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs(processes, timeout=10)
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def begin(name: str, address: str, folder: Path, **changes: Any) -> subprocess.Popen[str]:
+    """`wattune run` of a search on the cluster, by a process of its own."""
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(SPEC | {"name": name} | changes))
+    command = [*WATTUNE, "run", str(folder / f"{name}.yaml"), "--search-id", name]
+    with (folder / f"{name}.log").open("w") as log:
+        environment = os.environ | {"RAY_ADDRESS": address}
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def spans(home: Home, trials: list[TrialRecord], search: str) -> list[tuple[str, datetime, datetime, bool | None]]:
+    """Of each trial its node, start, end, and whether it had others beside it."""
+    found = []
+    for trial in trials:
+        result = Results(home.tracking_uri).result_of(trial)
+        assert result is not None
+        assert trial.started is not None
+        assert trial.ended is not None
+        (window,) = result.windows
+        found.append((window.node_id, trial.started, trial.ended, trial.beside))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_searches_share_a_cluster_fairly_and_apart(address: str, home: Home, tmp_path: Path) -> None:
+    running = {name: begin(name, address, tmp_path) for name in ("one", "two")}
+    client = Wattune()
+    waiting = wait_until(
+        lambda: [info for info in client.searches() if info.standing is not None and info.standing.starts], 300
+    )
+    ((queued, standing),) = ((info, info.standing) for info in waiting)
+    assert (queued.status, standing.place, standing.of) == ("queued", 1, 1)
+    assert standing.starts > time.time() - 60
+    told = {info["id"]: info for info in json.loads(CliRunner().invoke(main, ["list", "--json"]).stdout)}
+    assert told[queued.id]["standing"]["place"] == 1
+    assert "queued 1 of 1, about " in CliRunner().invoke(main, ["list"]).stdout
+
+    eve = subprocess.run(
+        [*WATTUNE, "run", str(tmp_path / "two.yaml"), "--search-id", "eves"],
+        env=os.environ | {"RAY_ADDRESS": address, "WATTUNE_USER": "eve"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (eve.returncode, eve.stdout) == (2, "")
+    assert eve.stderr == (
+        "wattune: quota: user eve has used 0 of 0 GPU-hours, all that this cluster's WATTUNE_POLICY allows\n"
+    )
+
+    for name, process in running.items():
+        assert process.wait(timeout=900) == 0, (tmp_path / f"{name}.log").read_text()
+    records = {name: Results(home.tracking_uri).search(name) for name in running}
+    assert {record.status for record in records.values()} == {"finished"}
+    placed = {}
+    for name, record in records.items():
+        assert {trial.status for trial in record.trials} == {"ok"}
+        assert sum(trial.purpose == "search" for trial in record.trials) == 16
+        placed[name] = spans(home, list(record.trials), name)
+    first = next(name for name in running if name != queued.id)
+    assert "others wait: a gang is given back" in (tmp_path / f"{first}.log").read_text()
+    assert "queued: 1 of 1" in (tmp_path / f"{queued.id}.log").read_text()
+
+    for node, start, end, beside in placed["one"]:
+        assert beside is False
+        others = [(s, e) for other, s, e, _ in placed["two"] if other == node]
+        assert not any(start < e and s < end for s, e in others), "one node, one search"
+
+    both = (
+        max(min(s for _, s, _, _ in p) for p in placed.values()),
+        min(max(e for _, _, e, _ in p) for p in placed.values()),
+    )
+    had = {
+        name: sum(max(0.0, (min(end, both[1]) - max(start, both[0])).total_seconds()) for _, start, end, _ in trials)
+        for name, trials in placed.items()
+    }
+    assert 0.25 < had["one"] / sum(had.values()) < 0.75, had
