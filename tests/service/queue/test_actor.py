@@ -42,7 +42,8 @@ def test_one_has_the_node_and_the_other_waits_whatever_becomes_of_the_queue(memb
 
     telemetry = start_telemetry("one")  # by which a new queue knows whom to wait for
     try:
-        ray.kill(mine._actor)
+        actor: Any = mine._actor
+        ray.kill(actor)
         assert theirs.ask(Queue.check_in, TWO).grants == (), "it is another queue, and knows of nobody yet"
         again = mine.ask(Queue.check_in, replace(ONE, grants=first.grants, received=7.0))
         assert (again.grants, again.received) == (first.grants, 7.0)
