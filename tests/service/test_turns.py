@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from itertools import combinations, product
 from pathlib import Path
@@ -26,6 +26,7 @@ from service.record.results import Results, TrialRecord
 from tests.conftest import STARTS
 from tests.service.test_jobs import free_port, wait_until
 
+Begin = Callable[..., subprocess.Popen[bytes]]
 WATTUNE = [sys.executable, "-m", "service.cli"]
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
 POLICY = {"slice_minutes": 0.5, "quota": {"gpu_hours": {"eve": 0, "default": 100}}}
@@ -88,13 +89,23 @@ def address(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> Iter
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def begin(name: str, address: str, folder: Path, **changes: Any) -> subprocess.Popen[str]:
-    """`wattune run` of a search on the cluster, by a process of its own."""
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(SPEC | {"name": name} | changes))
-    command = [*WATTUNE, "run", str(folder / f"{name}.yaml"), "--search-id", name]
-    with (folder / f"{name}.log").open("w") as log:
-        environment = os.environ | {"RAY_ADDRESS": address}
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def begin(address: str, tmp_path: Path) -> Iterator[Begin]:
+    """`wattune run` of a search on the cluster, by a process of its own that does not outlive the test."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def run(name: str, **changes: Any) -> subprocess.Popen[bytes]:
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(SPEC | {"name": name} | changes))
+        command = [*WATTUNE, "run", str(tmp_path / f"{name}.yaml"), "--search-id", name]
+        with (tmp_path / f"{name}.log").open("w") as log:
+            environment = os.environ | {"RAY_ADDRESS": address}
+            begun.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        return begun[-1]
+
+    yield run
+    for process in begun:
+        process.kill()
+        process.wait()
 
 
 def spans(home: Home, trials: list[TrialRecord]) -> list[tuple[str, datetime, datetime, bool | None]]:
@@ -112,10 +123,10 @@ def spans(home: Home, trials: list[TrialRecord]) -> list[tuple[str, datetime, da
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_searches_share_a_cluster_fairly_and_apart(address: str, home: Home, tmp_path: Path) -> None:
-    running = {name: begin(name, address, tmp_path) for name in ("one", "two")}
+def test_searches_share_a_cluster_fairly_and_apart(begin: Begin, address: str, home: Home, tmp_path: Path) -> None:
+    running = {name: begin(name) for name in ("one", "two")}
     low = {"priority": -1, "budget": {"trials": 2}, "finalists": {"count": 0}}
-    running["low"] = begin("low", address, tmp_path, **low)
+    running["low"] = begin("low", **low)
     place = re.compile(r"^low +queued 1 of 1, about \d\d:\d\d UTC ", re.MULTILINE)
     wait_until(lambda: place.search(CliRunner().invoke(main, ["list"]).stdout), 400)
 
