@@ -21,6 +21,7 @@ from service.fitting import Observation, design, expected, fit, observations, ra
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Cluster, Measurement, Problem
+from service.queue.actor import Member
 from service.queue.admission import admit
 from service.record import store
 from service.record.results import Results
@@ -112,8 +113,9 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     search_id = new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
         check_cluster(problem.cluster)
-        admission = admit(store_uri(tracking_uri))
+        queue = Member()
         tracker = Tracker(store_uri(tracking_uri), home)
+        admission = admit(queue, store_uri(tracking_uri))
         Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts), None, admission).run()
         collectives = measure_collectives(problem.cluster, home) if problem.cluster.size > 1 else None
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)

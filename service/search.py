@@ -17,6 +17,7 @@ from service.fitting import network
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.problem import Problem
+from service.queue.actor import Member
 from service.queue.admission import admit
 from service.record import store
 from service.record.heartbeat import silent
@@ -51,10 +52,11 @@ def run(
     search_id = search_id or new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
         check_cluster(problem.least)
-        admission = admit(store_uri(tracking_uri))
+        queue = Member()
         problem = problem.on(at_hand := room(problem.cluster))
         tracker = _tracker(tracking_uri, home)
         calibration = load_calibration(home, problem.cluster)
+        admission = admit(queue, store_uri(tracking_uri))
         study = _study(problem, search_id, home, Results(store_uri(tracking_uri)), calibration)
         agenda = SearchAgenda(study, problem, workers=sum(gang_sizes(problem, at_hand)))
         Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster), admission).run()
@@ -92,7 +94,7 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
         check_machine(problem.least)
         with ray_session(problem.cluster):
             check_cluster(problem.least)
-            admission = admit(store_uri(tracking_uri))
+            admission = admit(Member(), store_uri(tracking_uri))
             summary = tracker.resume_search(record, problem)
             results = results_of(recorded.search(record.id))
             calibration = load_calibration(home, problem.cluster)

@@ -55,6 +55,7 @@ class Turns:
         self._beside: frozenset[str] = frozenset()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
         self.standing: Standing | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,7 +64,12 @@ class Turns:
 
     @property
     def waiting(self) -> bool:
-        """Whether it is the turn of others: no gang is up that is to stay, nor has been under its grant."""
+        """Whether it is the turn of others: no gang is up that is to stay, nor has been under its grant.
+
+        Raises what ended the thread, if anything did.
+        """
+        if self._failure is not None:
+            raise self._failure
         return not any(held.up and not held.grant.recalled for held in list(self._held.values()))
 
     def begin(self, pool: ActorHandle[Pool]) -> None:
@@ -85,12 +91,15 @@ class Turns:
             self._queue.ask(Queue.check_out, self._claim.search)
 
     def _keep(self, pool: ActorHandle[Pool]) -> None:
-        while not self._over.is_set():
-            with contextlib.suppress(RayError):  # it does not answer: the search goes on with what it has
-                self._take(self._check_in())
-            with contextlib.suppress(RayError):  # it is being started anew
-                self._serve(pool)
-            self._over.wait(CHECK_IN_S)
+        try:
+            while not self._over.is_set():
+                with contextlib.suppress(RayError):  # it does not answer: the search goes on with what it has
+                    self._take(self._check_in())
+                with contextlib.suppress(RayError):  # it is being started anew
+                    self._serve(pool)
+                self._over.wait(CHECK_IN_S)
+        except Exception as error:
+            self._failure = error
 
     def _serve(self, pool: ActorHandle[Pool]) -> None:
         """Have the pool lend from what is to stay, dismiss what it makes no use of any more, and see where all is."""

@@ -93,10 +93,13 @@ class Queue:
 
 
 class Member:
-    """A process's way to the queue of its cluster. It holds the actor, which Ray ends once its owner does not."""
+    """A process's way to the queue of its cluster, which it has started if there is none, without waiting for it.
+
+    It holds the actor, which Ray ends once its owner does not.
+    """
 
     def __init__(self) -> None:
-        self._actor: ActorHandle[Queue] | None = None
+        self._actor: ActorHandle[Queue] | None = _queue()
 
     def ask(
         self,

@@ -18,12 +18,11 @@ class Admission:
     quota: Quota | None
 
 
-def admit(tracking_uri: str) -> Admission:
-    """Leave for whoever begins a search on the Ray cluster at hand, to be recorded at `tracking_uri`.
+def admit(queue: Member, tracking_uri: str) -> Admission:
+    """Leave for whoever begins a search on the Ray cluster of `queue`, to be recorded at `tracking_uri`.
 
     Raises `InputError` if nothing is left of the user's quota, or for a policy that cannot be read.
     """
-    queue = Member()
     policy = queue.ask(Queue.policy)
     if isinstance(policy, str):
         raise InputError(policy)

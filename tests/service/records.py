@@ -55,10 +55,10 @@ class Room:
 class Plenty:
     """Lends whatever is asked for."""
 
-    def free(self) -> int:
+    def free(self) -> int | None:
         return 10**6
 
-    def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int:
+    def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
         return 0
 
 

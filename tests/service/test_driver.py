@@ -13,7 +13,6 @@ from service.display import Display
 from service.driver import _Recorder, gang_sizes
 from service.home import Home, user
 from service.problem import Problem
-from service.queue.actor import Member
 from service.queue.claims import Claim
 from service.queue.quota import Quota
 from service.record.results import Results
@@ -67,7 +66,8 @@ def turns(spec: Problem) -> Turns:
     def start(name: str, avoid: Collection[str]) -> Gang:
         raise AssertionError("it has no turn")
 
-    return Turns(claim, Member(), start, print)
+    queue: Any = None
+    return Turns(claim, queue, start, print)
 
 
 def test_a_search_ends_when_nothing_is_left_of_its_users_quota(home: Home) -> None:

@@ -1,17 +1,17 @@
-"""Two searches on one Ray cluster of three nodes: they take turns, keep apart, and both come to their end."""
+"""Searches on one Ray cluster of three nodes: they take turns, keep apart, and all come to their end."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ import yaml
 from click.testing import CliRunner
 
 from service.cli import main
-from service.client import Wattune
 from service.home import Home
 from service.record.results import Results, TrialRecord
 from tests.conftest import STARTS
 from tests.service.test_jobs import free_port, wait_until
 
+Begin = Callable[..., subprocess.Popen[bytes]]
 WATTUNE = [sys.executable, "-m", "service.cli"]
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
 POLICY = {"slice_minutes": 0.5, "quota": {"gpu_hours": {"eve": 0, "default": 100}}}
@@ -89,16 +89,26 @@ def address(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> Iter
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def begin(name: str, address: str, folder: Path, **changes: Any) -> subprocess.Popen[str]:
-    """`wattune run` of a search on the cluster, by a process of its own."""
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(SPEC | {"name": name} | changes))
-    command = [*WATTUNE, "run", str(folder / f"{name}.yaml"), "--search-id", name]
-    with (folder / f"{name}.log").open("w") as log:
-        environment = os.environ | {"RAY_ADDRESS": address}
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def begin(address: str, tmp_path: Path) -> Iterator[Begin]:
+    """`wattune run` of a search on the cluster, by a process of its own that does not outlive the test."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def run(name: str, **changes: Any) -> subprocess.Popen[bytes]:
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(SPEC | {"name": name} | changes))
+        command = [*WATTUNE, "run", str(tmp_path / f"{name}.yaml"), "--search-id", name]
+        with (tmp_path / f"{name}.log").open("w") as log:
+            environment = os.environ | {"RAY_ADDRESS": address}
+            begun.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        return begun[-1]
+
+    yield run
+    for process in begun:
+        process.kill()
+        process.wait()
 
 
-def spans(home: Home, trials: list[TrialRecord], search: str) -> list[tuple[str, datetime, datetime, bool | None]]:
+def spans(home: Home, trials: list[TrialRecord]) -> list[tuple[str, datetime, datetime, bool | None]]:
     """Of each trial its node, start, end, and whether it had others beside it."""
     found = []
     for trial in trials:
@@ -113,18 +123,12 @@ def spans(home: Home, trials: list[TrialRecord], search: str) -> list[tuple[str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_two_searches_share_a_cluster_fairly_and_apart(address: str, home: Home, tmp_path: Path) -> None:
-    running = {name: begin(name, address, tmp_path) for name in ("one", "two")}
-    client = Wattune()
-    waiting = wait_until(
-        lambda: [info for info in client.searches() if info.standing is not None and info.standing.starts], 300
-    )
-    ((queued, standing),) = ((info, info.standing) for info in waiting)
-    assert (queued.status, standing.place, standing.of) == ("queued", 1, 1)
-    assert standing.starts > time.time() - 60
-    told = {info["id"]: info for info in json.loads(CliRunner().invoke(main, ["list", "--json"]).stdout)}
-    assert told[queued.id]["standing"]["place"] == 1
-    assert "queued 1 of 1, about " in CliRunner().invoke(main, ["list"]).stdout
+def test_searches_share_a_cluster_fairly_and_apart(begin: Begin, address: str, home: Home, tmp_path: Path) -> None:
+    running = {name: begin(name) for name in ("one", "two")}
+    low = {"priority": -1, "budget": {"trials": 2}, "finalists": {"count": 0}}
+    running["low"] = begin("low", **low)
+    place = re.compile(r"^low +queued 1 of 1, about \d\d:\d\d UTC ", re.MULTILINE)
+    wait_until(lambda: place.search(CliRunner().invoke(main, ["list"]).stdout), 400)
 
     eve = subprocess.run(
         [*WATTUNE, "run", str(tmp_path / "two.yaml"), "--search-id", "eves"],
@@ -145,17 +149,19 @@ def test_two_searches_share_a_cluster_fairly_and_apart(address: str, home: Home,
     placed = {}
     for name, record in records.items():
         assert {trial.status for trial in record.trials} == {"ok"}
-        assert sum(trial.purpose == "search" for trial in record.trials) == 16
-        placed[name] = spans(home, list(record.trials), name)
-    first = next(name for name in running if name != queued.id)
-    assert "others wait: a gang is given back" in (tmp_path / f"{first}.log").read_text()
-    assert "queued: 1 of 1" in (tmp_path / f"{queued.id}.log").read_text()
+        explored = sum(trial.purpose == "search" for trial in record.trials)
+        assert explored == {"low": 2}.get(name, 16)
+        placed[name] = spans(home, list(record.trials))
+    logs = {name: (tmp_path / f"{name}.log").read_text() for name in running}
+    assert "others wait: a gang is given back" in logs["one"] + logs["two"]
+    assert "queued: 1 of 1" in logs["low"]
 
-    for node, start, end, beside in placed["one"]:
-        assert beside is False
-        others = [(s, e) for other, s, e, _ in placed["two"] if other == node]
-        assert not any(start < e and s < end for s, e in others), "one node, one search"
+    for (_, here), (_, there) in combinations(placed.items(), 2):
+        for (node, start, end, _), (other, begun, over, _) in product(here, there):
+            assert node != other or over <= start or end <= begun, "one node, one search"
+    assert {beside for trials in placed.values() for *_, beside in trials} == {False}
 
+    del placed["low"]
     both = (
         max(min(s for _, s, _, _ in p) for p in placed.values()),
         min(max(e for _, _, e, _ in p) for p in placed.values()),

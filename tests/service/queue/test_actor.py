@@ -42,7 +42,8 @@ def test_one_has_the_node_and_the_other_waits_whatever_becomes_of_the_queue(memb
 
     telemetry = start_telemetry("one")  # by which a new queue knows whom to wait for
     try:
-        ray.kill(mine._actor)
+        actor: Any = mine._actor
+        ray.kill(actor)
         assert theirs.ask(Queue.check_in, TWO).grants == (), "it is another queue, and knows of nobody yet"
         again = mine.ask(Queue.check_in, replace(ONE, grants=first.grants, received=7.0))
         assert (again.grants, again.received) == (first.grants, 7.0)
@@ -61,17 +62,17 @@ def test_the_operators_policy_holds_as_its_file_is_where_the_queue_runs(
     actor: Any = mine._actor
     ray.get(actor.__ray_call__.remote(set_policy, str(policy)))
     with pytest.raises(InputError, match=r"^WATTUNE_POLICY: .* cannot be read"):
-        admit(home.tracking_uri)
+        admit(mine, home.tracking_uri)
     policy.write_text("quota: {gpu_hours: {ada: 0, eve: 2}}\n")
     monkeypatch.setenv("WATTUNE_USER", "ada")
     with pytest.raises(InputError, match=r"^quota: user ada has used 0 of 0 GPU-hours"):
-        admit(home.tracking_uri)
+        admit(mine, home.tracking_uri)
     monkeypatch.setenv("WATTUNE_USER", "eve")
-    quota = admit(home.tracking_uri).quota
+    quota = admit(mine, home.tracking_uri).quota
     assert quota is not None
     assert (quota.user, quota.gpu_hours) == ("eve", 2)
     monkeypatch.setenv("WATTUNE_USER", "bob")
-    assert admit(home.tracking_uri).quota is None
+    assert admit(mine, home.tracking_uri).quota is None
 
 
 def set_policy(actor: Queue, name: str) -> None:

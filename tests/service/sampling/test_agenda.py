@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from service.sampling.finalists import contenders
 from service.sampling.study import SearchStudy
 from service.spec import parse_spec
 from service.step import Step, Wish
-from tests.service.records import PLENTY, Room
+from tests.service.records import PLENTY, Plenty, Room
 from trainables.status import Status
 
 SPEC: dict[str, Any] = {
@@ -99,6 +99,40 @@ def test_waiting_for_the_first_gang_is_no_time_of_the_search() -> None:
     assert 100.05 < agenda.elapsed_s <= 99.9 + time.monotonic() - began
     assert agenda.closed
     assert agenda.next("b", PLENTY) is None
+
+
+class Turn(Plenty):
+    """Lends whatever is asked for, while it is the search's turn."""
+
+    mine = True
+
+    def free(self) -> int | None:
+        return super().free() if self.mine else None
+
+    def lend(self, trial_id: str, wishes: Sequence[Wish]) -> int | None:
+        return super().lend(trial_id, wishes) if self.mine else None
+
+
+def test_the_turns_of_others_are_no_time_of_the_search() -> None:
+    agenda, turn = agenda_of(spec_of()), Turn()
+    step = agenda.next("a", turn)
+    assert step is not None
+    turn.mine = False
+    assert agenda.next("b", turn) is None
+    before = agenda.elapsed_s
+    time.sleep(0.1)
+    assert agenda.elapsed_s > before, "a trial is under way"
+    agenda.take(outcome("a", step))
+    assert agenda.next("b", turn) is None
+    paused = agenda.elapsed_s
+    time.sleep(0.3)
+    assert agenda.next("b", turn) is None
+    assert agenda.elapsed_s == paused
+    assert not agenda.over
+    turn.mine = True
+    began = time.monotonic()
+    assert agenda.next("b", turn) is not None
+    assert paused <= agenda.elapsed_s <= paused + time.monotonic() - began
 
 
 def test_ends_when_the_gpu_hours_are_used_up() -> None:
