@@ -207,6 +207,31 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
 
 @main.command()
 @click.argument("search")
+@click.option("--webhook", metavar="URL", help="Also post each event there, as JSON.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def watch(search: str, webhook: str | None, tracking_uri: str | None, as_json: bool) -> None:
+    """Follow a search until it ends: trials that start and end, what the front is, what fails.
+
+    What has happened so far comes first. With --json, one object a line. Exit code 3 if the search failed.
+    """
+    if webhook and not webhook.startswith(("http://", "https://")):
+        raise InputError(f"webhook: {webhook!r} is no URL: give http:// or https://")
+    from service.watch import post, text
+
+    with contextlib.suppress(KeyboardInterrupt):
+        for event in Wattune(tracking_uri).events(search):
+            click.echo(json.dumps(event.to_dict()) if as_json else text(event))
+            sys.stdout.flush()
+            if webhook and (trouble := post(event, webhook)):
+                click.echo(f"note: {trouble}", err=True)
+            if event.details.get("status") == "failed":
+                raise SearchError(f"search {event.search_id} failed; `wattune resume` goes on with it")
+
+
+@main.command()
+@click.argument("search")
 @ADDRESS
 @refusing_bad_input
 def logs(search: str, address: str) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from service.record.results import Results, SearchRecord, TrialRecord
     from service.trainer_check import TrainerCheck
     from service.trainers import ReadyTrainer
+    from service.watch import Event
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
     from trainables.launch import Launch
@@ -341,6 +342,18 @@ class Wattune:
         from service.top import watch
 
         return watch(address)
+
+    def events(self, search: str) -> Iterator[Event]:
+        """What happened in a search, and goes on to happen, as it happens, until it has ended; see `service.watch`."""
+        from service.watch import events
+
+        search_id = self._record(search).id
+
+        def read() -> tuple[SearchRecord, str]:
+            record = self._results.search(search_id)
+            return record, _described(record).status
+
+        return events(search_id, read)
 
     def pages(self, port: int = 5000, search: str | None = None) -> Pages:
         """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`.

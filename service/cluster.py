@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import math
 import os
 import queue
-import shutil
 import socket
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
@@ -27,11 +22,11 @@ from service.errors import InputError, SearchError
 from service.home import Home
 from service.problem import Cluster
 from service.trials.gang import resources_per_worker
+from trainables.scratch import scratch
 
 KNOCK_S = 5.0
-CLEANING_S = 5.0
 CONNECT_S, LEAVE_S = 20.0, 2.0
-SCRATCH, LOCK = "wattune-ray-", "search.lock"
+SCRATCH = "wattune-ray-"
 
 T = TypeVar("T")
 
@@ -62,7 +57,7 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
                 raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
         else:
             cpus = max(os.cpu_count() or 1, math.ceil(workers_here(cluster) * cluster.cpus_per_worker))
-            folder = ending.enter_context(_scratch())
+            folder = ending.enter_context(scratch(SCRATCH))
             ending.callback(ray.shutdown)
             try:
                 with _leaving_nothing_outside(folder):
@@ -71,29 +66,6 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
                 raise SearchError(f"Ray does not start on this machine: {_reason(error)}") from error
         with _failing_in_a_line():
             yield
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[str]:
-    """A folder for the time of a search, with a name short enough for Ray's sockets.
-
-    Those that searches left which were killed are removed: the kernel keeps a folder's lock while its search lives.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError), (left / LOCK).open("r+") as lock:  # alive, just begun, or of another user
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=SCRATCH)
-    with Path(folder, "new").open("w") as mine:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        Path(folder, "new").rename(Path(folder, LOCK))  # nobody finds it unlocked
-        try:
-            yield folder
-        finally:
-            until = time.monotonic() + CLEANING_S
-            while os.path.exists(folder) and time.monotonic() < until:  # the last of Ray's processes may write yet
-                shutil.rmtree(folder, ignore_errors=True)
-                time.sleep(0.1)
 
 
 @contextlib.contextmanager

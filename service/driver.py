@@ -41,6 +41,7 @@ from service.trials import thermal
 from service.trials.evaluate import evaluate
 from service.trials.gang import Gang, awaited, close_gangs, room
 from service.trials.pool import Pool, start_pool
+from service.trials.silent import end_cleaners
 from service.trials.slices import held_against
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
 from trainables.command import Command
@@ -119,6 +120,7 @@ class Driver:
         preload = _program(self.problem).preload(self.problem.legal.layouts)
         try:
             self._clear_spool()  # Ray would go on with the files of a driver that was killed
+            end_cleaners()  # which such a driver leaves
             for number, size in enumerate(sizes):
                 name, storage = f"{self.search_id}-{number}", self.spool / "train"
                 gangs.append(Gang(name, size, self.problem.cluster, storage, telemetry, preload))

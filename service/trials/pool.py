@@ -92,7 +92,8 @@ class Pool:
             return False
         with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
             await self._mailboxes[lent.gang].give_up.remote("the trial was ended", lent.workers)
-        self._offer(lent.gang, lent.workers)
+        for worker in lent.workers:
+            self._offer(lent.gang, worker)
         disturbed = trial_id in self._disturbed
         self._disturbed.discard(trial_id)
         return disturbed
@@ -119,20 +120,20 @@ class Pool:
             for gang in range(len(self._mailboxes)):
                 self._offer(gang, None)
 
-    def _offer(self, gang: int, workers: Sequence[int] | None) -> None:
-        """Have workers lent again, all of a gang if that is None, once all of them are up."""
+    def _offer(self, gang: int, worker: int | None) -> None:
+        """Have a worker lent again once it is up; all of a gang, once all are, if that is None."""
 
         async def once_ready() -> None:
             while True:
                 try:
-                    if workers is None:
+                    if worker is None:
                         await self._mailboxes[gang].give_up.remote("the process that lends gangs to trials died")
-                    members = await self._mailboxes[gang].ready.remote()
+                    members = await self._mailboxes[gang].ready.remote([] if worker is None else [worker])
                     break
                 except RayError:  # it died, and will be back
                     await asyncio.sleep(RETRY_S)
             self._members[gang] = members
-            self._free.setdefault(gang, set()).update(range(len(members)) if workers is None else workers)
+            self._free.setdefault(gang, set()).update(range(len(members)) if worker is None else [worker])
 
         task = asyncio.ensure_future(once_ready())
         self._offers.add(task)
