@@ -8,6 +8,7 @@ import math
 import os
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,6 +26,7 @@ from service.trials.gang import resources_per_worker
 from trainables.scratch import scratch
 
 KNOCK_S = 5.0
+KNOCK_AGAIN_S = 0.5
 CONNECT_S, LEAVE_S = 20.0, 2.0
 SCRATCH = "wattune-ray-"
 
@@ -64,8 +66,33 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
                     ray.init(address="local", num_cpus=cpus, include_dashboard=True, _temp_dir=folder, **quiet)
             except Exception as error:  # Ray raises plain ones, of a start that takes too long as well
                 raise SearchError(f"Ray does not start on this machine: {_reason(error)}") from error
-        with _failing_in_a_line():
+        with _ending_with_ray(), _failing_in_a_line():
             yield
+
+
+@contextlib.contextmanager
+def _ending_with_ray() -> Iterator[None]:
+    """Should Ray's own process here end, as it does when the head is gone, end this one in a line.
+
+    Ray would do so some seconds later, in C++: with a trace of its own calls or without a word.
+    """
+    over, raylet = threading.Event(), ray._private.worker._global_node.raylet_socket_name
+
+    def watch() -> None:
+        missed = 0
+        while not over.wait(KNOCK_AGAIN_S):
+            with socket.socket(socket.AF_UNIX) as knocking:
+                missed = missed + 1 if knocking.connect_ex(raylet) else 0
+            if missed == 2 and not over.is_set():
+                reason = "Ray: its process on this machine ended, and with it the cluster or this node's part in it"
+                print(f"wattune: {reason}: resume the search once Ray is back", file=sys.stderr, flush=True)
+                os._exit(SearchError.exit_code)
+
+    threading.Thread(target=watch, name="ray-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @contextlib.contextmanager

@@ -209,6 +209,7 @@ class Search:
     starts: int = 0
     exits: Counter[str] = field(default_factory=Counter)
     not_before: float = 0.0
+    printed: int = 0
 
     @property
     def output(self) -> Path:
@@ -218,7 +219,8 @@ class Search:
         """Start its driver, if it has none and the search is not over."""
         if self.driver is not None and self.driver.poll() is not None:
             self.exits[str(self.driver.returncode)] += 1
-            self.over = self.driver.returncode == 0
+            said = self.output.read_text()[self.printed :]
+            self.over = self.driver.returncode == 0 and "\nstopped\n" not in said
             if self.driver.returncode == 2:
                 self.not_before = time.monotonic() + 5
             self.driver = None
@@ -231,6 +233,7 @@ class Search:
             command = [sys.executable, "-m", "service.cli", "run", str(spec), "--search-id", self.name]
         self.starts += 1
         with self.output.open("a") as output:
+            self.printed = self.output.stat().st_size
             output.write(f"--- start {self.starts}\n")
             output.flush()
             self.driver = psutil.Popen(
@@ -431,8 +434,7 @@ def left_on_machine(folder: Path) -> list[str]:
             break
         time.sleep(1)
     left += [f"shared memory {path.name}" for path in Path("/dev/shm").iterdir()]
-    files = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
-    return left + [f"temporary {name}" for name in files]
+    return left + [f"temporary {path.name}" for path in (folder / "tmp").glob("wattune-*")]
 
 
 def say(text: str) -> None:
