@@ -300,6 +300,31 @@ def list_searches(address: str | None, tracking_uri: str | None, as_json: bool) 
 
 
 @main.command()
+@click.option("--older-than", "days", type=click.FloatRange(0), default=30.0, show_default=True, metavar="DAYS")
+@click.option("--resumable", is_flag=True, help="Also searches that could go on: stopped, failed, interrupted ones.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@TRACKING
+@refusing_bad_input
+def gc(days: float, resumable: bool, yes: bool, tracking_uri: str | None) -> None:
+    """Remove the records of old searches, for good, after they were listed. One that runs is never removed."""
+    from service.answers.tables import searches_table
+
+    client = Wattune(tracking_uri)
+    old = client.old_searches(days, resumable)
+    if not old:
+        click.echo(f"no searches that are over and began more than {days:g} days ago at {client.shown_uri}")
+        return
+    click.echo(searches_table(old))
+    if not yes and not sys.stdin.isatty():
+        raise InputError("gc: nobody can be asked here: give --yes to have these removed")
+    if not yes and not click.confirm(f"Remove {len(old)} searches, for good?"):
+        return
+    to_do = {client.remove(info.id) for info in old}
+    click.echo(f"removed {len(old)} searches")
+    _print_notes(filter(None, to_do))
+
+
+@main.command()
 @click.argument("search")
 @TRACKING
 @JSON

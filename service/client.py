@@ -154,6 +154,24 @@ class Wattune:
         known = jobs.submissions(self.address)
         return [_joined(recorded.get(one.search_id), one, self.tracking_uri) for one in known]
 
+    def old_searches(self, days: float = 30.0, resumable: bool = False) -> list[SearchInfo]:
+        """The searches that began more than `days` ago and are over; with `resumable` those too that could go on."""
+        from service.gc import old
+
+        return old(self.searches(), days, resumable)
+
+    def remove(self, search: str) -> str | None:
+        """Remove the record of a search that is over, for good, with all that this machine keeps of it.
+
+        Returns what is left to be done elsewhere, in a line; see `service.gc.remove`.
+        """
+        info = self.status(search)
+        if info.status in ("queued", "running"):
+            raise InputError(f"search {info.id} is {info.status}: it is not removed")
+        from service.gc import remove
+
+        return remove(info.id, self.tracking_uri, home.Home.locate())
+
     def status(self, search: str) -> SearchInfo:
         """Where a search stands.
 

@@ -34,6 +34,12 @@ def ok(trial_id: str, layout: Any, speed: float) -> TrialResult:
     return TrialResult(trial_id, layout, Status.OK, None, {"tokens_per_s": speed})
 
 
+def killed_driver(home: Home) -> None:
+    """What a driver leaves that was killed: a lock that nobody holds."""
+    home.spool("s1").mkdir(parents=True, exist_ok=True)
+    (home.spool("s1") / "driver.lock").touch()
+
+
 def test_events_come_as_they_happen(home: Home, tracker: Tracker) -> None:
     with home.driving("s1"):
         happening = Wattune().events("s1")
@@ -48,6 +54,7 @@ def test_events_come_as_they_happen(home: Home, tracker: Tracker) -> None:
         tracker.start_trial("c", SECOND)
         tracker.finish_trial(ok("c", SECOND, 200.0))
         said += [next(happening) for _ in range(3)]
+    killed_driver(home)
     said.append(next(happening))
     with home.driving("s1"):
         said.append(next(happening))
@@ -72,7 +79,7 @@ def test_events_come_as_they_happen(home: Home, tracker: Tracker) -> None:
 
 def test_a_record_that_is_out_of_reach_for_a_while_is_told_once(home: Home, tracker: Tracker) -> None:
     database = home.path / "mlflow.db"
-    (home.spool("s1") / "driver.lock").touch()
+    killed_driver(home)
     happening = Wattune().events("s1")
     assert next(happening).text == "interrupted", "its driver is dead"
     content = database.read_bytes()

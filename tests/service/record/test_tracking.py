@@ -510,7 +510,7 @@ def test_what_a_server_that_is_gone_for_good_has_not_taken_is_sent_when_the_sear
     assert all(any(f"; kept in {kept / trial}" in told for told in tracker.notices) for trial in ("s1-000", "s1-001"))
     assert {path.name for path in kept.iterdir()} == {"s1-000", "s1-001"}
     with mlflow_server(home, port) as uri:
-        assert read(home, uri).status == "queued", "it never heard of the end"
+        assert read(home, uri).status == "running", "it never heard of the end"
         again = Tracker(uri, home)
         again.resume_search(read(home, uri), PROBLEM)
         assert [(t.trial_id, t.status) for t in read(home, uri).trials] == [("s1-000", "ok"), ("s1-001", "ok")]
