@@ -76,7 +76,8 @@ def _ending_with_ray() -> Iterator[None]:
 
     Ray would do so some seconds later, in C++: with a trace of its own calls or without a word.
     """
-    over, raylet = threading.Event(), ray._private.worker._global_node.raylet_socket_name
+    node: Any = ray._private.worker._global_node
+    over, raylet = threading.Event(), node.raylet_socket_name
 
     def watch() -> None:
         missed = 0
