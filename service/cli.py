@@ -218,13 +218,14 @@ def watch(search: str, webhook: str | None, tracking_uri: str | None, as_json: b
     """
     if webhook and not webhook.startswith(("http://", "https://")):
         raise InputError(f"webhook: {webhook!r} is no URL: give http:// or https://")
-    from service.watch import post, text
+    from service.watch import text
 
+    client = Wattune(tracking_uri)
     with contextlib.suppress(KeyboardInterrupt):
-        for event in Wattune(tracking_uri).events(search):
+        for event in client.events(search):
             click.echo(json.dumps(event.to_dict()) if as_json else text(event))
             sys.stdout.flush()
-            if webhook and (trouble := post(event, webhook)):
+            if webhook and (trouble := client.post(event, webhook)):
                 click.echo(f"note: {trouble}", err=True)
             if event.details.get("status") == "failed":
                 raise SearchError(f"search {event.search_id} failed; `wattune resume` goes on with it")

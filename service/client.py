@@ -373,6 +373,13 @@ class Wattune:
 
         return events(search_id, read)
 
+    @staticmethod
+    def post(event: Event, webhook: str) -> str | None:
+        """Send an event to a webhook, as JSON. Returns what went wrong, in a line."""
+        from service.watch import post
+
+        return post(event, webhook)
+
     def pages(self, port: int = 5000, search: str | None = None) -> Pages:
         """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`.
 
