@@ -207,6 +207,32 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
 
 @main.command()
 @click.argument("search")
+@click.option("--webhook", metavar="URL", help="Also post each event there, as JSON.")
+@TRACKING
+@JSON
+@refusing_bad_input
+def watch(search: str, webhook: str | None, tracking_uri: str | None, as_json: bool) -> None:
+    """Follow a search until it ends: trials that start and end, what the front is, what fails.
+
+    What has happened so far comes first. With --json, one object a line. Exit code 3 if the search failed.
+    """
+    if webhook and not webhook.startswith(("http://", "https://")):
+        raise InputError(f"webhook: {webhook!r} is no URL: give http:// or https://")
+    from service.watch import text
+
+    client = Wattune(tracking_uri)
+    with contextlib.suppress(KeyboardInterrupt):
+        for event in client.events(search):
+            click.echo(json.dumps(event.to_dict()) if as_json else text(event))
+            sys.stdout.flush()
+            if webhook and (trouble := client.post(event, webhook)):
+                click.echo(f"note: {trouble}", err=True)
+            if event.details.get("status") == "failed":
+                raise SearchError(f"search {event.search_id} failed; `wattune resume` goes on with it")
+
+
+@main.command()
+@click.argument("search")
 @ADDRESS
 @refusing_bad_input
 def logs(search: str, address: str) -> None:
@@ -272,6 +298,31 @@ def list_searches(address: str | None, tracking_uri: str | None, as_json: bool) 
         click.echo(searches_table(searches))
     else:
         click.echo(f"no searches at {address or client.shown_uri}")
+
+
+@main.command()
+@click.option("--older-than", "days", type=click.FloatRange(0), default=30.0, show_default=True, metavar="DAYS")
+@click.option("--resumable", is_flag=True, help="Also searches that could go on: stopped, failed, interrupted ones.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@TRACKING
+@refusing_bad_input
+def gc(days: float, resumable: bool, yes: bool, tracking_uri: str | None) -> None:
+    """Remove the records of old searches, for good, after they were listed. One that runs is never removed."""
+    from service.answers.tables import searches_table
+
+    client = Wattune(tracking_uri)
+    old = client.old_searches(days, resumable)
+    if not old:
+        click.echo(f"no searches that are over and began more than {days:g} days ago at {client.shown_uri}")
+        return
+    click.echo(searches_table(old))
+    if not yes and not sys.stdin.isatty():
+        raise InputError("gc: nobody can be asked here: give --yes to have these removed")
+    if not yes and not click.confirm(f"Remove {len(old)} searches, for good?"):
+        return
+    to_do = {client.remove(info.id) for info in old}
+    click.echo(f"removed {len(old)} searches")
+    _print_notes(filter(None, to_do))
 
 
 @main.command()

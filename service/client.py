@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from service.record.results import Results, SearchRecord, TrialRecord
     from service.trainer_check import TrainerCheck
     from service.trainers import ReadyTrainer
+    from service.watch import Event
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
     from trainables.launch import Launch
@@ -152,6 +153,24 @@ class Wattune:
 
         known = jobs.submissions(self.address)
         return [_joined(recorded.get(one.search_id), one, self.tracking_uri) for one in known]
+
+    def old_searches(self, days: float = 30.0, resumable: bool = False) -> list[SearchInfo]:
+        """The searches that began more than `days` ago and are over; with `resumable` those too that could go on."""
+        from service.gc import old
+
+        return old(self.searches(), days, resumable)
+
+    def remove(self, search: str) -> str | None:
+        """Remove the record of a search that is over, for good, with all that this machine keeps of it.
+
+        Returns what is left to be done elsewhere, in a line; see `service.gc.remove`.
+        """
+        info = self.status(search)
+        if info.status in ("queued", "running"):
+            raise InputError(f"search {info.id} is {info.status}: it is not removed")
+        from service.gc import remove
+
+        return remove(info.id, self.tracking_uri, home.Home.locate())
 
     def status(self, search: str) -> SearchInfo:
         """Where a search stands.
@@ -356,6 +375,25 @@ class Wattune:
         from service.top import watch
 
         return watch(address)
+
+    def events(self, search: str) -> Iterator[Event]:
+        """What happened in a search, and goes on to happen, as it happens, until it has ended; see `service.watch`."""
+        from service.watch import events
+
+        search_id = self._record(search).id
+
+        def read() -> tuple[SearchRecord, str]:
+            record = self._results.search(search_id)
+            return record, _described(record).status
+
+        return events(search_id, read)
+
+    @staticmethod
+    def post(event: Event, webhook: str) -> str | None:
+        """Send an event to a webhook, as JSON. Returns what went wrong, in a line."""
+        from service.watch import post
+
+        return post(event, webhook)
 
     def pages(self, port: int = 5000, search: str | None = None) -> Pages:
         """Start MLflow's web pages on the record, for this machine alone. To be ended by their `close`.

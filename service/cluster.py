@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import math
 import os
 import queue
-import shutil
 import socket
-import tempfile
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
@@ -27,11 +23,12 @@ from service.errors import InputError, SearchError
 from service.home import Home
 from service.problem import Cluster
 from service.trials.gang import resources_per_worker
+from trainables.scratch import scratch
 
 KNOCK_S = 5.0
-CLEANING_S = 5.0
+KNOCK_AGAIN_S = 0.5
 CONNECT_S, LEAVE_S = 20.0, 2.0
-SCRATCH, LOCK = "wattune-ray-", "search.lock"
+SCRATCH = "wattune-ray-"
 
 T = TypeVar("T")
 
@@ -62,38 +59,41 @@ def ray_session(cluster: Cluster) -> Iterator[None]:
                 raise InputError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {reason}") from None
         else:
             cpus = max(os.cpu_count() or 1, math.ceil(workers_here(cluster) * cluster.cpus_per_worker))
-            folder = ending.enter_context(_scratch())
+            folder = ending.enter_context(scratch(SCRATCH))
             ending.callback(ray.shutdown)
             try:
                 with _leaving_nothing_outside(folder):
                     ray.init(address="local", num_cpus=cpus, include_dashboard=True, _temp_dir=folder, **quiet)
             except Exception as error:  # Ray raises plain ones, of a start that takes too long as well
                 raise SearchError(f"Ray does not start on this machine: {_reason(error)}") from error
-        with _failing_in_a_line():
+        with _ending_with_ray(), _failing_in_a_line():
             yield
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[str]:
-    """A folder for the time of a search, with a name short enough for Ray's sockets.
+def _ending_with_ray() -> Iterator[None]:
+    """Should Ray's own process here end, as it does when the head is gone, end this one in a line.
 
-    Those that searches left which were killed are removed: the kernel keeps a folder's lock while its search lives.
+    Ray would do so some seconds later, in C++: with a trace of its own calls or without a word.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError), (left / LOCK).open("r+") as lock:  # alive, just begun, or of another user
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=SCRATCH)
-    with Path(folder, "new").open("w") as mine:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        Path(folder, "new").rename(Path(folder, LOCK))  # nobody finds it unlocked
-        try:
-            yield folder
-        finally:
-            until = time.monotonic() + CLEANING_S
-            while os.path.exists(folder) and time.monotonic() < until:  # the last of Ray's processes may write yet
-                shutil.rmtree(folder, ignore_errors=True)
-                time.sleep(0.1)
+    node: Any = ray._private.worker._global_node
+    over, raylet = threading.Event(), node.raylet_socket_name
+
+    def watch() -> None:
+        missed = 0
+        while not over.wait(KNOCK_AGAIN_S):
+            with socket.socket(socket.AF_UNIX) as knocking:
+                missed = missed + 1 if knocking.connect_ex(raylet) else 0
+            if missed == 2 and not over.is_set():
+                reason = "Ray: its process on this machine ended, and with it the cluster or this node's part in it"
+                print(f"wattune: {reason}: resume the search once Ray is back", file=sys.stderr, flush=True)
+                os._exit(SearchError.exit_code)
+
+    threading.Thread(target=watch, name="ray-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from service.trials import thermal
 from service.trials.evaluate import evaluate
 from service.trials.gang import Gang, awaited, resources_per_worker, room
 from service.trials.pool import Pool, start_pool
+from service.trials.silent import end_cleaners
 from service.trials.slices import held_against
 from service.turns import Turns
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
@@ -137,6 +138,7 @@ class Driver:
         status = "failed"
         try:
             self._clear_spool()  # Ray would go on with the files of a driver that was killed
+            end_cleaners()  # which such a driver leaves
             pool = start_pool()
             turns.begin(pool)
             self._tune(pool, turns, telemetry, environment)

@@ -15,7 +15,6 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +25,17 @@ from pathlib import Path
 from typing import Final, Literal
 
 from trainables.breakdown import Profile
+from trainables.leftovers import end_with_parent
 from trainables.platforms.base import Platform
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
+from trainables.scratch import scratch
 from trainables.status import Status
 
 ABORTED: Final = "aborted"
 POLL_S = 0.1
 STACK_S = 5.0  # of a busy machine; a child that answers at all does at once
 PROGRESS_S = 0.5
+SCRATCH = "wattune-worker-"
 _NO_MEMORY = re.compile("out of memory|can.t allocate memory", re.IGNORECASE)  # CUDA's words, and the host's
 
 
@@ -43,7 +45,7 @@ class Outcome:
 
     `ABORTED` is a rank that was stopped because another rank failed, whose status is the trial's. `phase` is the last
     phase it reached, `traceback` what Python said of the error, or where a rank that hangs was. `infrastructure`: it
-    ended for what befell the gang, not for what the rank did.
+    ended for what befell the gang, not for what the rank did. `left` is what the trial left behind, a line each.
     """
 
     status: Status | Literal["aborted"]
@@ -52,6 +54,7 @@ class Outcome:
     report: RankReport | None = None
     traceback: str | None = None
     infrastructure: bool = False
+    left: tuple[str, ...] = ()
 
 
 class Nursery:
@@ -61,15 +64,21 @@ class Nursery:
         """`preload`: modules that the fork server imports, beside this one."""
         os.environ.update(platform.environment)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, *preload])
-        # The server comes up with the first child: pay that before the first trial is measured.
-        first = self._context.Process(target=_nothing)
-        first.start()
-        first.join()
+        self._context.set_forkserver_preload(["trainables.server", __name__, *preload])
+        self._ending = contextlib.ExitStack()
+        self._folder = self._ending.enter_context(scratch(SCRATCH))
+        multiprocessing.util.Finalize(None, self._ending.close, exitpriority=-200)  # after its own, which are inside
+        with _temporary_in(self._folder):  # the server's socket, which a worker leaves that is killed
+            # The server comes up with the first child: pay that before the first trial is measured. It ends with the
+            # thread that starts it here, and its children with it.
+            first = self._context.Process(target=_nothing)
+            first.start()
+            first.join()
 
     def close(self) -> None:
-        """Remove the server's socket, which Ray leaves behind as it ends workers without Python's own clean-up."""
+        """Remove what is temporary: Ray ends workers without Python's own clean-up."""
         shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
+        self._ending.close()
 
     @contextlib.contextmanager
     def trial(
@@ -88,7 +97,7 @@ class Nursery:
         before the cause is known.
         """
         ours, theirs = self._context.Pipe(duplex=False)
-        with tempfile.NamedTemporaryFile(prefix="wattune-stack-") as stack:
+        with tempfile.NamedTemporaryFile(prefix="stack-", dir=self._folder) as stack:
             child = self._context.Process(target=_child, args=(request, place, theirs, stack.name), daemon=True)
             child.start()
             theirs.close()
@@ -98,6 +107,16 @@ class Nursery:
                 ours.close()
                 child.kill()
                 child.join()
+
+
+@contextlib.contextmanager
+def _temporary_in(folder: str) -> Iterator[None]:
+    """Meanwhile this process makes its temporary files in `folder`."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _watch(
@@ -167,7 +186,10 @@ def _death(exit_code: int | None, phase: str) -> str:
 
 def _child(request: TrialRequest, place: Place, connection: Connection, stack: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=False)  # noqa: SIM115
-    threading.Thread(target=_end_with_worker, daemon=True).start()
+    end_with_parent()
+    worker = multiprocessing.parent_process()
+    if worker is None or not worker.is_alive():
+        return  # and the server is gone, or about to go
     place.platform.see(place.devices)
     latest, sent_at = Progress(), 0.0
 
@@ -188,14 +210,6 @@ def _child(request: TrialRequest, place: Place, connection: Connection, stack: s
         outcome = Outcome(status, error_line(error, latest.phase), latest.phase, traceback=traceback.format_exc())
     connection.send(outcome)
     signal.pause()  # until killed: communicators and CUDA contexts go with the process, an orderly end only costs time
-
-
-def _end_with_worker() -> None:
-    """The fork server lasts as long as its children: it does not end them when the worker dies."""
-    worker = multiprocessing.parent_process()
-    assert worker is not None
-    worker.join()
-    os._exit(1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -20,8 +20,8 @@ from trainables.status import Status
 class Member:
     """One worker of a gang, by its rank there.
 
-    `device` is what the node calls its GPU, None on CPU. It keeps a key-value store at (`host`, `store_port`), at which
-    the ranks of a trial meet whose first worker it is.
+    `device` is what the node calls its GPU, None on CPU; `pid` is its process there. It keeps a key-value store at
+    (`host`, `store_port`), at which the ranks of a trial meet whose first worker it is.
     """
 
     rank: int
@@ -29,6 +29,7 @@ class Member:
     host: str
     store_port: int
     device: str | None = None
+    pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,53 +48,70 @@ class Order:
 @dataclass
 class _Round:
     """A trial under way on `workers`, of whom the first have a part in it. `taken`: those of them that know of it; all
-    else is by place in the order."""
+    else is by place in the order. `left`: what was left behind, of those that are done with it."""
 
     order: Order
     workers: tuple[int, ...]
     taken: set[int] = field(default_factory=set)
     steady: dict[int, Progress] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    left: dict[int, tuple[str, ...]] = field(default_factory=dict)
     failure: Outcome | None = None
+
+    @property
+    def told(self) -> bool:
+        """Whether all ranks have handed in what came of it."""
+        return len(self.outcomes) == len(self.order.members)
 
 
 class Mailbox:
     """State of one gang. All methods run on one event loop, so that none sees another half done.
 
     A worker that died is started anew by Ray Train and joins again: the trial that it was part of is over then, it
-    crashed; trials of other workers go on. A mailbox whose own process died comes back empty, and turns away the
-    workers that it does not know, for Ray Train to start them anew.
+    crashed; trials of other workers go on. One that is silent is out, and turned away, until it has joined anew. A
+    mailbox whose own process died comes back empty, and turns away the workers that it does not know, for Ray Train to
+    start them anew.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.members: dict[int, Member] = {}
+        self.out: set[int] = set()
         self.rounds: dict[int, _Round] = {}
         self.number = 0
         self.numbers: dict[str, int] = {}
+        self.expired: set[str] = set()
         self.closed = False
         self.free_since: dict[int, float] = {}
         self.changed = asyncio.Condition()
 
     async def join(self, member: Member) -> None:
-        """Take a worker in. If it was in already, it has died meanwhile: a trial that it had begun is over."""
+        """Take a worker in. If it was in already, it has died meanwhile: a trial that it had begun is over, and one too
+        that others have begun whose ranks were to meet at its store."""
         async with self.changed:
             for current in list(self.rounds.values()):
-                if member.rank in current.taken:
+                ranks = [one.rank for one in current.order.members]
+                if member.rank in current.taken or (member.rank == ranks[0] and current.taken):
                     self._end(_lost("a worker process of the gang died; it was started anew"), current.workers)
+                elif member.rank in ranks:
+                    members = tuple(member if one.rank == member.rank else one for one in current.order.members)
+                    current.order = replace(current.order, members=members)
             self.members[member.rank] = member
+            self.out.discard(member.rank)
             self.free_since[member.rank] = time.monotonic()
             self.changed.notify_all()
 
     async def next(self, worker: int, after: int) -> Order | None:
         """Wait for the first trial numbered above `after` that `worker` takes part in; None ends the worker.
 
-        Raises `LookupError` for a worker that has not joined.
+        Raises `LookupError` for a worker that has not joined, or was taken for dead since.
         """
         async with self.changed:
             while not self.closed:
                 if worker not in self.members:
                     raise LookupError(f"worker {worker} has not joined: the mailbox was started anew")
+                if worker in self.out:
+                    raise LookupError(f"worker {worker} was silent: it is to be started anew")
                 for number, current in self.rounds.items():  # in the order of their numbers
                     if number > after and any(member.rank == worker for member in current.order.members):
                         current.taken.add(worker)
@@ -120,6 +138,13 @@ class Mailbox:
                 current.failure = replace(outcome, cause=f"{name}: {outcome.cause}")
             self.changed.notify_all()
 
+    async def leave(self, worker: int, number: int, left: tuple[str, ...]) -> None:
+        """Take what trial `number` has left behind on a worker, which is done with it: its process there has ended."""
+        async with self.changed:
+            if (current := self.rounds.get(number)) is not None:
+                current.left[current.order.place(worker)] = left
+                self.changed.notify_all()
+
     async def note(self, worker: int, number: int, progress: Progress) -> None:
         """Take the progress with which a rank of trial `number` begins a window."""
         async with self.changed:
@@ -143,10 +168,10 @@ class Mailbox:
                 return None
             return [current.steady[place] for place in range(ranks)], list(current.order.members)
 
-    async def ready(self) -> list[Member]:
-        """Wait until every worker has joined."""
+    async def ready(self, workers: Sequence[int] = ()) -> list[Member]:
+        """Wait until every worker has joined once, and of `workers` none is out. Returns all, as they are known."""
         async with self.changed:
-            await self.changed.wait_for(lambda: len(self.members) == self.world_size)
+            await self.changed.wait_for(lambda: len(self.members) == self.world_size and self.out.isdisjoint(workers))
             return [self.members[rank] for rank in range(self.world_size)]
 
     async def evaluate(
@@ -155,13 +180,17 @@ class Mailbox:
         """Run one trial on `workers`, all if that is None, of which nobody else is to make use meanwhile.
 
         As many of them as it has ranks take part, the first ones. Returns the outcomes in their order, or the one
-        outcome that ended it; all of `workers`; and the seconds that they spent on it: since the last of them was free,
-        so that waiting for this trial counts. A trial that failed once all its ranks had handed over a report has ended
-        well.
+        outcome that ended it, the first of them with all that was left behind; all of `workers`; and the seconds that
+        they spent on it: since the last of them was free, so that waiting for this trial counts. A trial that failed
+        once all its ranks had handed over a report has ended well.
         """
         async with self.changed:
             lent = tuple(range(self.world_size) if workers is None else workers)
-            await self.changed.wait_for(lambda: all(worker in self.members for worker in lent))
+            await self.changed.wait_for(
+                lambda: request.trial_id in self.expired or self.members.keys() - self.out >= set(lent)
+            )
+            if request.trial_id in self.expired:
+                raise LookupError(f"trial {request.trial_id} was given up before it began")
             members = [self.members[worker] for worker in lent]
             self.number = number = self.number + 1
             self.numbers[request.trial_id] = number
@@ -169,17 +198,34 @@ class Mailbox:
             self.rounds[number] = current = _Round(order, lent)
             self.changed.notify_all()
             ranks = len(order.members)
-            await self.changed.wait_for(lambda: len(current.outcomes) == ranks or number not in self.rounds)
+            await self.changed.wait_for(
+                lambda: (current.told and len(current.left) == ranks) or number not in self.rounds
+            )
             self.rounds.pop(number, None)
             gang_s = time.monotonic() - max(self.free_since[worker] for worker in lent)
             self.free_since |= dict.fromkeys(lent, time.monotonic())
             self.changed.notify_all()
         outcomes = [current.outcomes[place] for place in range(ranks) if place in current.outcomes]
         if current.failure is not None:
-            if len(outcomes) < ranks or any(outcome.report is None for outcome in outcomes):
-                return [current.failure], members, gang_s
-            outcomes = [replace(outcome, status=Status.OK, cause=None) for outcome in outcomes]
-        return outcomes, members, gang_s
+            if not current.told or any(outcome.report is None for outcome in outcomes):
+                outcomes = [current.failure]
+            else:
+                outcomes = [replace(outcome, status=Status.OK, cause=None) for outcome in outcomes]
+        left = tuple(line for place in sorted(current.left) for line in current.left[place])
+        return [replace(outcomes[0], left=left), *outcomes[1:]], members, gang_s
+
+    async def expire(self, trial_id: str, cause: str) -> list[Member]:
+        """End a trial whose gang is silent, as crashed. Returns the workers that owe it an answer, which are out."""
+        async with self.changed:
+            self.expired.add(trial_id)
+            silent = list[Member]()
+            if (current := self.rounds.get(self.numbers.get(trial_id, 0))) is not None:
+                members = enumerate(current.order.members)
+                silent = [member for place, member in members if place not in current.left]
+                self.out |= {member.rank for member in silent}
+                self._end(_lost(cause), current.workers)
+            self.changed.notify_all()
+            return silent
 
     async def give_up(self, cause: str, workers: Sequence[int] | None = None) -> None:
         """End the trials under way on any of `workers`, on all if that is None, as crashed: those are gone."""
@@ -205,7 +251,8 @@ class Mailbox:
     def _end(self, outcome: Outcome, workers: Sequence[int] | None = None) -> None:
         for number, current in list(self.rounds.items()):
             if workers is None or not set(workers).isdisjoint(current.workers):
-                current.failure = outcome
+                if not current.told:  # or it is known already what came of it
+                    current.failure = outcome
                 del self.rounds[number]
 
 

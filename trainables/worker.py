@@ -11,13 +11,15 @@ from typing import Any
 
 import ray
 import ray.train
+from ray.exceptions import RayError
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 from torch.distributed import TCPStore
 
-from telemetry.actor import Work
+from telemetry.actor import NodeState, Work
 from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Nursery
+from trainables.leftovers import Leftovers
 from trainables.mailbox import Member, Order
 from trainables.platforms.base import Platform, platform_of
 from trainables.program import Place, Progress, TrialRequest
@@ -110,16 +112,19 @@ def worker_loop(config: dict[str, Any]) -> None:
     mailbox = config["mailbox"]
     worker = ray.train.get_context().get_world_rank()
     host = ray.util.get_node_ip_address()
+    runtime = ray.get_runtime_context()
+    node_id = runtime.get_node_id()
+    watching = config["telemetry"].awaited(node_id)
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     sys.modules["__main__"].__file__ = None  # or each child would import the script of a Ray worker as its own
     platform = platform_of(config["accelerator"])
-    runtime = ray.get_runtime_context()
     if platform.ray_resource is not None:
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads(platform, runtime.get_node_id())))
-    nursery = Nursery(platform, config["preload"])
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads(platform, node_id)))
     devices = runtime.get_accelerator_ids().get(platform.ray_resource or "", [])
-    member = Member(worker, runtime.get_node_id(), host, store.port, devices[0] if devices else None)
-    watching = config["telemetry"].awaited(member.node_id)
+    device = devices[0] if devices else None
+    leftovers = Leftovers(f"{mailbox._actor_id.hex()}/{worker}", lambda: memory_gib(watching, device))
+    nursery = Nursery(platform, config["preload"])
+    member = Member(worker, node_id, host, store.port, device, os.getpid())
     ray.get(mailbox.join.remote(member))
     number = 0
     while (order := ray.get(mailbox.next.remote(worker, number))) is not None:
@@ -139,8 +144,10 @@ def worker_loop(config: dict[str, Any]) -> None:
             aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
             follow=follower.follow,
         )
+        leftovers.begin()
         with trial as outcome:
             ray.get(mailbox.hand_in.remote(worker, number, outcome))
+        ray.get(mailbox.leave.remote(worker, number, leftovers.end()))
     nursery.close()
 
 
@@ -152,6 +159,19 @@ def compile_threads(platform: Platform, node_id: str) -> int:
     node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
     gpus = max(1, int(node["Resources"].get(platform.ray_resource, 1)))
     return max(1, len(os.sched_getaffinity(0)) // gpus - 1)
+
+
+def memory_gib(telemetry: Any, device: str | None) -> float | None:
+    """What is in use of the memory of the GPU that the node calls `device`, as its telemetry saw it last; None on CPU,
+    and where nobody knows. `telemetry`: the handle of the node's actor."""
+    if device is None:
+        return None
+    try:
+        state: NodeState = ray.get(telemetry.state.remote())
+    except RayError:
+        return None
+    used = {info.index: state.latest.get(info.uuid, {}).get("memory_used_gib") for info in state.devices}
+    return used.get(int(device)) if device.isdecimal() else None
 
 
 def place_of(worker: int, order: Order, platform: Platform) -> Place:

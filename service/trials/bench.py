@@ -26,6 +26,7 @@ from service.trials.figures import (
     telemetry_problems,
     trial_metrics,
 )
+from service.trials.silent import end_workers
 from service.trials.straggler import straggler
 from service.trials.windows import Nodes, Span, idle_windows, node_windows, summaries
 from trainables.child import Outcome
@@ -112,7 +113,7 @@ class Bench:
             outcomes, members, gang_s = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except GetTimeoutError:
             cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
-            ray.get(call(self.mailbox, Mailbox.give_up, cause, self.workers))
+            end_workers(ray.get(call(self.mailbox, Mailbox.expire, request.trial_id, cause)))
             return TrialResult(request.trial_id, request.layout, Status.HANG, cause, infrastructure=True)
         first = outcomes[0]
         if first.status == Status.OK:
@@ -122,7 +123,7 @@ class Bench:
             request.trial_id,
             request.layout,
             Status(first.status),
-            first.cause,
+            "; ".join([*filter(None, [first.cause]), *told_left(first)]) or None,
             metrics={early_stop.BOUND + name: bound for name, bound in bounds.items()} if pruned else {},
             traceback=first.traceback,
             infrastructure=first.infrastructure,
@@ -187,7 +188,7 @@ class Bench:
         return replace(
             runs[0],
             layout=request.layout,
-            cause="; ".join([*problems, *said, *breakdown_problems(outcomes)]) or None,
+            cause="; ".join([*problems, *said, *breakdown_problems(outcomes), *told_left(outcomes[0])]) or None,
             metrics=runs[0].metrics
             | trial_metrics(reports, gang_s)
             | breakdown_metrics(rank.breakdown for rank in ranks),
@@ -232,3 +233,8 @@ class Bench:
             )
             runs.append(run)
         return runs
+
+
+def told_left(first: Outcome) -> list[str]:
+    """What a trial left behind, by the first of its outcomes, as part of its cause."""
+    return [f"left behind: {', '.join(first.left)}"] if first.left else []

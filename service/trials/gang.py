@@ -20,6 +20,7 @@ from ray.train.torch import TorchTrainer
 
 from service.problem import Cluster
 from service.remote import ON_HEAD
+from service.trials.silent import end_cleaners
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
 from trainables.platforms.base import platform_of
@@ -112,6 +113,8 @@ def close_gangs(gangs: Sequence[Gang]) -> None:
         gang.dismiss()
     for gang in gangs:
         gang.wait()
+    with contextlib.suppress(RayError):  # a cluster that is gone
+        end_cleaners(mine=True)
 
 
 def resources_per_worker(cluster: Cluster) -> dict[str, float]:

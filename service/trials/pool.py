@@ -109,7 +109,8 @@ class Pool:
             return False
         with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
             await self._mailboxes[lent.gang].give_up.remote("the trial was ended", lent.workers)
-        self._offer(lent.gang, lent.workers)
+        for worker in lent.workers:
+            self._offer(lent.gang, worker)
         disturbed = trial_id in self._disturbed
         self._disturbed.discard(trial_id)
         return disturbed
@@ -129,23 +130,23 @@ class Pool:
         barred = {node for lent in self._lent.values() if alone or lent.alone for node in lent.nodes}
         return {rank for rank in self._free[gang] if self._members[gang][rank].node_id not in barred}
 
-    def _offer(self, gang: str, workers: Sequence[int] | None) -> None:
-        """Have workers lent again, all of a gang if that is None, once all of them are up, if it is still served."""
+    def _offer(self, gang: str, worker: int | None) -> None:
+        """Have a worker lent again once it is up, if its gang is still served; all of a gang, once all are, if that is
+        None."""
         mailbox = self._mailboxes[gang]
 
         async def once_ready() -> None:
             while gang in self._served:
                 try:
-                    if workers is None:
+                    if worker is None:
                         await mailbox.give_up.remote("the process that lends gangs to trials died")
-                    members = await mailbox.ready.remote()
+                    members = await mailbox.ready.remote([] if worker is None else [worker])
                     break
                 except RayError:  # it died, and will be back
                     await asyncio.sleep(RETRY_S)
             if gang in self._served:
                 self._members[gang] = members
-                free = range(len(members)) if workers is None else workers
-                self._free.setdefault(gang, set()).update(free)
+                self._free.setdefault(gang, set()).update(range(len(members)) if worker is None else [worker])
 
         task = asyncio.ensure_future(once_ready())
         self._offers.add(task)

@@ -18,7 +18,8 @@ from typing import TextIO
 import psutil
 import pytest
 
-from service.cluster import LOCK, _scratch
+from service.cluster import SCRATCH
+from trainables.scratch import LOCK, scratch
 
 RAY = """
 import sys, time
@@ -62,7 +63,7 @@ def test_a_ray_that_does_not_start_leaves_nothing(temporary: Path, tmp_path: Pat
 
 
 def _wait_in_scratch(entered: Event) -> None:
-    with _scratch():
+    with scratch(SCRATCH):
         entered.set()
         time.sleep(600)
 
@@ -77,11 +78,11 @@ def test_what_a_killed_search_left_goes_with_the_next(temporary: Path, monkeypat
     killed.start()
     assert entered.wait(60)
     (left,) = set(temporary.iterdir()) - {foreign}
-    with _scratch() as beside:
+    with scratch(SCRATCH) as beside:
         assert left.exists(), "its search lives"
         killed.kill()
         killed.join()
-        with _scratch() as mine:
+        with scratch(SCRATCH) as mine:
             assert set(temporary.iterdir()) == {foreign, Path(beside), Path(mine)}
     assert list(temporary.iterdir()) == [foreign]
 
@@ -93,14 +94,14 @@ def test_a_search_that_has_just_begun_keeps_its_folder(temporary: Path, monkeypa
     def late(file: TextIO, operation: int) -> None:
         """Another search begins before this one has its lock."""
         monkeypatch.setattr(fcntl, "flock", lock)
-        with _scratch():
+        with scratch(SCRATCH):
             pass
         lock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with _scratch() as mine:
+    with scratch(SCRATCH) as mine:
         assert [path.name for path in Path(mine).iterdir()] == [LOCK]
-        with _scratch():
+        with scratch(SCRATCH):
             assert Path(mine).exists()
     assert list(temporary.iterdir()) == []
 

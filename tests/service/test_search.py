@@ -271,8 +271,11 @@ def test_a_search_whose_mailbox_dies_completes_its_budget(ray_session: Any, home
 
 
 @pytest.mark.slow
-def test_a_search_whose_pool_dies_completes_its_budget(ray_session: Any, home: Home, tokens: str) -> None:
-    with killing("Pool"):
+@pytest.mark.parametrize("actor", ["Pool", "Telemetry"])
+def test_a_search_whose_pool_or_telemetry_dies_completes_its_budget(
+    actor: str, ray_session: Any, home: Home, tokens: str
+) -> None:
+    with killing(actor):
         search = run(spec_of(tokens))
     record = Results(home.tracking_uri).search(search)
     assert record.status == "finished"

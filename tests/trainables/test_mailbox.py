@@ -45,6 +45,12 @@ def lost(cause: str) -> Outcome:
     return Outcome(Status.CRASH, cause, infrastructure=True)
 
 
+async def hand_in(mailbox: Mailbox, worker: int, number: int, outcome: Outcome, *left: str) -> None:
+    """As a worker does: what came of a trial and, once its process has ended, what that left."""
+    await mailbox.hand_in(worker, number, outcome)
+    await mailbox.leave(worker, number, left)
+
+
 async def soon(awaitable: Awaitable[T]) -> T:
     return await asyncio.wait_for(awaitable, 60)
 
@@ -85,7 +91,7 @@ async def test_trials_reach_every_rank_in_order() -> None:
             number = order.number
             taken[rank].append(order.request.trial_id)
             assert order.members == (member(0), member(1))
-            await mailbox.hand_in(rank, number, replace(OK, cause=f"{order.request.trial_id} on {rank}"))
+            await hand_in(mailbox, rank, number, replace(OK, cause=f"{order.request.trial_id} on {rank}"))
 
     workers = [asyncio.create_task(worker(rank)) for rank in range(2)]
     for trial in ("a", "b", "c"):
@@ -104,7 +110,7 @@ async def test_ranks_beyond_the_trial_s_are_left_out() -> None:
     idle = asyncio.create_task(mailbox.next(2, 0))
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     for rank in (1, 0):
-        await mailbox.hand_in(rank, (await take(mailbox, rank, 0)).number, OK)
+        await hand_in(mailbox, rank, (await take(mailbox, rank, 0)).number, OK)
     outcomes, members, _ = await soon(trial)
     assert outcomes == [OK, OK]
     assert len(members) == 3
@@ -122,7 +128,7 @@ async def test_one_worker_may_run_any_rank_of_a_layout() -> None:
     trial = asyncio.create_task(mailbox.evaluate(replace(REQUEST, layout=replace(LAYOUT, num_gpus=8), program=program)))
     order = await take(mailbox, 0, 0)
     assert order.request.ranks == (5,)
-    await mailbox.hand_in(0, order.number, Outcome(Status.OOM, "memory", "window"))
+    await hand_in(mailbox, 0, order.number, Outcome(Status.OOM, "memory", "window"))
     assert (await soon(trial))[0] == [Outcome(Status.OOM, "rank 5 on worker 0: memory", "window")]
 
 
@@ -133,10 +139,10 @@ async def test_a_rank_that_failed_stops_the_others_and_is_named() -> None:
     number = (await take(mailbox, 0, 0)).number
     stopped = asyncio.create_task(mailbox.aborted(number))
     assert await waits(stopped)
-    await mailbox.hand_in(1, number, Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup"))
+    await hand_in(mailbox, 1, number, Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup"))
     await soon(stopped)
     assert await waits(trial)  # until rank 0 is free, too
-    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "warmup"))
+    await hand_in(mailbox, 0, number, Outcome(ABORTED, None, "warmup"))
     outcomes, *_ = await soon(trial)
     assert outcomes == [Outcome(Status.OOM, "rank 1: warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
 
@@ -147,8 +153,8 @@ async def test_a_worker_that_took_another_rank_is_named_by_both() -> None:
     permuted = replace(REQUEST, layout=replace(LAYOUT, rank_order=(1, 0)))
     trial = asyncio.create_task(mailbox.evaluate(permuted))
     number = (await take(mailbox, 0, 0)).number
-    await mailbox.hand_in(1, number, Outcome(Status.OOM, "memory", "warmup"))
-    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "warmup"))
+    await hand_in(mailbox, 1, number, Outcome(Status.OOM, "memory", "warmup"))
+    await hand_in(mailbox, 0, number, Outcome(ABORTED, None, "warmup"))
     outcomes, *_ = await soon(trial)
     assert outcomes == [Outcome(Status.OOM, "rank 0 on worker 1: memory", "warmup")]
 
@@ -158,8 +164,8 @@ async def test_the_first_failure_is_the_cause() -> None:
     mailbox = await gang()
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 0, 0)).number
-    await mailbox.hand_in(1, number, Outcome(Status.OOM, "memory", "warmup"))
-    await mailbox.hand_in(0, number, Outcome(Status.CRASH, "Connection closed by peer", "warmup"))
+    await hand_in(mailbox, 1, number, Outcome(Status.OOM, "memory", "warmup"))
+    await hand_in(mailbox, 0, number, Outcome(Status.CRASH, "Connection closed by peer", "warmup"))
     outcomes, *_ = await soon(trial)
     assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("oom", "rank 1: memory")]
 
@@ -176,9 +182,9 @@ async def test_a_trial_that_fails_once_all_its_ranks_have_measured_ends_well() -
     stopped = asyncio.create_task(mailbox.aborted(number))
     problem = "no result after 60 s, in phase breakdown"
     hung = Outcome(Status.HANG, problem, "breakdown", measured(1, problem), traceback="in profile_step")
-    await mailbox.hand_in(1, number, hung)
+    await hand_in(mailbox, 1, number, hung)
     await soon(stopped)
-    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "breakdown", measured(0, None)))
+    await hand_in(mailbox, 0, number, Outcome(ABORTED, None, "breakdown", measured(0, None)))
     outcomes, *_ = await soon(trial)
     assert outcomes == [
         Outcome(Status.OK, None, "breakdown", measured(0, None)),
@@ -191,8 +197,8 @@ async def test_a_trial_of_which_one_rank_has_not_measured_has_failed() -> None:
     mailbox = await gang()
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 0, 0)).number
-    await mailbox.hand_in(1, number, Outcome(Status.CRASH, "killed", "breakdown", measured(1, "killed")))
-    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "report"))
+    await hand_in(mailbox, 1, number, Outcome(Status.CRASH, "killed", "breakdown", measured(1, "killed")))
+    await hand_in(mailbox, 0, number, Outcome(ABORTED, None, "report"))
     outcomes, *_ = await soon(trial)
     assert [(outcome.status, outcome.cause) for outcome in outcomes] == [("crash", "rank 1: killed")]
 
@@ -204,7 +210,7 @@ async def test_a_trial_that_is_over_needs_not_go_on() -> None:
     number = (await take(mailbox, 0, 0)).number
     watch = asyncio.create_task(mailbox.aborted(number))
     for rank in range(2):
-        await mailbox.hand_in(rank, number, OK)
+        await hand_in(mailbox, rank, number, OK)
     await soon(trial)
     await soon(watch)
     await soon(mailbox.aborted(number))
@@ -220,12 +226,12 @@ async def test_a_worker_that_starts_anew_crashes_the_trial_that_it_had_begun() -
     assert outcomes == [lost("a worker process of the gang died; it was started anew")]
 
     following = asyncio.create_task(mailbox.evaluate(REQUEST))
-    await mailbox.hand_in(0, number, OK)  # from before
+    await hand_in(mailbox, 0, number, OK)  # from before
     for rank in range(2):
         order = await take(mailbox, rank, 0)
         assert order.members == (member(0), member(1, store_port=5000))
         assert order.number > number
-        await mailbox.hand_in(rank, order.number, OK)
+        await hand_in(mailbox, rank, order.number, OK)
     outcomes, members, _ = await soon(following)
     assert outcomes == [OK, OK]
     assert members == [member(0), member(1, store_port=5000)]
@@ -239,8 +245,87 @@ async def test_a_worker_that_was_dead_when_a_trial_began_takes_part_once_it_is_b
     await mailbox.join(member(1, store_port=5000))
     for rank in range(2):
         assert (await take(mailbox, rank, 0)).number == number
-        await mailbox.hand_in(rank, number, OK)
+        await hand_in(mailbox, rank, number, OK)
     assert (await soon(trial))[0] == [OK, OK]
+
+
+@in_a_loop
+async def test_ranks_do_not_meet_at_the_store_of_a_worker_that_was_dead_when_a_trial_began() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    await take(mailbox, 1, 0)
+    await mailbox.join(member(0, store_port=5000))
+    assert (await soon(trial))[0] == [lost("a worker process of the gang died; it was started anew")]
+
+    following = asyncio.create_task(mailbox.evaluate(REQUEST))
+    await settle()
+    await mailbox.join(member(0, store_port=6000))  # before anybody knows of the trial
+    for rank in range(2):
+        order = await take(mailbox, rank, 1)
+        assert order.members[0] == member(0, store_port=6000)
+        await hand_in(mailbox, rank, order.number, OK)
+    assert (await soon(following))[0] == [OK, OK]
+
+
+@in_a_loop
+async def test_a_trial_is_over_once_its_workers_are_done_with_it_and_what_is_left_is_told() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    await hand_in(mailbox, 1, number, OK, "process 7 (sleep)")
+    await mailbox.hand_in(0, number, OK)
+    assert await waits(trial)
+    await mailbox.leave(0, number, ("process 6 (sleep)",))
+    assert (await soon(trial))[0] == [replace(OK, left=("process 6 (sleep)", "process 7 (sleep)")), OK]
+
+
+@in_a_loop
+async def test_what_came_of_a_trial_stands_though_a_worker_dies_over_what_it_left() -> None:
+    mailbox = await gang()
+    for outcome in (OK, Outcome(Status.OOM, "memory", "warmup")):
+        trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+        await settle()
+        (number,) = mailbox.rounds
+        for rank in range(2):
+            await take(mailbox, rank, number - 1)
+            await mailbox.hand_in(rank, number, outcome)
+        await mailbox.join(member(1, store_port=5000))
+        assert (await soon(trial))[0][0].status == outcome.status
+        assert not (await trial)[0][0].infrastructure
+
+
+@in_a_loop
+async def test_a_worker_that_is_silent_is_out_until_it_joins_anew() -> None:
+    mailbox = await gang()
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    number = (await take(mailbox, 0, 0)).number
+    await hand_in(mailbox, 0, number, Outcome(Status.HANG, "no result"))
+    assert await soon(mailbox.expire(REQUEST.trial_id, "no answer")) == [member(1)]
+    assert (await soon(trial))[0][0] == lost("no answer")
+    with pytest.raises(LookupError, match="worker 1 was silent"):
+        await soon(mailbox.next(1, number))
+    ready, waiting = (asyncio.create_task(mailbox.ready(workers)) for workers in ([0], [1]))
+    assert await soon(ready) == [member(0), member(1)]
+    following = asyncio.create_task(mailbox.evaluate(replace(REQUEST, trial_id="next")))
+    assert await waits(waiting)
+    assert await waits(following)
+    await mailbox.join(member(1, store_port=5000))
+    assert await soon(waiting) == [member(0), member(1, store_port=5000)]
+    assert (await take(mailbox, 1, number)).request.trial_id == "next"
+    following.cancel()
+
+
+@in_a_loop
+async def test_a_trial_that_is_given_up_before_it_began_never_begins() -> None:
+    mailbox = await gang()
+    mailbox.out.add(1)
+    trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+    assert await waits(trial)
+    assert await soon(mailbox.expire(REQUEST.trial_id, "no answer")) == []
+    with pytest.raises(LookupError, match="given up before it began"):
+        await soon(trial)
+    await mailbox.join(member(1))
+    assert not mailbox.rounds
 
 
 def alone(trial_id: str) -> TrialRequest:
@@ -261,7 +346,7 @@ async def test_trials_of_other_workers_go_on_side_by_side() -> None:
 
     await mailbox.join(member(2))
     assert (await soon(single))[0] == [lost("a worker process of the gang died; it was started anew")]
-    await mailbox.hand_in(0, orders[0].number, Outcome(Status.OOM, "memory", "build"))
+    await hand_in(mailbox, 0, orders[0].number, Outcome(Status.OOM, "memory", "build"))
     assert (await soon(other))[0] == [Outcome(Status.OOM, "rank 0: memory", "build")]
     watch = asyncio.create_task(mailbox.aborted(orders[1].number))
     assert await waits(watch)
@@ -270,7 +355,7 @@ async def test_trials_of_other_workers_go_on_side_by_side() -> None:
     await mailbox.give_up("its lease was over", [0, 2])
     assert (await soon(again))[0] == [lost("its lease was over")]
     for worker in (1, 3):
-        await mailbox.hand_in(worker, orders[1].number, replace(OK, cause=f"of {worker}"))
+        await hand_in(mailbox, worker, orders[1].number, replace(OK, cause=f"of {worker}"))
     outcomes, members, _ = await soon(pair)
     assert [outcome.cause for outcome in outcomes] == ["of 3", "of 1"]
     assert members == [member(3), member(1)]
@@ -281,8 +366,8 @@ async def test_a_rank_is_named_by_its_place_among_those_lent() -> None:
     mailbox = await gang(4)
     trial = asyncio.create_task(mailbox.evaluate(REQUEST, (2, 3)))
     number = (await take(mailbox, 3, 0)).number
-    await mailbox.hand_in(3, number, Outcome(Status.OOM, "memory", "warmup"))
-    await mailbox.hand_in(2, number, Outcome(ABORTED, None, "warmup"))
+    await hand_in(mailbox, 3, number, Outcome(Status.OOM, "memory", "warmup"))
+    await hand_in(mailbox, 2, number, Outcome(ABORTED, None, "warmup"))
     assert (await soon(trial))[0] == [Outcome(Status.OOM, "rank 1 on worker 3: memory", "warmup")]
 
 
@@ -297,9 +382,9 @@ async def test_a_trial_given_up_crashes_and_leaves_the_gang_usable() -> None:
     assert outcomes == [lost("its time was up")]
     await soon(watch)
     for rank in range(2):
-        await mailbox.hand_in(rank, number, Outcome(ABORTED))  # too late to matter
+        await hand_in(mailbox, rank, number, Outcome(ABORTED))  # too late to matter
     for rank in range(2):
-        await mailbox.hand_in(rank, (await take(mailbox, rank, number)).number, OK)
+        await hand_in(mailbox, rank, (await take(mailbox, rank, number)).number, OK)
     assert (await soon(following))[0] == [OK, OK]
 
 
@@ -325,7 +410,7 @@ async def test_a_trial_is_told_of_once_all_its_ranks_are_steady() -> None:
     await mailbox.note(0, number, steady("GPU-0"))
     assert await soon(asked) == ([steady("GPU-0"), steady("GPU-1")], [member(0), member(1)])
     for rank in range(2):
-        await mailbox.hand_in(rank, number, OK)
+        await hand_in(mailbox, rank, number, OK)
     assert (await soon(trial))[0] == [OK, OK]
     assert await soon(mailbox.steady("t0")) is None  # too late
 
@@ -338,7 +423,7 @@ async def test_a_trial_that_ends_unsteady_is_told_of_as_ended() -> None:
     asked = asyncio.create_task(mailbox.steady("t0"))
     await mailbox.note(0, number, steady("GPU-0"))
     for rank in range(2):
-        await mailbox.hand_in(rank, number, OK)
+        await hand_in(mailbox, rank, number, OK)
     await soon(trial)
     assert await soon(asked) is None
 
@@ -357,7 +442,7 @@ async def test_a_trial_that_is_pruned_ends_its_ranks_and_no_other_trial() -> Non
     await mailbox.prune("t0", "dominated")  # it is over
     following = asyncio.create_task(mailbox.evaluate(REQUEST))
     for rank in range(2):
-        await mailbox.hand_in(rank, (await take(mailbox, rank, number)).number, OK)
+        await hand_in(mailbox, rank, (await take(mailbox, rank, number)).number, OK)
     assert (await soon(following))[0] == [OK, OK]
 
 
@@ -366,9 +451,9 @@ async def test_a_failure_comes_before_pruning() -> None:
     mailbox = await gang()
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 0, 0)).number
-    await mailbox.hand_in(1, number, Outcome(Status.OOM, "memory", "window"))
+    await hand_in(mailbox, 1, number, Outcome(Status.OOM, "memory", "window"))
     await mailbox.prune("t0", "dominated")
-    await mailbox.hand_in(0, number, Outcome(ABORTED, None, "window"))
+    await hand_in(mailbox, 0, number, Outcome(ABORTED, None, "window"))
     assert (await soon(trial))[0] == [Outcome(Status.OOM, "rank 1: memory", "window")]
 
 
@@ -378,7 +463,7 @@ async def test_giving_up_without_a_trial_does_nothing() -> None:
     await mailbox.give_up("no reason")
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     for rank in range(2):
-        await mailbox.hand_in(rank, (await take(mailbox, rank, 0)).number, OK)
+        await hand_in(mailbox, rank, (await take(mailbox, rank, 0)).number, OK)
     assert (await soon(trial))[0] == [OK, OK]
 
 
@@ -403,7 +488,7 @@ async def test_the_time_on_a_trial_counts_from_when_the_gang_was_free() -> None:
         (number,) = mailbox.rounds
         handing_in = time.monotonic()
         for rank in range(2):
-            await mailbox.hand_in(rank, number, OK)
+            await hand_in(mailbox, rank, number, OK)
         *_, seconds = await soon(trial)
         assert 0.29 < seconds <= time.monotonic() - freed
         freed = handing_in

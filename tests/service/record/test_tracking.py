@@ -523,6 +523,31 @@ def mlflow_server(home: Home, port: int) -> Iterator[str]:
 
 
 @pytest.mark.slow
+def test_what_a_server_that_is_gone_for_good_has_not_taken_is_sent_when_the_search_is_resumed(home: Home) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mlflow_server(home, port) as uri:
+        tracker = start(home, uri)
+        tracker.start_trial("s1-000", CONFIG)
+    tracker.finish_trial(measured("s1-000"), samples())
+    tracker.start_trial("s1-001", CONFIG)
+    tracker.finish_trial(measured("s1-001"), samples())
+    tracker.finish_search("finished", {})
+    kept = home.spool("s1") / "unsent"
+    assert all(any(f"; kept in {kept / trial}" in told for told in tracker.notices) for trial in ("s1-000", "s1-001"))
+    assert {path.name for path in kept.iterdir()} == {"s1-000", "s1-001"}
+    with mlflow_server(home, port) as uri:
+        assert read(home, uri).status == "running", "it never heard of the end"
+        again = Tracker(uri, home)
+        again.resume_search(read(home, uri), PROBLEM)
+        assert [(t.trial_id, t.status) for t in read(home, uri).trials] == [("s1-000", "ok"), ("s1-001", "ok")]
+        assert not list(kept.iterdir())
+        again.finish_search("finished", {})
+        assert read(home, uri).status == "finished"
+
+
+@pytest.mark.slow
 def test_a_server_that_goes_away_during_the_search_loses_nothing(
     home: Home, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -344,6 +344,7 @@ def answering(outcomes: list[Outcome], idle: int = 0) -> Any:
         order = ray.get(mailbox.next.remote(0, 0))
         for rank, outcome in enumerate(outcomes):
             ray.get(mailbox.hand_in.remote(rank, order.number, outcome))
+            ray.get(mailbox.leave.remote(rank, order.number, ()))
 
     work.remote(mailbox)
     return mailbox

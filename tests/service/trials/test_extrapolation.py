@@ -203,6 +203,7 @@ def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> Non
                 0, order.number, Outcome(Status.OOM, "step: out of memory", "step", traceback="Traceback ...")
             )
         )
+        ray.get(mailbox.leave.remote(0, order.number, ()))
         return order.request.program.model.layers
 
     asked = work.remote(mailbox)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -376,6 +377,49 @@ def test_a_killed_worker_process_is_a_crash_and_the_gang_starts_anew(begin: Begi
     assert statuses(begin()) == [("ok", None)] * 2
     assert not any(process.is_running() for process in (before[1], *orphans))
     assert before[0].is_running()
+
+
+@pytest.mark.slow
+def test_a_stopped_trial_process_is_a_hang_and_the_gang_goes_on(begin: Begin) -> None:
+    assert statuses(begin()) == [("ok", None)] * 2
+    before = workers()
+    earlier = trial_processes(before[1])
+    trial = begin(procedure=ENDLESS, deadline_s=30)
+    stopped = trial_process(before[1], earlier)
+    stopped.suspend()
+    ((status, cause),) = statuses(trial)
+    assert (status, bool(cause and "no result after 30 s" in cause)) == ("hang", True)
+    wait_until(lambda: not stopped.is_running())
+    assert statuses(begin()) == [("ok", None)] * 2
+    assert workers() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["during a trial", "between trials"])
+def test_a_stopped_worker_is_killed_and_another_takes_its_place(
+    when: str, gang: Gang, telemetry: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.trials.bench.GRACE_S", 5.0)
+    pool = lending(gang.address)
+    free(pool, 2)
+    before = workers()
+    lease = lent(pool, "a", 2)
+    assert lease is not None
+    spec = replace(SPEC, measurement=replace(SPEC.measurement, deadline_s=30, window_s=1e9, short_trials=False))
+    stopping = threading.Thread(
+        target=lambda: (trial_process(before[0], trial_processes(before[0])), before[0].suspend())
+    )
+    if when == "during a trial":
+        stopping.start()
+    else:
+        before[0].suspend()
+    result = run_trial(Bench(spec, gang.mailbox, telemetry, {}, workers=lease.workers), f"silent {when}", LONGER)
+    assert (result.status, result.infrastructure) == ("hang", True)
+    wait_until(lambda: not before[0].is_running() or before[0].status() == psutil.STATUS_ZOMBIE)
+    ray.get(pool.release.remote("a"))
+    free(pool, 2)
+    assert before[1].is_running(), "of which nothing was wrong"
+    assert run_trial(Bench(SPEC, gang.mailbox, telemetry, {}), f"after {when}", LONGER).status == "ok"
 
 
 @pytest.mark.slow

@@ -198,6 +198,7 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
                 if alone and peak * 2**30 > (alone.usable_bytes or 0):
                     outcome = Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup")
                 ray.get(mailbox.hand_in.remote(worker, number, outcome))
+                ray.get(mailbox.leave.remote(worker, number, ()))
         return asked
 
     return mailbox, work.remote(mailbox)
