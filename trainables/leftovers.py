@@ -18,7 +18,7 @@ from pathlib import Path
 MARK = "WATTUNE_WORKER"
 """The variable, whose value is that of the worker."""
 
-PATIENCE_S = 2.0
+PATIENCE_S = 10.0
 """What ends by itself soon after the process that it belongs to is not left behind."""
 
 MEMORY_S = 5.0
