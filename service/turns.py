@@ -26,12 +26,10 @@ CHECK_IN_S = 2.0
 
 @dataclass
 class _Held:
-    """A gang under its grant. `up`: whether its workers have been seen; `dismissed`: since when it is being closed, in
-    seconds of `time.monotonic`, None before."""
+    """A gang under its grant. `dismissed`: when its closing began, in seconds of `time.monotonic`, None before."""
 
     grant: Grant
     gang: Gang
-    up: bool = False
     dismissed: float | None = None
 
 
@@ -70,7 +68,7 @@ class Turns:
         """
         if self._failure is not None:
             raise self._failure
-        return not any(held.up and not held.grant.recalled for held in list(self._held.values()))
+        return not any(held.grant.up and not held.grant.recalled for held in list(self._held.values()))
 
     def begin(self, pool: ActorHandle[Pool]) -> None:
         """Check in, from now on every few seconds, and have `pool` lend from the gangs."""
@@ -107,7 +105,7 @@ class Turns:
         up = ray.get(call(pool, Pool.serve, lending, self._beside), timeout=ANSWER_S)
         for number, held in list(self._held.items()):
             if (nodes := up.get(held.gang.address)) is not None:
-                held.up, held.grant = True, replace(held.grant, workers=dict(Counter(nodes)), settled=True)
+                held.grant = replace(held.grant, workers=dict(Counter(nodes)), up=True, settled=True)
             elif held.grant.recalled and held.dismissed is None:
                 held.gang.dismiss()
                 held.dismissed = time.monotonic()
@@ -128,17 +126,18 @@ class Turns:
         return self._queue.ask(Queue.check_in, claim)
 
     def _take(self, turn: Turn) -> None:
-        """Start the gangs that were granted, and note those recalled."""
+        """Start the gangs that were granted, and note what has become of the others' grants."""
         self._received, self._beside = turn.received, turn.beside
         for grant in turn.grants:
             if grant.number not in self._held:
                 name = f"{self._claim.search}-{self._started}"
                 self._started += 1
                 self._held[grant.number] = _Held(grant, self._start(name, turn.nodes - set(grant.workers)))
-            elif grant.recalled and not self._held[grant.number].grant.recalled:
-                held = self._held[grant.number]
-                held.grant = replace(held.grant, recalled=True)
+                continue
+            held = self._held[grant.number]
+            if grant.recalled and not held.grant.recalled:
                 self._say("others wait: a gang is given back after the trials under way")
+            held.grant = grant
         before, self.standing = self.standing, turn.standing
         if turn.nodes and self.standing is not None and (before is None or before.place != self.standing.place):
             self._say(f"queued: {self.standing.told}")

@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from service.errors import InputError
-from service.queue.claims import Claim, Node, Turn
+from service.queue.claims import Claim, Grant, Node, Turn
 from service.queue.fairshare import occupancy, standings, turn
 from service.queue.policy import Policy, read_policy
 from service.remote import ON_HEAD, call
@@ -61,7 +61,11 @@ class Queue:
         exclusive = self._policy.exclusive
         if (known := self._claims.get(claim.search)) is not None:
             lasted = now - self._seen[claim.search]
-            claim = replace(claim, received=(known.received or 0.0) + lasted * occupancy(known, nodes, exclusive))
+            claim = replace(
+                claim,
+                received=(known.received or 0.0) + lasted * occupancy(known, nodes, exclusive),
+                grants=_timed(claim, known, now),
+            )
         elif claim.received is None:  # who comes anew has not missed what was before
             claim = replace(claim, received=min((one.received or 0.0 for one in self._claims.values()), default=0.0))
         self._claims[claim.search], self._seen[claim.search] = claim, now
@@ -121,6 +125,14 @@ class Member:
                     raise
             time.sleep(RETRY_S)
         raise AssertionError("it has answered or raised")
+
+
+def _timed(claim: Claim, known: Claim, now: float) -> tuple[Grant, ...]:
+    """The grants of a claim, with those of which a gang has come up since what is `known` counted from now."""
+    starting = {grant.number for grant in known.grants if not grant.up}
+    return tuple(
+        replace(grant, since=now) if grant.up and grant.number in starting else grant for grant in claim.grants
+    )
 
 
 def _queue() -> ActorHandle[Queue]:

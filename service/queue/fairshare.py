@@ -16,6 +16,8 @@ from service.queue.claims import Claim, Grant, Node
 from service.queue.policy import Policy
 from service.record.standing import Standing
 
+START_S = 120.0
+"""How long a gang that is not up may have taken for that, before its slice is taken to have begun."""
 SETTLE_S = 60.0
 """How long a gang may take to come up before others no longer wait to see on which nodes it is."""
 
@@ -75,7 +77,8 @@ def turn(search: str, claims: Sequence[Claim], nodes: Sequence[Node], policy: Po
     for grant in me.grants:
         if not grant.recalled and grant.number not in kept:
             waiting = [one for node in grant.workers for one in awaited.get(node, ())]
-            due = idle > 0 or now - grant.since >= policy.slice_s or any(one.priority > me.priority for one in waiting)
+            slice_s = policy.slice_s if grant.up else policy.slice_s + START_S
+            due = idle > 0 or now - grant.since >= slice_s or any(one.priority > me.priority for one in waiting)
             if waiting and due:
                 grant, idle = replace(grant, recalled=True), idle - 1
         grants.append(grant)

@@ -40,6 +40,12 @@ def test_one_has_the_node_and_the_other_waits_whatever_becomes_of_the_queue(memb
     assert second.standing.starts == pytest.approx(first.grants[0].since + Policy.slice_s)
     assert (second.nodes, second.beside) == ({node}, {node})
 
+    up = replace(first.grants[0], up=True)
+    (timed,) = mine.ask(Queue.check_in, replace(ONE, grants=(up,))).grants
+    assert timed == replace(up, since=timed.since)
+    assert timed.since > up.since, "its slice begins"
+    first = replace(first, grants=(timed,))
+
     telemetry = start_telemetry("one")  # by which a new queue knows whom to wait for
     try:
         actor: Any = mine._actor

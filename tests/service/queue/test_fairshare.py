@@ -24,7 +24,9 @@ def claim(search: str, size: int = 8, gangs: int = 1, priority: int = 0, submitt
 
 def having(one: Claim, *nodes: str, since: float = 0.0, left_s: float | None = None) -> Claim:
     """With a gang on each of these nodes."""
-    return replace(one, grants=tuple(Grant(i, {n: one.size}, since) for i, n in enumerate(nodes)), left_s=left_s)
+    return replace(
+        one, grants=tuple(Grant(i, {n: one.size}, since, up=True) for i, n in enumerate(nodes)), left_s=left_s
+    )
 
 
 class Machine:
@@ -51,12 +53,13 @@ class Machine:
         return [Node(node, total, left[node]) for node, total in self.total.items()]
 
     def step(self) -> None:
-        """What is recalled is given back at once."""
+        """What is granted is up, and what is recalled is given back, at once."""
         for search in list(self.claims):
             one = self.claims[search]
             grants = turn(search, list(self.claims.values()), self.nodes, self.policy, self.now)
             self.changes += sum(grant.number not in {g.number for g in one.grants} for grant in grants)
-            self.claims[search] = replace(one, grants=tuple(grant for grant in grants if not grant.recalled))
+            kept = tuple(replace(grant, up=True) for grant in grants if not grant.recalled)
+            self.claims[search] = replace(one, grants=kept)
         if self.policy.exclusive:
             owners = [node for one in self.claims.values() for node in one.nodes]
             assert len(owners) == len(set(owners)), "a node is one search's at a time"
@@ -112,6 +115,15 @@ def test_a_gang_is_recalled_when_its_slice_is_over_and_somebody_waits() -> None:
     recalled = [grant.recalled for grant in turn("a", claims, machine.nodes, POLICY, SLICE_S)]
     assert sum(recalled) == 2, "b, which has received less, is to have two of three"
     assert turn("b", claims, machine.nodes, POLICY, SLICE_S) == (), "not before they are free"
+
+
+def test_a_gang_has_its_slice_however_long_it_takes_to_start() -> None:
+    a = having(claim("a"), "n0")
+    starting = replace(a, grants=tuple(replace(grant, up=False) for grant in a.grants), received=1.0)
+    nodes = Machine([a], nodes=1).nodes
+    for now, recalled in ((SLICE_S, False), (SLICE_S + 120, True)):
+        (grant,) = turn("a", [starting, claim("b")], nodes, POLICY, now)
+        assert grant.recalled is recalled
 
 
 def test_what_a_search_has_no_use_for_goes_at_once_but_only_where_somebody_waits() -> None:
