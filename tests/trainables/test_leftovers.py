@@ -30,19 +30,20 @@ from tests.trainables.test_child import REQUEST
 from tests.trainables.test_leftovers import Leaving
 from torch.distributed import TCPStore
 from trainables.child import Nursery
-from trainables.leftovers import Leftovers
+from trainables import leftovers
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import Place
 
+leftovers.PATIENCE_S = 1.0
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-leftovers = Leftovers(sys.argv[1])
+left = leftovers.Leftovers(sys.argv[1])
 nursery = Nursery(CPU, ["tests.trainables.test_leftovers"])
 for number, what in enumerate(sys.argv[2:]):
-    leftovers.begin()
+    left.begin()
     request = replace(REQUEST, trial_id=str(number), program=Leaving(what))
     with nursery.trial(request, Place(0, 0, "127.0.0.1", store.port, CPU), lambda: 0, lambda: False) as outcome:
         print(outcome.cause, flush=True)
-    print(*leftovers.end(), sep=";", flush=True)
+    print(*left.end(), sep=";", flush=True)
 """
 
 

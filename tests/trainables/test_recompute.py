@@ -115,6 +115,7 @@ def test_which_recomputation_zero_bubble_gets() -> None:
     assert isinstance(recomputed(block, "full"), Recomputed)
 
 
+@pytest.mark.slow
 def test_a_block_that_computes_something_else_again_is_an_error() -> None:
     class Fickle(nn.Module):
         def __init__(self) -> None:
