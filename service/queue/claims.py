@@ -13,9 +13,9 @@ class Grant:
     """Leave for a search to have one gang, known to both sides by a `number` among the search's.
 
     `workers`: how many of the gang's are, or are to be, on each node. `since` is in seconds since the epoch by the
-    queue's clock: when it was granted or, once it is `up`, when it first was. One that is `recalled` is to be given back
-    as soon as no trial is under way on it. One that is `settled` has its workers on just these nodes; else they may
-    come to be on others.
+    queue's clock: when it was granted or, once it is `up`, when it first was. One that is `recalled` is to be given
+    back as soon as no trial is under way on it. One that is `settled` has its workers on just these nodes; else they
+    may come to be on others.
     """
 
     number: int
