@@ -56,7 +56,7 @@ $(DEMO_DATA).idx: | $(STAMP)
 
 # What fails beside other tests runs once more, alone: both outcomes are printed, and the second one counts.
 test: setup ## Run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup || $(BIN)/python -m pytest --last-failed
+	$(BIN)/python -m pytest -n 2 --dist loadgroup || $(BIN)/python -m pytest -n 1 --dist loadgroup --last-failed
 
 # A second environment. torch is the pinned one, of which there is surely a build: TORCH=2.11.0 takes the lowest too.
 test-lowest: $(STAMP) ## Run the tests with the lowest versions that pyproject.toml allows
