@@ -76,6 +76,7 @@ def test_the_plain_example(ray_session: Any, home: Home, python: dict[str, str])
     assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 6
 
 
+@pytest.mark.slow
 def test_transformers_trainer(ray_session: Any, home: Home, python: dict[str, str]) -> None:
     trainer = yaml.safe_load((Path(trainers.__path__[0]) / "huggingface.yaml").read_text())
     trainer |= {"name": "huggingface", "environment": trainer["environment"] | python, "directory": str(FOLDER)}

@@ -18,7 +18,8 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("trials", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trials", [3, 30])
 def test_failed_trials_leave_nothing_behind(trials: int, capfd: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(trials)], cwd=root, stdout=subprocess.PIPE, check=True)

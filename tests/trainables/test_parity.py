@@ -402,9 +402,9 @@ BF16_SUMS = changed(
 )
 COMPILED = changed(
     [
+        *cases(LLAMA, megatron(2, tp=2, sp=True, recompute="selective")),
         *cases(
             LLAMA,
-            megatron(2, tp=2, sp=True, recompute="selective"),
             megatron(2, tp=2),
             megatron(2, zero=1),
             megatron(2, tp=2, sp=True),

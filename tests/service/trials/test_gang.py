@@ -506,10 +506,15 @@ def test_a_trial_that_is_alone_has_its_node_for_itself(ray_session: Any) -> None
     assert lent(pool, "a", 1) is not None
     assert lent(pool, "b", 1, alone=True) is None
     assert ray.get(pool.release.remote("a")) is False
-    free(pool, 2)
-    lease = lent(pool, "b", 1, alone=True)
-    assert lease is not None
-    assert lease.workers == (0, 1), "one works, the other idles"
+
+    def one_works_and_the_other_idles() -> bool:
+        lease = lent(pool, "b", 1, alone=True)
+        if lease is not None and lease.workers == (0, 1):
+            return True
+        ray.get(pool.release.remote("b"))  # what "a" had is not free again yet
+        return False
+
+    wait_until(one_works_and_the_other_idles)
     assert ray.get(pool.free.remote()) == 0
     assert lent(pool, "c", 1) is None
     assert ray.get(pool.release.remote("b")) is False
