@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 LARGEST = 10**12
 """Of whole numbers: what is reckoned with them stays finite."""
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+# Numbers in strings are let in: 1e-2 is text to PyYAML, which asks for a dot before an exponent.
+Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+AmountOrZero = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
 
 
 class Strict(BaseModel):

@@ -42,7 +42,7 @@ from service.problem import (
     Problem,
     Sampler,
 )
-from service.reading import LARGEST, Strict, read_yaml
+from service.reading import LARGEST, Amount, AmountOrZero, Strict, Switch, read_yaml
 from service.trainer_spec import ConditionalSpec, StepsSpec, TrainerSpec, described, resolved
 from trainables.data import located
 
@@ -53,17 +53,6 @@ MOST_GPUS = 1_000_000
 MOST_LAYERS = 100_000
 
 Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("must be a number")
-    return value
-
-
-# Numbers in strings are let in: 1e-2 is text to PyYAML, which asks for a dot before an exponent.
-Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
-Switch = Annotated[bool, Field(strict=True)]
 
 
 class ModelSpec(Strict):
@@ -81,7 +70,7 @@ class ModelSpec(Strict):
     rope_theta: Amount = 10_000.0
     num_experts: Annotated[int, Field(strict=True, ge=0, le=LARGEST)] = 0
     experts_per_token: Positive = 2
-    router_aux_loss: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = 0.02
+    router_aux_loss: AmountOrZero = 0.02
 
     @model_validator(mode="after")
     def _divides(self) -> ModelSpec:

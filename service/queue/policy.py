@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from service.errors import InputError
-from service.reading import Strict, read_yaml
+from service.reading import Amount, AmountOrZero, Strict, Switch, read_yaml
 
 VARIABLE = "WATTUNE_POLICY"
 DEFAULT = "default"
@@ -37,24 +37,14 @@ class Policy:
         return self.gpu_hours.get(user, self.gpu_hours.get(DEFAULT))
 
 
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("must be a number")
-    return value
-
-
-_Amount = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
-_Hours = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
-
-
 class _Quota(Strict):
-    gpu_hours: Annotated[dict[str, _Hours], Field(min_length=1)]
-    period_days: _Amount | None = None
+    gpu_hours: Annotated[dict[str, AmountOrZero], Field(min_length=1)]
+    period_days: Amount | None = None
 
 
 class _File(Strict):
-    slice_minutes: _Amount = Policy.slice_s / 60
-    exclusive: Annotated[bool, Field(strict=True)] = Policy.exclusive
+    slice_minutes: Amount = Policy.slice_s / 60
+    exclusive: Switch = Policy.exclusive
     quota: _Quota | None = None
 
 
