@@ -165,10 +165,12 @@ class Wattune:
 
         Returns what is left to be done elsewhere, in a line; see `service.gc.remove`.
         """
-        info = self.status(search)
-        if info.status in ("queued", "running"):
-            raise InputError(f"search {info.id} is {info.status}: it is not removed")
         from service.gc import remove
+        from service.record.store import GOING_ON
+
+        info = self.status(search)
+        if info.status in GOING_ON:
+            raise InputError(f"search {info.id} is {info.status}: it is not removed")
 
         return remove(info.id, self.tracking_uri, home.Home.locate())
 

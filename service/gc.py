@@ -18,12 +18,10 @@ from service.record import store
 from service.record.results import Results
 from service.sampling.study import study_exists
 
-RESUMABLE = ("stopped", "failed", "interrupted")
-
 
 def old(searches: Sequence[SearchInfo], days: float, resumable: bool) -> list[SearchInfo]:
     """Those that began more than `days` ago and are over: `finished`, and with `resumable` what could be resumed."""
-    statuses = ("finished", *(RESUMABLE if resumable else ()))
+    statuses = (*store.ENDED, "interrupted") if resumable else ("finished",)
     before = datetime.now(UTC) - timedelta(days=days)
     return [one for one in searches if one.status in statuses and one.started < before]
 
@@ -54,5 +52,5 @@ def remove(search_id: str, tracking_uri: str, home: Home) -> str | None:
         said = (done.stderr.strip() or "no reason given").splitlines()[-1]
         raise SearchError(f"search {search_id}: MLflow does not remove its runs: {said}")
     for run in runs:  # whose folders MLflow leaves, empty
-        shutil.rmtree(home.path / "artifacts" / run, ignore_errors=True)
+        shutil.rmtree(home.artifact_folder / run, ignore_errors=True)
     return None

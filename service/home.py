@@ -68,9 +68,14 @@ class Home:
         return f"sqlite:///{self.path / 'mlflow.db'}"
 
     @property
+    def artifact_folder(self) -> Path:
+        """Where the embedded store keeps artifacts, a folder for each run."""
+        return self.path / "artifacts"
+
+    @property
     def artifacts(self) -> str:
-        """URI under which the embedded store keeps artifacts."""
-        return (self.path / "artifacts").as_uri()
+        """That folder's URI."""
+        return self.artifact_folder.as_uri()
 
     @property
     def optuna_database(self) -> Path:

@@ -12,12 +12,11 @@ from service.answers.ranking import compared, leaders
 from service.errors import InputError
 from service.metrics import with_unit
 from service.record.results import SearchRecord, TrialRecord
+from service.record.store import ENDED
 from service.result import Purpose
 
 PERIOD_S = 2.0
 POST_S = 5.0
-ENDS = ("finished", "stopped", "failed")
-"""Statuses after which nothing more happens, unless somebody resumes the search."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def events(search_id: str, read: Callable[[], tuple[SearchRecord, str]]) -> Iter
             time.sleep(PERIOD_S)
             continue
         away = False
-        if now != status and now not in ENDS:
+        if now != status and now not in ENDED:
             yield _event(search_id, "fault" if now == "interrupted" else "status", None, now, {"status": now})
         for trial in record.trials:
             if trial.trial_id not in seen:
@@ -72,7 +71,7 @@ def events(search_id: str, read: Callable[[], tuple[SearchRecord, str]]) -> Iter
             best = {metric: one.metrics[metric] for metric, one in leaders(comparison).items()}
             text = f"{', '.join(with_unit(metric, value, None) for metric, value in best.items())}: {'; '.join(front)}"
             yield _event(search_id, "front", None, text, {"layouts": front, "best": best})
-        if now in ENDS:
+        if now in ENDED:
             yield _event(search_id, "status", None, now, {"status": now})
             return
         status = now

@@ -72,6 +72,7 @@ SAMPLES = "samples.parquet"  # artifact of a trial's run: what telemetry saw of 
 PICTURE = "gpus.png"  # artifact of a trial's run: what its GPUs did over time
 
 GOING_ON = ("queued", "running")  # statuses of a search that has a driver, if that is not dead
+ENDED = ("finished", "stopped", "failed")  # those of one whose driver has written its end
 
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _DATABASES = ("sqlite", *_PORTS)
