@@ -65,10 +65,10 @@ class Display:
             for metric in self.goals.objectives
             if (value := result.metrics.get(metric)) is not None
         ]
-        said = [", ".join(figures)] if result.status == Status.OK else []
-        if result.cause is not None and len(figures) < len(self.goals.objectives):  # what else it says is in the record
-            said.append(result.cause)
-        self._outcome(result, "; ".join(said))
+        lacks = result.status != Status.OK or len(figures) < len(self.goals.objectives)
+        told = [", ".join(figures)] if result.status == Status.OK else []
+        why = [result.cause] if lacks and result.cause is not None else []  # else what it says is in the record
+        self._outcome(result, "; ".join([*told, *why]))
         best = ", ".join(self.figure(metric, value) for metric, value in self.best.items())
         if result.purpose == Purpose.SEARCH:
             stand = f"trial {self.done} of at most {self.trials}; best so far: {best or 'none yet'}"
