@@ -24,7 +24,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,7 @@ def predict(
             }
 
         rows = spread(gangs, [partial(one, number, *what) for number, what in enumerate(todo)])
-        write(out, (row for row in rows if row is not None))
+        write(out, (row for row in rows if row is not None), _step)
 
 
 def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
@@ -114,7 +114,7 @@ def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until:
         return
     cluster = specs[todo[0]["spec"]].cluster
     with some_gangs(cluster, cluster.size, [_layout(row) for row in todo], most=1) as (run,):
-        write(out, _measured(run, specs, todo, until))
+        write(out, _measured(run, specs, todo, until), _step)
 
 
 def _measured(run: RunTrial, specs: Mapping[str, Problem], rows: Iterable[Row], until: float) -> Iterator[Row]:
@@ -128,16 +128,19 @@ def _measured(run: RunTrial, specs: Mapping[str, Problem], rows: Iterable[Row], 
         yield _row(row["spec"], _layout(row)) | {"full": result.to_dict()}
 
 
-def write(out: Path, rows: Iterable[Row]) -> None:
-    """Append lines to a file as they come, and say so."""
+def write(out: Path, rows: Iterable[Row], came: Callable[[Row], str]) -> None:
+    """Append lines to a file as they come, and say what `came` of each."""
     with out.open("a") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
             file.flush()
-            result = row.get("full") or row["slices"]
-            step_s = result["metrics"].get("step_time_s")
-            came = f"{step_s:.4g} s a step" if step_s else f"{result['status']}: {result['cause']}"
-            print(f"{row['spec']}: {row['layout']}: {came}", flush=True)
+            print(f"{row['spec']}: {row['layout']}: {came(row)}", flush=True)
+
+
+def _step(row: Row) -> str:
+    result = row.get("full") or row["slices"]
+    step_s = result["metrics"].get("step_time_s")
+    return f"{step_s:.4g} s a step" if step_s else f"{result['status']}: {result['cause']}"
 
 
 def read(path: Path) -> list[Row]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections import Counter
@@ -21,9 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.measure.blind import Row, draw, read
+from benchmarks.measure.blind import Row, draw, read, write
 from benchmarks.measure.gang import RunTrial, some_gangs, spread
 from search_spaces.layout import Layout
 from search_spaces.memory import SAFE_SHARE, band, estimate
@@ -104,15 +102,6 @@ def table(rows: list[Row]) -> str:
     return render(["model", "layout", "foretold", "", "GiB"], lines) + "\n" + summary
 
 
-def write(out: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Append lines to a file as they come."""
-    with out.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            print(f"{row['layout']}: {verdict(TrialResult.from_dict(row['result']))}", flush=True)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("specs", nargs="+", metavar="SPEC")
@@ -123,7 +112,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     specs = {path: load_spec(path).located() for path in arguments.specs}
     until = time.monotonic() + arguments.seconds
-    write(arguments.out, tried(specs, arguments.launches, arguments.seed, until))
+    rows = tried(specs, arguments.launches, arguments.seed, until)
+    write(arguments.out, rows, lambda row: verdict(TrialResult.from_dict(row["result"])))
     print()
     print(table(read(arguments.out)))
 

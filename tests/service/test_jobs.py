@@ -30,6 +30,7 @@ from service.home import Home
 from service.problem import Problem
 from service.record import store
 from service.spec import parse_spec
+from tests.conftest import free_port
 
 SPEC = """
 name: tiny
@@ -95,12 +96,6 @@ class Cluster:
                 process.kill()
         psutil.wait_procs(processes, timeout=10)
         shutil.rmtree(self.temp, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(holds: Callable[[], Any], seconds: float) -> Any:

@@ -23,8 +23,8 @@ from click.testing import CliRunner
 from service.cli import main
 from service.home import Home
 from service.record.results import Results, TrialRecord
-from tests.conftest import STARTS
-from tests.service.test_jobs import free_port, wait_until
+from tests.conftest import STARTS, free_port
+from tests.service.test_jobs import wait_until
 
 Begin = Callable[..., subprocess.Popen[bytes]]
 WATTUNE = [sys.executable, "-m", "service.cli"]

@@ -19,6 +19,7 @@ from service.errors import InputError
 from service.home import Home
 from service.record.pages import Pages, serve
 from service.record.tracking import Tracker
+from tests.conftest import free_port
 from tests.service.records import problem
 
 
@@ -26,12 +27,6 @@ from tests.service.records import problem
 def recorded(home: Home) -> Home:
     Tracker(home.tracking_uri, home).start_search("s1", problem(), {})
     return home
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def await_true(holds: Callable[[], bool]) -> None:

@@ -33,6 +33,7 @@ from service.result import NodeWindow, Proxy, Purpose, RankRecord, TrialResult
 from service.spec import dump_spec
 from telemetry.samples import SCHEMA
 from telemetry.store import read_samples
+from tests.conftest import free_port
 from tests.service.records import problem
 from trainables.breakdown import break_down
 from trainables.data import BYTE_VOCAB_SIZE, open_tokens, prepare
@@ -524,9 +525,7 @@ def mlflow_server(home: Home, port: int) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_what_a_server_that_is_gone_for_good_has_not_taken_is_sent_when_the_search_is_resumed(home: Home) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with mlflow_server(home, port) as uri:
         tracker = start(home, uri)
         tracker.start_trial("s1-000", CONFIG)
@@ -551,9 +550,7 @@ def test_what_a_server_that_is_gone_for_good_has_not_taken_is_sent_when_the_sear
 def test_a_server_that_goes_away_during_the_search_loses_nothing(
     home: Home, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with mlflow_server(home, port) as uri:
         tracker = start(home, uri)
         tracker.start_trial("s1-000", CONFIG)

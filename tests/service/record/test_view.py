@@ -19,7 +19,7 @@ from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
 from tests.browser import FOUND, Browser
-from tests.service.record.test_pages import free_port
+from tests.conftest import free_port
 from tests.service.records import problem
 from trainables.status import Status
 
