@@ -37,7 +37,7 @@ class Progress:
 
     `steady` are the latest steps that ended a warm-up by agreeing. `report` is there once all is measured that a trial
     cannot do without, and stands whatever comes after. `awaits`: what the rank has been waiting for for a
-    while, that may come in vain or late.
+    while, which may come late or never.
     """
 
     phase: str = "start"

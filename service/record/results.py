@@ -37,8 +37,7 @@ class TrialRecord:
     from depth proxies or short trials. `infrastructure`: whether a failure was the machines', after which the layout is
     run again. `straggler`: the rank for which the others waited, if one stood out. `beside`: whether other trials of
     the search ran on its nodes meanwhile, or another search had workers there, None in records made before it was kept.
-    `ended` is None while the trial
-    runs. `facts` are those of the search which `store.FACTS` names.
+    `ended` is None while the trial runs. `facts` are those of the search which `store.FACTS` names.
     """
 
     trial_id: str

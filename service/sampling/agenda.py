@@ -130,9 +130,9 @@ class Agenda:
         free = workers.free()
         self._pause(free is None and not self.under_way)
         self.draw(free or 0)
-        first = self.waiting[0] if self.waiting else None
-        if first is None:
+        if not self.waiting:
             return None
+        first = self.waiting[0]
         candidates = sorted(self.waiting, key=lambda one: -self._gpus(one.step) if one.step.purpose.explores else 0)
         if first.passed >= PATIENCE * self.ahead or not first.step.purpose.explores:
             candidates = [first]
