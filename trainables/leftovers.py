@@ -30,6 +30,7 @@ MEMORY_GIB = 0.25
 POLL_S = 0.05
 
 _SHM = Path("/dev/shm")
+_SEMAPHORE = "sem."  # sem_overview(7): 32 bytes. Inductor's compile workers, once killed, leave one: no news to anybody
 _PR_SET_PDEATHSIG = 1
 
 
@@ -64,7 +65,8 @@ class Leftovers:
                 with contextlib.suppress(OSError):
                     size = (_SHM / name).stat().st_size
                     (_SHM / name).unlink()
-                    told.append(f"shared memory {name} ({size / 2**20:.1f} MiB)")
+                    if not name.startswith(_SEMAPHORE):
+                        told.append(f"shared memory {name} ({size / 2**20:.1f} MiB)")
         return (*told, *self._memory())
 
     def _memory(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _multiprocessing
 import multiprocessing
 import os
 import signal
@@ -130,6 +131,15 @@ def test_a_segment_that_somebody_uses_stays(leaving: Callable[..., Leftovers]) -
     finally:
         used.close()
         used.unlink()
+
+
+def test_a_semaphore_is_removed_without_a_word(leaving: Callable[..., Leftovers]) -> None:
+    left, name = leaving(), f"wattune-{uuid4().hex[:8]}"
+    _multiprocessing.SemLock(1, 1, 1, f"/{name}", False)  # as multiprocessing makes them
+    made = Path(f"/dev/shm/sem.{name}")
+    assert made.exists()
+    assert left.end() == ()
+    assert not made.exists()
 
 
 def test_memory_of_a_gpu_that_does_not_come_back_is_told(
