@@ -40,6 +40,9 @@ FULL = 0.9
 SATURATED = 0.9
 """Share of its peak above which a fabric holds a trial up; `telemetry.windows.trial` has it too, but imports Arrow."""
 
+UNUSED = 0.005
+"""Below this a fabric's share is not worth a word."""
+
 LATE = 0.25
 """The last part of a search's GPU hours, in which a front that still grows asks for more of them."""
 
@@ -159,9 +162,9 @@ def fabric(found: Found) -> str | None:
     saturated, others = [], []
     for metric, name in FABRICS.items():
         busy = {one.label: one.metrics[metric] for one in found.comparison.results if metric in one.metrics}
-        if not busy:
+        most = max(busy, key=busy.__getitem__, default=None)
+        if most is None or busy[most] < UNUSED:
             continue
-        most = max(busy, key=busy.__getitem__)
         over = sum(share > SATURATED for share in busy.values())
         if over:
             saturated.append(f"{name} in {over} of {len(busy)} layouts, at {busy[most]:.0%} of the peak in {most}")

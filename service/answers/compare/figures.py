@@ -18,6 +18,7 @@ JOULES = 3.6e6
 """Of a kWh."""
 
 HOUR_S = 3600.0
+MILLION = 1e6
 
 
 @dataclass(frozen=True)
@@ -101,19 +102,19 @@ def _per_joule(comparison: Comparison[Candidate], one: Candidate, rates: Rates) 
 
 
 def _per_dollar(comparison: Comparison[Candidate], one: Candidate, rates: Rates) -> Value | None:
-    """Tokens for a dollar that goes into GPU hours, energy, or both: what a token costs of each adds up."""
+    """Million tokens for a dollar that goes into GPU hours, energy, or both: what a token costs of each adds up."""
     costs: list[Value | None] = []
     if rates.gpu_hour is not None:
         costs.append(_inverse(measured(comparison, one, SPEED), rates.gpu_hour / HOUR_S))
     if rates.kwh is not None:
         costs.append(_times(measured(comparison, one, ENERGY), rates.kwh / JOULES))
-    return _inverse(_sum(costs), 1.0)
+    return _inverse(_sum(costs), 1 / MILLION)
 
 
 def _per_kg(comparison: Comparison[Candidate], one: Candidate, rates: Rates) -> Value | None:
     if rates.co2 is None:
         return None
-    return _inverse(_times(measured(comparison, one, ENERGY), rates.co2 / JOULES), 1.0)
+    return _inverse(_times(measured(comparison, one, ENERGY), rates.co2 / JOULES), 1 / MILLION)
 
 
 def _times(value: Value | None, factor: float) -> Value | None:
@@ -146,7 +147,21 @@ FIGURES = (
     Figure(SPEED, "throughput per GPU", "tokens/s", ",.0f", _per_gpu),
     Figure("mfu", "model FLOPs utilisation", "1", ".1%", _mfu),
     Figure(PER_JOULE, "tokens for a joule", "tokens/J", ",.4g", _per_joule),
-    Figure("tokens_per_dollar", "tokens for a dollar", "tokens/$", ",.0f", _per_dollar, lambda rates: rates.price),
-    Figure("tokens_per_kg_co2", "tokens for a kg of CO2", "tokens/kg", ",.0f", _per_kg, lambda rates: rates.intensity),
+    Figure(
+        "million_tokens_per_dollar",
+        "tokens for a dollar",
+        "million tokens/$",
+        ",.4g",
+        _per_dollar,
+        lambda rates: rates.price,
+    ),
+    Figure(
+        "million_tokens_per_kg_co2",
+        "tokens for a kg of CO2",
+        "million tokens/kg",
+        ",.4g",
+        _per_kg,
+        lambda rates: rates.intensity,
+    ),
 )
 """Energy, and what is counted by it, is that of the GPUs alone."""

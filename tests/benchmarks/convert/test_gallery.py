@@ -49,7 +49,6 @@ def test_a_gallery_holds_what_its_page_shows_and_says_how_it_is_made(home: Home,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not COMMITTED.exists(), reason="no searches on GPUs are committed")
 def test_the_committed_gallery_is_what_its_command_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vl_convert")
     monkeypatch.chdir(ROOT)

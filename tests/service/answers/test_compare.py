@@ -105,9 +105,9 @@ def test_means_peaks_imbalance_dollars_and_co2_are_those_computed_by_hand(home: 
     assert values["tokens_per_joule"] == pytest.approx([1 / 1.08, 1 / 0.72])
     # A: 3.6 $ / (250 * 3600) = 4e-6 $ a token for GPUs, and 1.08 * 0.36 / 3.6e6 = 1.08e-7 $ for energy.
     # B: 7.2 $ / (375 * 3600) = 5.3333e-6 $, and 0.72 * 0.36 / 3.6e6 = 7.2e-8 $.
-    assert values["tokens_per_dollar"] == pytest.approx([1 / 4.108e-6, 1 / (7.2 / 1_350_000 + 7.2e-8)])
+    assert values["million_tokens_per_dollar"] == pytest.approx([1 / 4.108, 1 / (7.2 / 1.35 + 7.2e-2)])
     # 3.6e6 / (1.08 * 0.5) and 3.6e6 / (0.72 * 0.5).
-    assert values["tokens_per_kg_co2"] == pytest.approx([6_666_666.667, 10_000_000])
+    assert values["million_tokens_per_kg_co2"] == pytest.approx([6.666666667, 10])
     (pair,) = compared.matched
     counters = pair.to_dict()["counters"]
     assert pair.one.metrics["mean_power_w"] == pytest.approx(540.0)  # the mean of the readings is 483 W
@@ -119,8 +119,8 @@ def test_means_peaks_imbalance_dollars_and_co2_are_those_computed_by_hand(home: 
     assert compared.differences["torch"] == ("a", "b")
     assert compared.differences["memory bandwidth (TB/s, data sheet)"] == ("3.35", "4.8")
     told = text(compared)
-    assert "243,427 at 3.6 $/GPU-hour + 0.36 $/kWh" in told
-    assert "6,666,667 at 0.5 kg/kWh" in told
+    assert "0.2434 at 3.6 $/GPU-hour + 0.36 $/kWh" in told
+    assert "6.667 at 0.5 kg/kWh" in told
 
 
 def test_rates_are_the_users_alone() -> None:
@@ -153,12 +153,12 @@ def test_changes_have_the_interval_of_the_ratio_and_none_between_unlike_doubts()
 def test_a_layout_that_was_measured_again_has_an_interval_in_dollars() -> None:
     again = [replace(ran(PLAIN, speed, 0.1), purpose=Purpose.FINALIST, trial_id=f"{speed}") for speed in (99, 100, 101)]
     paid = side("a", *again, rates=Rates(gpu_hour=1.0))
-    dollars = next(figure for figure in FIGURES if figure.key == "tokens_per_dollar")
+    dollars = next(figure for figure in FIGURES if figure.key == "million_tokens_per_dollar")
     (one,) = paid.comparison.results
     value = paid.value(dollars, one)
     assert value is not None
-    assert value.value == pytest.approx(360_000)
-    assert value.half_width == pytest.approx(3600 * 4.3027 / 3**0.5, rel=1e-4)  # t(2) * 1 / sqrt(3)
+    assert value.value == pytest.approx(0.36)
+    assert value.half_width == pytest.approx(0.0036 * 4.3027 / 3**0.5, rel=1e-4)  # t(2) * 1 / sqrt(3)
 
 
 def broken_down(per_gpu: float, clock: float | None = None, **parts: float) -> TrialRecord:
@@ -279,7 +279,7 @@ def test_every_table_of_the_page_has_what_the_comparison_says() -> None:
     assert all(isinstance(table, Table) for table in tables.values())
     best = tables["best"]
     assert isinstance(best, Table)
-    assert [row["rate"] for row in best.rows if row["figure"] == "tokens_per_dollar"] == [
+    assert [row["rate"] for row in best.rows if row["figure"] == "million_tokens_per_dollar"] == [
         "2.5 $/GPU-hour",
         "3 $/GPU-hour",
     ]
@@ -322,7 +322,7 @@ def test_the_command_compares_searches_and_files(home: Home, tmp_path: Path) -> 
     assert read(exported).trials == Wattune().trials("b") or list(read(exported).trials) == Wattune().trials("b")
     answer = json.loads(call("compare", "a", str(exported), "b", "--price-per-gpu-hour", "2", "--json").stdout)
     assert [one["name"] for one in answer["searches"]] == ["a", "elsewhere", "b"]
-    assert answer["best"]["tokens_per_dollar"]["values"][1]["value"] == pytest.approx(450_000)
+    assert answer["best"]["million_tokens_per_dollar"]["values"][1]["value"] == pytest.approx(0.45)
     assert answer["matched"][0]["config"] == SMALL.to_dict()
     assert call("compare", "a", "b", "--html", str(page)).exit_code == 0
     assert page.read_text().startswith("<!doctype html>")
@@ -377,7 +377,7 @@ def test_in_short_each_search_is_held_against_the_first_in_words() -> None:
     told = in_words(compare([side("a", *again, rates=paid), side("b", ran(PLAIN, 150.0), rates=paid)]))
     assert told == [
         "Throughput per GPU: 150 tokens/s in b against 100.0 ± 2.5 in a, +50.0%.",
-        "Tokens for a dollar: 270,000 tokens/$ at 2 $/GPU-hour in b against 180,000 ± 4,471 at 2 $/GPU-hour in a, "
+        "Tokens for a dollar: 0.27 million tokens/$ at 2 $/GPU-hour in b against 0.1800 ± 0.0045 at 2 $/GPU-hour in a, "
         "+50.0%.",
     ]
     others = [replace(one, metrics=one.metrics, trial_id=f"b{one.trial_id}") for one in again]
