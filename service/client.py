@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from service.record.results import Results, SearchRecord, TrialRecord
     from service.trainer_check import TrainerCheck
     from service.trainers import ReadyTrainer
-    from service.watch import Event
+    from service.watch.event import Event
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
     from trainables.launch import Launch
@@ -368,7 +368,7 @@ class Wattune:
         draw.check()
         return write_figures(SECTIONS, compared, Path(folder))
 
-    def watch(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
+    def top(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
         """What each node of a cluster is at, every second until the cluster is gone; empty while no search runs.
 
         `address` is that of the Ray cluster, such as ``head:6379``; default: `RAY_ADDRESS`, else the Ray of this
@@ -378,9 +378,10 @@ class Wattune:
 
         return watch(address)
 
-    def events(self, search: str) -> Iterator[Event]:
-        """What happened in a search, and goes on to happen, as it happens, until it has ended; see `service.watch`."""
-        from service.watch import events
+    def watch(self, search: str) -> Generator[Event, None, None]:
+        """What happened in a search, and goes on to happen, as it happens, until it has ended; see
+        `service.watch.search`."""
+        from service.watch.search import events
 
         search_id = self._record(search).id
 
@@ -390,10 +391,26 @@ class Wattune:
 
         return events(search_id, read)
 
+    def watch_run(
+        self, search: str | None = None, layout: Mapping[str, Any] | None = None, listen: str | None = None
+    ) -> Generator[Event, None, None]:
+        """What is found of a run that trains beside this process, as it goes on, until the caller closes it.
+
+        Its ranks tell `listen`, HOST:PORT, of their steps if they have that as `WATTUNE_RUN`; GPUs of this machine are
+        seen by themselves. With a `search`, or a file as `compare` takes it, the run is held against that one's best
+        layout, or the best with the values of axes in `layout`. See `service.watch.run`.
+        """
+        from service.watch.against import Against
+        from service.watch.run import watching
+        from service.watch.stamps import DEFAULT
+
+        against = None if search is None else Against.of(self._record_or_file(search), layout or {})
+        return watching(listen or DEFAULT, against)
+
     @staticmethod
     def post(event: Event, webhook: str) -> str | None:
         """Send an event to a webhook, as JSON. Returns what went wrong, in a line."""
-        from service.watch import post
+        from service.watch.event import post
 
         return post(event, webhook)
 
