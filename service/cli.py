@@ -30,6 +30,11 @@ ADDRESS = click.option(
 ALLOW_TRAINER = click.option(
     "--allow-trainer", is_flag=True, help="Let a Ray cluster run the spec's trainer, though none of its ready ones."
 )
+ALLOW_POWER_LIMITS = click.option(
+    "--allow-power-limits",
+    is_flag=True,
+    help="Let the search set the power limits of GPUs that space.power_limit_w has.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
@@ -117,12 +122,15 @@ def plan(spec: Path, every: bool, as_json: bool) -> None:
 @click.argument("spec", type=click.Path(path_type=Path))
 @TRACKING
 @ALLOW_TRAINER
+@ALLOW_POWER_LIMITS
 @click.option("--search-id", hidden=True, help="Id of the search, when a job was submitted under it.")
 @refusing_bad_input
-def run(spec: Path, tracking_uri: str | None, allow_trainer: bool, search_id: str | None) -> None:
+def run(
+    spec: Path, tracking_uri: str | None, allow_trainer: bool, allow_power_limits: bool, search_id: str | None
+) -> None:
     """Run a search here, on the Ray cluster of RAY_ADDRESS or on this machine alone."""
     client = Wattune(tracking_uri)
-    _print_outcome(client, client.run(spec, search_id, allow_trainer))
+    _print_outcome(client, client.run(spec, search_id, allow_trainer, allow_power_limits))
 
 
 @main.command()
@@ -156,11 +164,14 @@ def calibrate(spec: Path, tracking_uri: str | None) -> None:
 @click.option("--address", metavar="URL", help="Ray's job server, for a search that was submitted to it.")
 @TRACKING
 @ALLOW_TRAINER
+@ALLOW_POWER_LIMITS
 @refusing_bad_input
-def resume(search: str, address: str | None, tracking_uri: str | None, allow_trainer: bool) -> None:
+def resume(
+    search: str, address: str | None, tracking_uri: str | None, allow_trainer: bool, allow_power_limits: bool
+) -> None:
     """Go on with a search that was interrupted, from the WATTUNE_HOME and on the Ray cluster that it had."""
     client = Wattune(tracking_uri, address)
-    resumed = client.resume(search, allow_trainer)
+    resumed = client.resume(search, allow_trainer, allow_power_limits)
     if address:
         click.echo(resumed)
     else:
@@ -172,11 +183,19 @@ def resume(search: str, address: str | None, tracking_uri: str | None, allow_tra
 @ADDRESS
 @TRACKING
 @ALLOW_TRAINER
+@ALLOW_POWER_LIMITS
 @JSON
 @refusing_bad_input
-def submit(spec: Path, address: str, tracking_uri: str | None, allow_trainer: bool, as_json: bool) -> None:
+def submit(
+    spec: Path,
+    address: str,
+    tracking_uri: str | None,
+    allow_trainer: bool,
+    allow_power_limits: bool,
+    as_json: bool,
+) -> None:
     """Hand a search to a Ray cluster, where it goes on without this terminal."""
-    search = Wattune(tracking_uri, address).submit(spec, allow_trainer)
+    search = Wattune(tracking_uri, address).submit(spec, allow_trainer, allow_power_limits)
     click.echo(json.dumps({"search_id": search}) if as_json else search)
 
 

@@ -73,11 +73,18 @@ class Wattune:
         calibration = load(home.Home.locate(), problem.cluster)
         return make_plan(problem, calibration, [*data_from_afar(problem), *notices(problem)])
 
-    def run(self, spec: Problem | str | Path, search_id: str | None = None, allow_trainer: bool = False) -> str:
+    def run(
+        self,
+        spec: Problem | str | Path,
+        search_id: str | None = None,
+        allow_trainer: bool = False,
+        allow_power_limits: bool = False,
+    ) -> str:
         """Run a search here, on the Ray cluster of `RAY_ADDRESS` or on this machine, to its end. Returns its id.
 
         `search_id` is the id to give it, by default a new one. `allow_trainer`: whether the cluster of `RAY_ADDRESS` is
-        to run a trainer that is none of its ready ones; the same in `resume` and `submit`.
+        to run a trainer that is none of its ready ones, `allow_power_limits` whether those of GPUs may be set, if the
+        spec's space says so; the same in `resume` and `submit`.
         """
         problem = _loaded(spec)
         from service.checks import check_machine
@@ -85,7 +92,7 @@ class Wattune:
         check_machine(problem.least)
         from service.search import run
 
-        return run(problem, self.tracking_uri, search_id, allow_trainer)
+        return run(problem, self.tracking_uri, search_id, allow_trainer, allow_power_limits)
 
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
         """Fit the cost model to the machines here, by trials of some of the spec's layouts, and time their collectives.
@@ -107,7 +114,7 @@ class Wattune:
 
         return examine(address, self.tracking_uri)
 
-    def resume(self, search: str, allow_trainer: bool = False) -> str:
+    def resume(self, search: str, allow_trainer: bool = False, allow_power_limits: bool = False) -> str:
         """Go on with a search that was interrupted. Returns its id.
 
         Here, to its end, see `service.search.resume`; with an `address`, as a job of the cluster that it ran on.
@@ -116,17 +123,17 @@ class Wattune:
         if self.address:
             from service import jobs
 
-            return jobs.resubmit(search, self.address, self.tracking_uri, allow_trainer)
+            return jobs.resubmit(search, self.address, self.tracking_uri, allow_trainer, allow_power_limits)
         from service.search import resume
 
-        return resume(search, self.tracking_uri, allow_trainer)
+        return resume(search, self.tracking_uri, allow_trainer, allow_power_limits)
 
-    def submit(self, spec: Problem | str | Path, allow_trainer: bool = False) -> str:
+    def submit(self, spec: Problem | str | Path, allow_trainer: bool = False, allow_power_limits: bool = False) -> str:
         """Hand a search to the Ray cluster at `address`, where it goes on without this process. Returns its id."""
         problem, address = _loaded(spec), self._cluster
         from service.jobs import submit
 
-        return submit(problem, address, self.tracking_uri, allow_trainer)
+        return submit(problem, address, self.tracking_uri, allow_trainer, allow_power_limits)
 
     def logs(self, search: str) -> Iterator[str]:
         """The lines, each with its line end, that a submitted search printed, as they come, until it ends."""

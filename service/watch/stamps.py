@@ -71,11 +71,13 @@ class Listener:
         try:
             if not (colon and host):
                 raise ValueError("give HOST:PORT")
+            if not 0 <= int(port) < 2**16:
+                raise ValueError(f"there is no port {port}")
             where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)[0]
             self._socket = socket.socket(where[0], where[1])
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             self._socket.bind(where[4])
-        except (OSError, OverflowError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise InputError(f"listen: {address!r} cannot be listened at: {error}") from None
 
     @property

@@ -112,11 +112,13 @@ class _Sender(_Stamps):
         try:
             place: dict[str, Any] = {"rank": int(os.environ.get("RANK", "0"))}
             place["world"] = int(os.environ.get("WORLD_SIZE", "1"))
+            if not 0 < int(port) < 2**16:
+                raise ValueError(f"there is no port {port}")
             family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
             watcher = socket.socket(family, kind)
             watcher.setblocking(False)
             watcher.connect(where)
-        except (OSError, OverflowError, ValueError) as error:
+        except (OSError, ValueError) as error:
             print(f"wattune_steps: WATTUNE_RUN={address}: no watcher can be told: {error}", file=sys.stderr)
             return
         place.update(host=socket.gethostname(), pid=os.getpid(), device=_uuid(self.device))
