@@ -1,7 +1,8 @@
 """What the published figures come from, in three kinds of commands.
 
 `measure` has what runs on machines, `judge` what holds models and samplers against what was measured, `convert` what
-makes data of searches and of other people's sheets. `python -m benchmarks.KIND.NAME --help` says more of each.
+makes data of searches and of other people's sheets. `python -m benchmarks.KIND.NAME --help` says more of each. Beside
+them stands `heat`, a benchmark of machines that is for others to run.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class Axis:
     """One setting of a layout.
 
     - `type`: of its values, as the field is annotated. `lists`: whether they are lists of whole numbers, or None.
+      `optional`: whether a value that is no list may be None.
     - `default`: what a layout has of it where nothing is said; for `num_gpus` None, which is the whole cluster.
     - `idle`: what a layout without use for the axis has written, so that equal layouts are equal values. It is also
       what layouts were run with before there was the axis. `matters` says whether a layout, settled up to the axis, has
@@ -58,6 +59,7 @@ class Axis:
     label: Callable[[Any], str]
     meaning: str
     matters: Callable[[Layout], bool]
+    optional: bool = False
 
     @property
     def lists(self) -> bool:
@@ -70,9 +72,10 @@ class Axis:
     @property
     def documentation(self) -> str:
         """The axis's row in the table of docs/spec.md: name, type, default as YAML has it, and meaning."""
-        kind = "lists of whole numbers, or null" if self.lists else _KINDS[self.type]
+        kind = "lists of whole numbers" if self.lists else _KINDS[self.type]
+        kind += ", or null" if self.lists or self.optional else ""
         default = self.default if isinstance(self.default, str) else json.dumps(self.default)
-        values = default if self.default is None and not self.lists else f"[{default}]"
+        values = default if self.default is None and not (self.lists or self.optional) else f"[{default}]"
         return f"| `{self.name}` | list of {kind} | `{values}` | {self.meaning} |"
 
     def place(self, value: int | float) -> float:
@@ -117,6 +120,8 @@ def row_of(declared: Field[Any], kind: Any) -> Axis:
         row["default"] = declared.default
     if row["idle"] is MISSING:
         row["idle"] = row["default"]
+    row["optional"] = kind == int | None
+    kind = int if row["optional"] else kind
     row["scale"] = row["scale"] or {int: Scale.LOG2, bool: Scale.LINEAR}.get(kind, Scale.CATEGORY)
     return Axis(declared.name, kind, **row)
 

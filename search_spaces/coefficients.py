@@ -11,6 +11,9 @@ LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.51, 0.8, 0.985
 """What is attained of the bandwidth of links and adapters, and at what share of the power limit mean power is held: on
 H200, but for the adapters, which are a guess."""
 
+IDLE_SHARE = 0.9
+"""Of a power limit, at most, that a GPU is taken to draw while it waits."""
+
 STATED = "; as the spec states: "
 """In a source, between where coefficients are from and what the spec has in place of them."""
 
@@ -112,7 +115,7 @@ class Coefficients:
             else self.network_bytes_per_s,
             network_latency_s=network_latency_s or self.network_latency_s,
             power_limit_w=limit,
-            idle_w=min(self.idle_w, 0.9 * limit),
+            idle_w=min(self.idle_w, IDLE_SHARE * limit),
         )
 
 

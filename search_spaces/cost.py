@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from search_spaces.coefficients import Coefficients, data_sheet
+from search_spaces.coefficients import IDLE_SHARE, POWER_SHARE, Coefficients, data_sheet
 from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
 from search_spaces.network import Collective
@@ -61,7 +61,11 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     core = rounds * load.flops * c.joules_per_flop
     rest = (rounds * load.moved + upkeep.moved) * c.joules_per_byte
     rest += (rounds * load.sent + upkeep.sent) * c.joules_per_link_byte
-    budget = c.power_limit_w - c.idle_w
+    limit, idle = c.power_limit_w, c.idle_w
+    if layout.power_limit_w is not None:
+        limit = min(limit, POWER_SHARE * layout.power_limit_w)
+        idle = min(idle, IDLE_SHARE * limit)
+    budget = limit - idle
     clock = _clock(clocked, steady, core, rest, budget)
     stretched = rounds * times[slow] + clocked / clock - clocked
 
@@ -73,7 +77,7 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
 
     # What ranks have less to do than the slowest they wait for it.
     busy = sum(each.seconds for each in loads) / len(loads) / load.seconds
-    power = c.idle_w + busy * (core * clock**2 + rest) / step
+    power = idle + busy * (core * clock**2 + rest) / step
     tokens_per_s = layout.global_batch_size * work.sequence_length / step
     parts = {
         "matmul": rounds * load.matmul / clock,

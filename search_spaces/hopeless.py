@@ -11,6 +11,7 @@ from search_spaces.layout import AXES, Layout
 from search_spaces.rules import (
     heads_divide,
     layers_divide,
+    power_limit_is_of_the_accelerator,
     rank_order_is_permutation,
     segments_expand_on_cuda,
     sequence_divides,
@@ -42,7 +43,8 @@ def hopeless(axes: Mapping[str, Sequence[Any]], work: Workload) -> Iterator[Hope
         for value in axes[axis]:
             if reason := judge.refuses(plain, axis, value, work):
                 kind, words = AXES[axis].type, AXES[axis].allowed
-                listed = words if kind is str else range(1, max(axes["num_gpus"]) + 1) if kind is int else ()
+                counts = kind is int and axis != "power_limit_w"
+                listed = words if kind is str else range(1, max(axes["num_gpus"]) + 1) if counts else ()
                 allowed = tuple(other for other in listed or () if not judge.refuses(plain, axis, other, work))
                 yield Hopeless(axis, value, reason, allowed)
 
@@ -82,4 +84,5 @@ def _judges(axes: Mapping[str, Sequence[Any]]) -> dict[str, _Judge]:
         "stage_layers": _Judge(layers_divide, lambda layers: (pipelines or [{}]) if layers else []),
         "rank_order": _Judge(rank_order_is_permutation, lambda order: workers),
         "expandable_segments": _Judge(segments_expand_on_cuda),
+        "power_limit_w": _Judge(power_limit_is_of_the_accelerator),
     }

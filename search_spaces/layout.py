@@ -81,6 +81,7 @@ class Layout:
     - `precision` is that of matrix products; `reduce_precision` that in which gradients are summed over ranks.
     - `expandable_segments` has torch's allocator map memory piece by piece, so that less lies idle between tensors.
     - `rank_order[i]` is the worker of the gang, and so the GPU, that takes rank i; None for i itself.
+    - `power_limit_w` is set on each of its GPUs while it runs; None leaves what they have.
     - `own` are the settings of axes of the user's own, by the axis's name in the order of names.
     """
 
@@ -316,6 +317,17 @@ class Layout:
             settled=20,
             label=_joined("order"),
             allowed=Range(0),
+        ),
+    )
+    power_limit_w: int | None = field(
+        default=None,
+        metadata=axis(
+            "Watts that each GPU is limited to while a trial runs, put back afterwards; `null` leaves the limit as it "
+            "is. Only with `--allow-power-limits`: [power limits](power_limits.md).",
+            settled=24,
+            label="{}W".format,
+            allowed=SIZES,
+            scale=Scale.CATEGORY,
         ),
     )
     own: tuple[tuple[str, Any], ...] = ()

@@ -189,6 +189,18 @@ def segments_expand_on_cuda(layout: Layout, work: Workload) -> str | None:
     return None
 
 
+def power_limit_is_of_the_accelerator(layout: Layout, work: Workload) -> str | None:
+    """That a GPU takes so low a limit only its driver knows."""
+    if layout.power_limit_w is None:
+        return None
+    if work.accelerator.platform not in (None, "cuda"):
+        return "power limits are set through NVML, of NVIDIA's GPUs"
+    highest = work.accelerator.power_limit_w
+    if highest is not None and layout.power_limit_w > highest:
+        return f"{layout.power_limit_w} W are more than the {highest:g} W of the accelerator's data sheet"
+    return None
+
+
 def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
     if layout.rank_order is not None and sorted(layout.rank_order) != list(range(layout.num_gpus)):
         return f"rank_order must name each of the {layout.num_gpus} workers once"
@@ -227,6 +239,7 @@ RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
     "async_tensor_parallel": (async_tensor_parallel_is_supported,),
     "rank_order": (rank_order_is_permutation,),
     "expandable_segments": (segments_expand_on_cuda,),
+    "power_limit_w": (power_limit_is_of_the_accelerator,),
 }
 """The rules of all engines, by the axis that they are judged at: the last of those that they look at."""
 
@@ -236,6 +249,7 @@ FOR_ANY_PROGRAM = (
     virtual_stages_fit_schedule,
     replicas_divide,
     rank_order_is_permutation,
+    power_limit_is_of_the_accelerator,
 )
 """Those that follow from what the axes mean."""
 

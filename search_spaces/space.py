@@ -46,7 +46,7 @@ def varying(layouts: Iterable[Layout]) -> dict[str, list[Any]]:
         for axis in (*AXES, *dict(layout.own)):
             taken.setdefault(axis, set()).add(layout.setting(axis))
     return {
-        axis: sorted(values, key=lambda value: () if value is None else value)
+        axis: sorted(values, key=lambda value: (value is not None, value))
         for axis, values in taken.items()
         if len(values) > 1
     }

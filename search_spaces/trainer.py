@@ -15,8 +15,8 @@ from search_spaces.templates import fill, fill_data, written
 HOOK = "hook"
 """How a program tells of its steps that calls Wattune's own hook."""
 
-GIVEN = ("num_gpus", "rank_order")
-"""Axes that any program has, as they say only which GPUs it gets."""
+GIVEN = ("num_gpus", "rank_order", "power_limit_w")
+"""Axes that any program has, as they say only which GPUs it gets, and how these are set."""
 
 
 @dataclass(frozen=True)

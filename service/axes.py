@@ -34,7 +34,8 @@ def _value_of(axis: Axis) -> Any:
     if axis.name == "engine":
         return Annotated[str, BeforeValidator(_known)]
     if isinstance(axis.allowed, Range):
-        return Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high or LARGEST)]
+        number = Annotated[int, Field(strict=True, ge=axis.allowed.low, le=axis.allowed.high or LARGEST)]
+        return number | None if axis.optional else number
     return Annotated[axis.type, Field(strict=True)] if axis.allowed is None else Literal[axis.allowed]
 
 
@@ -54,7 +55,9 @@ def _field_of(axis: Axis) -> tuple[Any, Any]:
     item = _value_of(axis)
     if axis.lists:
         return _list_of_lists(item), [axis.default]
-    return (_list_of(item), [axis.default]) if axis.default is not None else (_list_of(item) | None, None)
+    if axis.default is None and not axis.optional:
+        return _list_of(item) | None, None
+    return _list_of(item), [axis.default]
 
 
 class _Open(BaseModel):

@@ -13,7 +13,7 @@ import ray
 from search_spaces.cost import Coefficients
 from search_spaces.layout import Layout
 from search_spaces.network import Curve
-from service.checks import check_data, check_machine
+from service.checks import check_data, check_machine, check_power_limits
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver
 from service.errors import InputError, NoAnswerError
@@ -101,6 +101,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         raise InputError("trainer: the cost model is calibrated by Wattune's own engines: leave it out")
     if (start := expected(problem.cluster)) is None:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
+    check_power_limits(problem, False)
     check_data(problem)
     check_machine(problem.cluster)
     name, whole = f"{problem.name[:51]}-calibration", replace(problem.measurement, explore="gang")

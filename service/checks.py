@@ -223,6 +223,12 @@ def _contradictions(problem: Problem) -> Iterator[str]:
                 yield f"constraints: {least.text!r} and {most.text!r} cannot both hold"
 
 
+def check_power_limits(problem: Problem, allowed: bool) -> None:
+    """Raise `InputError` for a problem that sets power limits of GPUs, unless somebody who may do so allowed it."""
+    if problem.sets_power_limits and not allowed:
+        raise InputError("space.power_limit_w: it sets the power limits of GPUs, which takes --allow-power-limits")
+
+
 def _excludes(least: Limit, most: Limit) -> bool:
     return (
         least.metric == most.metric and (least.comparison, most.comparison) == (">=", "<=") and least.bound > most.bound

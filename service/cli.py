@@ -30,6 +30,11 @@ ADDRESS = click.option(
 ALLOW_TRAINER = click.option(
     "--allow-trainer", is_flag=True, help="Let a Ray cluster run the spec's trainer, though none of its ready ones."
 )
+ALLOW_POWER_LIMITS = click.option(
+    "--allow-power-limits",
+    is_flag=True,
+    help="Let the search set the power limits of GPUs that space.power_limit_w has.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
@@ -117,12 +122,15 @@ def plan(spec: Path, every: bool, as_json: bool) -> None:
 @click.argument("spec", type=click.Path(path_type=Path))
 @TRACKING
 @ALLOW_TRAINER
+@ALLOW_POWER_LIMITS
 @click.option("--search-id", hidden=True, help="Id of the search, when a job was submitted under it.")
 @refusing_bad_input
-def run(spec: Path, tracking_uri: str | None, allow_trainer: bool, search_id: str | None) -> None:
+def run(
+    spec: Path, tracking_uri: str | None, allow_trainer: bool, allow_power_limits: bool, search_id: str | None
+) -> None:
     """Run a search here, on the Ray cluster of RAY_ADDRESS or on this machine alone."""
     client = Wattune(tracking_uri)
-    _print_outcome(client, client.run(spec, search_id, allow_trainer))
+    _print_outcome(client, client.run(spec, search_id, allow_trainer, allow_power_limits))
 
 
 @main.command()
@@ -156,11 +164,14 @@ def calibrate(spec: Path, tracking_uri: str | None) -> None:
 @click.option("--address", metavar="URL", help="Ray's job server, for a search that was submitted to it.")
 @TRACKING
 @ALLOW_TRAINER
+@ALLOW_POWER_LIMITS
 @refusing_bad_input
-def resume(search: str, address: str | None, tracking_uri: str | None, allow_trainer: bool) -> None:
+def resume(
+    search: str, address: str | None, tracking_uri: str | None, allow_trainer: bool, allow_power_limits: bool
+) -> None:
     """Go on with a search that was interrupted, from the WATTUNE_HOME and on the Ray cluster that it had."""
     client = Wattune(tracking_uri, address)
-    resumed = client.resume(search, allow_trainer)
+    resumed = client.resume(search, allow_trainer, allow_power_limits)
     if address:
         click.echo(resumed)
     else:
@@ -172,11 +183,19 @@ def resume(search: str, address: str | None, tracking_uri: str | None, allow_tra
 @ADDRESS
 @TRACKING
 @ALLOW_TRAINER
+@ALLOW_POWER_LIMITS
 @JSON
 @refusing_bad_input
-def submit(spec: Path, address: str, tracking_uri: str | None, allow_trainer: bool, as_json: bool) -> None:
+def submit(
+    spec: Path,
+    address: str,
+    tracking_uri: str | None,
+    allow_trainer: bool,
+    allow_power_limits: bool,
+    as_json: bool,
+) -> None:
     """Hand a search to a Ray cluster, where it goes on without this terminal."""
-    search = Wattune(tracking_uri, address).submit(spec, allow_trainer)
+    search = Wattune(tracking_uri, address).submit(spec, allow_trainer, allow_power_limits)
     click.echo(json.dumps({"search_id": search}) if as_json else search)
 
 
@@ -206,23 +225,43 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
 
 
 @main.command()
-@click.argument("search")
+@click.argument("search", required=False)
+@click.option("--run", "of_run", is_flag=True, help="Watch a run in training beside this command, not a search.")
+@click.option("--listen", metavar="HOST:PORT", help="With --run: its WATTUNE_RUN; default: 127.0.0.1:7171.")
+@click.option("--layout", multiple=True, metavar="AXIS=VALUE", help="With --run SEARCH: of the layout that it has.")
 @click.option("--webhook", metavar="URL", help="Also post each event there, as JSON.")
 @TRACKING
 @JSON
 @refusing_bad_input
-def watch(search: str, webhook: str | None, tracking_uri: str | None, as_json: bool) -> None:
+def watch(
+    search: str | None,
+    of_run: bool,
+    listen: str | None,
+    layout: tuple[str, ...],
+    webhook: str | None,
+    tracking_uri: str | None,
+    as_json: bool,
+) -> None:
     """Follow a search until it ends: trials that start and end, what the front is, what fails.
 
     What has happened so far comes first. With --json, one object a line. Exit code 3 if the search failed.
+
+    With --run: follow a run of your own that has the hook's two lines, or this machine's GPUs alone: what slows it, and
+    errors. With SEARCH too, whether its layout is still the best for the machine as it is. Ctrl-C ends it.
     """
     if webhook and not webhook.startswith(("http://", "https://")):
         raise InputError(f"webhook: {webhook!r} is no URL: give http:// or https://")
-    from service.watch import text
+    if not of_run and (search is None or listen or layout):
+        raise InputError("watch: give a SEARCH" if search is None else "watch: --listen and --layout go with --run")
+    if layout and search is None:
+        raise InputError("watch: --layout goes with a SEARCH, which the run is held against")
+    from service.answers.why import parse_choices
+    from service.watch.event import text
 
     client = Wattune(tracking_uri)
-    with contextlib.suppress(KeyboardInterrupt):
-        for event in client.events(search):
+    happening = client.watch_run(search, parse_choices(layout), listen) if of_run else client.watch(search or "")
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(happening):
+        for event in happening:
             click.echo(json.dumps(event.to_dict()) if as_json else text(event))
             sys.stdout.flush()
             if webhook and (trouble := client.post(event, webhook)):
@@ -258,7 +297,7 @@ def stop(search: str, address: str) -> None:
 @refusing_bad_input
 def top(address: str | None, once: bool) -> None:
     """Show every GPU of a cluster while searches run: power, heat, clocks, what throttles it, its trial."""
-    with contextlib.closing(Wattune().watch(address)) as watched:
+    with contextlib.closing(Wattune().top(address)) as watched:
         from service.top import show
 
         show(watched, once)

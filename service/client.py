@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from service.record.results import Results, SearchRecord, TrialRecord
     from service.trainer_check import TrainerCheck
     from service.trainers import ReadyTrainer
-    from service.watch import Event
+    from service.watch.event import Event
     from telemetry.actor import NodeState
     from trainables.data import PreparedData
     from trainables.launch import Launch
@@ -73,11 +73,18 @@ class Wattune:
         calibration = load(home.Home.locate(), problem.cluster)
         return make_plan(problem, calibration, [*data_from_afar(problem), *notices(problem)])
 
-    def run(self, spec: Problem | str | Path, search_id: str | None = None, allow_trainer: bool = False) -> str:
+    def run(
+        self,
+        spec: Problem | str | Path,
+        search_id: str | None = None,
+        allow_trainer: bool = False,
+        allow_power_limits: bool = False,
+    ) -> str:
         """Run a search here, on the Ray cluster of `RAY_ADDRESS` or on this machine, to its end. Returns its id.
 
         `search_id` is the id to give it, by default a new one. `allow_trainer`: whether the cluster of `RAY_ADDRESS` is
-        to run a trainer that is none of its ready ones; the same in `resume` and `submit`.
+        to run a trainer that is none of its ready ones, `allow_power_limits` whether those of GPUs may be set, if the
+        spec's space says so; the same in `resume` and `submit`.
         """
         problem = _loaded(spec)
         from service.checks import check_machine
@@ -85,7 +92,7 @@ class Wattune:
         check_machine(problem.least)
         from service.search import run
 
-        return run(problem, self.tracking_uri, search_id, allow_trainer)
+        return run(problem, self.tracking_uri, search_id, allow_trainer, allow_power_limits)
 
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
         """Fit the cost model to the machines here, by trials of some of the spec's layouts, and time their collectives.
@@ -107,7 +114,7 @@ class Wattune:
 
         return examine(address, self.tracking_uri)
 
-    def resume(self, search: str, allow_trainer: bool = False) -> str:
+    def resume(self, search: str, allow_trainer: bool = False, allow_power_limits: bool = False) -> str:
         """Go on with a search that was interrupted. Returns its id.
 
         Here, to its end, see `service.search.resume`; with an `address`, as a job of the cluster that it ran on.
@@ -116,17 +123,17 @@ class Wattune:
         if self.address:
             from service import jobs
 
-            return jobs.resubmit(search, self.address, self.tracking_uri, allow_trainer)
+            return jobs.resubmit(search, self.address, self.tracking_uri, allow_trainer, allow_power_limits)
         from service.search import resume
 
-        return resume(search, self.tracking_uri, allow_trainer)
+        return resume(search, self.tracking_uri, allow_trainer, allow_power_limits)
 
-    def submit(self, spec: Problem | str | Path, allow_trainer: bool = False) -> str:
+    def submit(self, spec: Problem | str | Path, allow_trainer: bool = False, allow_power_limits: bool = False) -> str:
         """Hand a search to the Ray cluster at `address`, where it goes on without this process. Returns its id."""
         problem, address = _loaded(spec), self._cluster
         from service.jobs import submit
 
-        return submit(problem, address, self.tracking_uri, allow_trainer)
+        return submit(problem, address, self.tracking_uri, allow_trainer, allow_power_limits)
 
     def logs(self, search: str) -> Iterator[str]:
         """The lines, each with its line end, that a submitted search printed, as they come, until it ends."""
@@ -368,7 +375,7 @@ class Wattune:
         draw.check()
         return write_figures(SECTIONS, compared, Path(folder))
 
-    def watch(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
+    def top(self, address: str | None = None) -> Generator[list[NodeState], None, None]:
         """What each node of a cluster is at, every second until the cluster is gone; empty while no search runs.
 
         `address` is that of the Ray cluster, such as ``head:6379``; default: `RAY_ADDRESS`, else the Ray of this
@@ -378,9 +385,10 @@ class Wattune:
 
         return watch(address)
 
-    def events(self, search: str) -> Iterator[Event]:
-        """What happened in a search, and goes on to happen, as it happens, until it has ended; see `service.watch`."""
-        from service.watch import events
+    def watch(self, search: str) -> Generator[Event, None, None]:
+        """What happened in a search, and goes on to happen, as it happens, until it has ended; see
+        `service.watch.search`."""
+        from service.watch.search import events
 
         search_id = self._record(search).id
 
@@ -390,10 +398,26 @@ class Wattune:
 
         return events(search_id, read)
 
+    def watch_run(
+        self, search: str | None = None, layout: Mapping[str, Any] | None = None, listen: str | None = None
+    ) -> Generator[Event, None, None]:
+        """What is found of a run that trains beside this process, as it goes on, until the caller closes it.
+
+        Its ranks tell `listen`, HOST:PORT, of their steps if they have that as `WATTUNE_RUN`; GPUs of this machine are
+        seen by themselves. With a `search`, or a file as `compare` takes it, the run is held against that one's best
+        layout, or the best with the values of axes in `layout`. See `service.watch.run`.
+        """
+        from service.watch.against import Against
+        from service.watch.run import watching
+        from service.watch.stamps import DEFAULT
+
+        against = None if search is None else Against.of(self._record_or_file(search), layout or {})
+        return watching(listen or DEFAULT, against)
+
     @staticmethod
     def post(event: Event, webhook: str) -> str | None:
         """Send an event to a webhook, as JSON. Returns what went wrong, in a line."""
-        from service.watch import post
+        from service.watch.event import post
 
         return post(event, webhook)
 

@@ -24,7 +24,7 @@ from search_spaces.network import Network
 from service.answers.overview import contests
 from service.checks import notices
 from service.display import Display
-from service.errors import SearchError
+from service.errors import InputError, SearchError
 from service.history import slower
 from service.home import Home
 from service.problem import Problem
@@ -101,7 +101,8 @@ class Driver:
         """Take the agenda to its end. `begun`: whether the search has a record already."""
         for result in self.agenda.results:
             self.display.count(result)
-        telemetry = start_telemetry(self.search_id, self.home.telemetry)
+        telemetry = start_telemetry(self.search_id, self.home.telemetry, self.problem.sets_power_limits)
+        self._check_power(telemetry)
         environment = software() | surroundings() | hardware(telemetry)
         if not begun:
             self.tracker.start_search(self.search_id, self.problem, environment)
@@ -120,6 +121,16 @@ class Driver:
         turns = self._turns(sizes, telemetry)
         with self.tracker.beating(lambda: turns.standing):
             self._measure(turns, telemetry, environment)
+
+    def _check_power(self, telemetry: Fleet) -> None:
+        """Raise `InputError`, with nothing recorded, if power limits are to be set that GPUs do not take."""
+        limits = [watts for watts in self.problem.axes.get("power_limit_w", ()) if watts is not None]
+        if not limits:
+            return
+        refused = ray.get([call(actor, Telemetry.check_power, limits) for actor in list(telemetry.values())])
+        if reasons := [reason for reason in refused if reason is not None]:
+            stop_telemetry(telemetry)
+            raise InputError(f"space.power_limit_w: {reasons[0]}")
 
     def _turns(self, sizes: Sequence[int], telemetry: Fleet) -> Turns:
         """The search's part in the queue of its cluster, not begun yet."""

@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.checks import check_power_limits
 from service.errors import InputError, SearchError
 from service.home import user
 from service.problem import Problem
@@ -46,7 +47,7 @@ START_S = 180.0  # of a head that is busy: it sets up the job, imports, and join
 STOP_S = 60  # what a driver gets to close its record and its gangs; Ray's own 3 s are too short
 STATUS = {"PENDING": "pending", "RUNNING": "running", "STOPPED": "stopped", "FAILED": "failed", "SUCCEEDED": "finished"}
 _OVERRIDING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-_ALLOWED = " --allow-trainer"
+_TRAINER, _POWER = " --allow-trainer", " --allow-power-limits"
 _MARK = "wattune.search"  # the metadata that says of which search a job is; other jobs of the cluster have none
 
 
@@ -64,7 +65,13 @@ class Submission:
     cause: str | None
 
 
-def submit(problem: Problem, address: str, tracking_uri: str, allow_trainer: bool = False) -> str:
+def submit(
+    problem: Problem,
+    address: str,
+    tracking_uri: str,
+    allow_trainer: bool = False,
+    allow_power_limits: bool = False,
+) -> str:
     """Hand a search to the cluster at `address`, where it goes on without this process, and return its id.
 
     Returns once the search has begun its record, in which it may be queued until its GPUs are free. `tracking_uri` has
@@ -72,9 +79,9 @@ def submit(problem: Problem, address: str, tracking_uri: str, allow_trainer: boo
     variables of this process, such as user and password, go to the search as well. A relative path in `data` is taken
     from the working directory here; the file must be at that absolute path on every node. A trainer that is ready here
     is handed in by its name, for the cluster to look up among its own. Any other is run with `allow_trainer` alone, and
-    its directory must be there under the same path.
+    its directory must be there under the same path. Power limits are set with `allow_power_limits` alone.
 
-    Raises `InputError`, with nothing submitted, for a trainer that the cluster is not to run, a store that is no server
+    Raises `InputError`, with nothing submitted, for what is not allowed, a store that is no server
     or an address that cannot be used; and with the reason of the search itself, should it find its data, its cluster or
     its store unusable over there. Raises `SearchError` if its job failed for another reason, or has not begun the
     search within `START_S`.
@@ -82,16 +89,19 @@ def submit(problem: Problem, address: str, tracking_uri: str, allow_trainer: boo
     named = problem.trainer is not None and is_ready(problem.trainer)
     if problem.trainer is not None and not (named or allow_trainer):
         raise InputError(refused(problem.trainer))
+    check_power_limits(problem, allow_power_limits)
     _check_store(tracking_uri)
     search_id = new_search_id(problem)
     with _cluster(address) as client, tempfile.TemporaryDirectory() as directory:
         Path(directory, "spec.yaml").write_text(dump_spec(problem.located(), named), encoding="utf-8")
-        command = f"run spec.yaml --search-id {search_id}{_ALLOWED if allow_trainer else ''}"
+        command = f"run spec.yaml --search-id {search_id}{_allowed(allow_trainer, allow_power_limits)}"
         _submit(client, search_id, search_id, command, tracking_uri, {"working_dir": directory})
     return search_id
 
 
-def resubmit(search: str, address: str, tracking_uri: str, allow_trainer: bool = False) -> str:
+def resubmit(
+    search: str, address: str, tracking_uri: str, allow_trainer: bool = False, allow_power_limits: bool = False
+) -> str:
     """Have the cluster at `address` go on with a search that was submitted to it, and return the search's id.
 
     On the same terms as `submit`; `search` is an id, or the beginning of one, of the record at `tracking_uri`. Raises
@@ -105,11 +115,16 @@ def resubmit(search: str, address: str, tracking_uri: str, allow_trainer: bool =
             client,
             job,
             search_id,
-            f"resume {shlex.quote(search_id)}{_ALLOWED if allow_trainer else ''}",
+            f"resume {shlex.quote(search_id)}{_allowed(allow_trainer, allow_power_limits)}",
             tracking_uri,
             {},
         )
     return search_id
+
+
+def _allowed(trainer: bool, power_limits: bool) -> str:
+    """The options of the command that says so over there."""
+    return f"{_TRAINER if trainer else ''}{_POWER if power_limits else ''}"
 
 
 def _check_store(tracking_uri: str) -> None:

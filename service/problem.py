@@ -242,6 +242,11 @@ class Problem:
         return _enumerated(tuple((axis, tuple(values)) for axis, values in self.axes.items()), self.workload)
 
     @property
+    def sets_power_limits(self) -> bool:
+        """Whether any of its layouts has a power limit of its own, which takes a person's word to set."""
+        return any(limit is not None for limit in self.axes.get("power_limit_w", ()))
+
+    @property
     def baseline_layout(self) -> Layout | None:
         """The legal layout that `baseline` names, None without one. Raises `ValueError` unless there is just one."""
         if self.baseline is None:

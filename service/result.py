@@ -67,6 +67,31 @@ class RankRecord:
         return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown)})
 
 
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What one device did in the window of `duration_s` seconds; None is unknown.
+
+    `throttle_s` has seconds by cause (`telemetry.samples.THROTTLE_CAUSES`), of which several may be at once. Means are
+    over time.
+    """
+
+    device: str
+    node_id: str
+    duration_s: float
+    energy_j: float | None
+    mean_sm_clock_mhz: float | None
+    min_sm_clock_mhz: float | None
+    mean_gpu_temp_c: float | None
+    peak_gpu_temp_c: float | None
+    peak_hbm_temp_c: float | None
+    throttle_s: dict[str, float | None]
+
+    @property
+    def mean_power_w(self) -> float | None:
+        """Energy by time."""
+        return None if self.energy_j is None else self.energy_j / self.duration_s
+
+
 class SlowCause(StrEnum):
     """What makes a rank slower than others with the same work; its text is what records hold."""
 
@@ -154,6 +179,7 @@ class TrialResult:
     `infrastructure`: whether it was the machines that failed, not the layout.
     `beside`: whether other trials of the search ran on its nodes meanwhile, or another search had workers there; None
     in records made before it was kept.
+    `devices` are those that worked; records made before it was kept have none.
     `ranks` are those of the trial in their order; records made before there were any have none. Of a trial by slices
     they are those that ran, one of each kind, of which `slices` has more, and `network` is what they were taken to
     communicate over; records made before it was kept have none.
@@ -179,6 +205,7 @@ class TrialResult:
     infrastructure: bool = False
     straggler: Straggler | None = None
     beside: bool | None = None
+    devices: tuple[DeviceRecord, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -206,6 +233,7 @@ class TrialResult:
                 "slices": tuple(SliceRecord.from_dict(one) for one in values.get("slices", ())),
                 "network": Network.from_dict(network) if (network := values.get("network")) else None,
                 "straggler": Straggler.from_dict(slow) if (slow := values.get("straggler")) else None,
+                "devices": tuple(DeviceRecord(**one) for one in values.get("devices", ())),
                 "ranks": tuple(RankRecord.from_dict(rank) for rank in values.get("ranks", ())),
             }
         )

@@ -8,7 +8,7 @@ from service.answers.page import draw
 from service.answers.page.document import html
 from service.answers.page.evidence import gather
 from service.answers.page.trial import picture
-from service.checks import check_data, check_machine
+from service.checks import check_data, check_machine, check_power_limits
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver, gang_sizes
 from service.errors import InputError
@@ -35,15 +35,20 @@ from trainables.status import Status
 
 
 def run(
-    problem: Problem, tracking_uri: str | None = None, search_id: str | None = None, allow_trainer: bool = False
+    problem: Problem,
+    tracking_uri: str | None = None,
+    search_id: str | None = None,
+    allow_trainer: bool = False,
+    allow_power_limits: bool = False,
 ) -> str:
     """Run a search to its end, on the Ray cluster of `RAY_ADDRESS` or on this machine. Returns its id.
 
-    `allow_trainer`: whether a cluster is to run a trainer that is none of its ready ones. Raises `InputError`, before
-    anything starts, for one that it is not to, data that are not tokens, a cluster that is too small or a tracking
-    store that does not answer.
+    `allow_trainer`: whether a cluster is to run a trainer that is none of its ready ones; `allow_power_limits`: whether
+    those of GPUs may be set, if the space says so. Raises `InputError`, before anything starts, for what is not
+    allowed, data that are not tokens, a cluster that is too small or a tracking store that does not answer.
     """
     check_allowed(problem.trainer, allow_trainer)
+    check_power_limits(problem, allow_power_limits)
     check_data(problem)
     problem = problem.located()
     home = Home.locate().create()
@@ -64,7 +69,9 @@ def run(
     return search_id
 
 
-def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = False) -> str:
+def resume(
+    search: str, tracking_uri: str | None = None, allow_trainer: bool = False, allow_power_limits: bool = False
+) -> str:
     """Go on with a search that was interrupted, stopped or failed, where it ran, within its budget. Returns its id.
 
     Trials with a result count and are not run again; those that were under way are. Time and GPU hours count as of the
@@ -90,6 +97,7 @@ def resume(search: str, tracking_uri: str | None = None, allow_trainer: bool = F
             )
         problem = parse_spec(recorded.spec_of(record))
         check_allowed(problem.trainer, allow_trainer)
+        check_power_limits(problem, allow_power_limits)
         check_data(problem)
         check_machine(problem.least)
         with ray_session(problem.cluster):

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from telemetry import live, spool
 from telemetry.devices import Device, DeviceInfo, discover
 from telemetry.export import MetricsExporter
+from telemetry.power import PowerLimits
 from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer, SealedBatch, to_table
 from telemetry.windows.trial import MARGIN_AFTER_NS, MARGIN_BEFORE_NS, WindowSummary, summarise
@@ -49,6 +50,8 @@ _SETTLE_TIMEOUT_S = 0.5
 _FULL_TIMEOUT_S = 1.6
 
 _BATCHES_PER_PULL = 64
+
+_NO_LIMITS = "power limits are not to be set: no --allow-power-limits was given"
 
 WORK_S = 5.0
 """How long a `Work` holds."""
@@ -102,6 +105,7 @@ class Telemetry:
     The latest `kept_s` seconds are in memory. With a `spool_root`, a folder on this node's own disk, all samples are
     written there every `SPOOL_PERIOD_S` under `recording`, and what was there under this name before is answered too.
     `devices` are by default all that this node has. With `export`, their metrics are Ray's to show (an actor only).
+    With `power_limits` it may set these, else it refuses to.
     """
 
     def __init__(
@@ -112,10 +116,12 @@ class Telemetry:
         devices: Sequence[Device] | None = None,
         kept_s: float = KEPT_S,
         export: bool = False,
+        power_limits: bool = False,
     ) -> None:
         self._node_id = node_id
         # Under Ray the parent is the raylet, ancestor of all the node's workers.
         self._devices = discover(process_root=os.getppid()) if devices is None else devices
+        self._limits = PowerLimits(self._devices) if power_limits else None
         self._buffer = SampleBuffer(round(kept_s / PERIOD_S) * len(self._devices))
         self._working = threading.Lock()
         self._works: dict[tuple[str, str], tuple[float, Work]] = {}
@@ -128,7 +134,9 @@ class Telemetry:
         self._keeper.start()
 
     def stop(self) -> None:
-        """End the threads, with all samples written."""
+        """End the threads, with all samples written and power limits as they were."""
+        if self._limits is not None:
+            self._limits.close()
         self._sampler.stop()
         self._stopping.set()
         self._keeper.join()
@@ -140,6 +148,39 @@ class Telemetry:
             "hostname": socket.gethostname(),
             "devices": [asdict(device.info) for device in self._devices],
         }
+
+    def check_power(self, limits: Sequence[float]) -> str | None:
+        """Why one of these power limits is none that the node's devices take, in a line; None if all are."""
+        if self._limits is None:
+            return _NO_LIMITS
+        try:
+            self._limits.check(limits)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def limit_power(self, index: int, watts: float) -> str | None:
+        """Set the power limit of the device with this number; why it cannot be, in a line, else None."""
+        if self._limits is None:
+            return _NO_LIMITS
+        try:
+            self._limits.set(index, watts)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def holds_power(self, index: int, watts: float) -> bool:
+        """Whether the device has the power limit that `limit_power` gave it."""
+        return self._limits is not None and self._limits.holds(index, watts)
+
+    def restore_power(self, index: int) -> None:
+        """Put back the power limit that the device had, if `limit_power` changed it."""
+        if self._limits is None:
+            return
+        try:
+            self._limits.restore(index)
+        except OSError as error:
+            logger.error("the power limit of device %d is not restored: %s", index, error)
 
     def mark(self) -> None:
         """An edge of a window is now: have all counters read soon."""
@@ -254,12 +295,15 @@ class Fleet(dict[str, ActorHandle[Telemetry]]):
     """The `Telemetry` actors of `name`, by node id. A node that joins the cluster later has one within seconds.
 
     `start_telemetry` makes it, and its process owns the actors. In another process, to which it can be sent, it holds
-    those that there were then and looks the others up: `RayActorError` for a node that has none.
+    those that there were then and looks the others up: `RayActorError` for a node that has none. `power_limits`:
+    whether the actors may set these.
     """
 
-    def __init__(self, name: str, actors: Mapping[str, ActorHandle[Telemetry]] | None = None) -> None:
+    def __init__(
+        self, name: str, actors: Mapping[str, ActorHandle[Telemetry]] | None = None, power_limits: bool = False
+    ) -> None:
         super().__init__(actors or {})
-        self.name = name
+        self.name, self.power_limits = name, power_limits
         self.stopping = threading.Event()
         self.keeper: threading.Thread | None = None
 
@@ -269,8 +313,8 @@ class Fleet(dict[str, ActorHandle[Telemetry]]):
         except ValueError:
             raise RayActorError(error_msg=f"node {node_id} has no telemetry") from None
 
-    def __reduce__(self) -> tuple[type[Fleet], tuple[str, dict[str, ActorHandle[Telemetry]]]]:
-        return Fleet, (self.name, dict(self))
+    def __reduce__(self) -> tuple[type[Fleet], tuple[str, dict[str, ActorHandle[Telemetry]], bool]]:
+        return Fleet, (self.name, dict(self), self.power_limits)
 
     def awaited(self, node_id: str) -> ActorHandle[Telemetry]:
         """The node's actor once it watches; `RayActorError` if there is none within `JOINED_S`, or it died."""
@@ -300,7 +344,7 @@ class Fleet(dict[str, ActorHandle[Telemetry]]):
                 max_task_retries=3,
                 max_concurrency=16,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
-            ).remote(node_id, f"{self.name}-{node_id}", spool_root, export=True)
+            ).remote(node_id, f"{self.name}-{node_id}", spool_root, export=True, power_limits=self.power_limits)
 
     def keep_covered(self, spool_root: Path | None) -> None:
         """Cover nodes that join, until stopped or Ray is shut down here."""
@@ -311,15 +355,15 @@ class Fleet(dict[str, ActorHandle[Telemetry]]):
                 logger.warning("nodes that joined may have no telemetry yet: %s", error)
 
 
-def start_telemetry(name: str | None = None, spool_root: Path | None = None) -> Fleet:
+def start_telemetry(name: str | None = None, spool_root: Path | None = None, power_limits: bool = False) -> Fleet:
     """Start a `Telemetry` actor on each node that is alive, and later on each that joins.
 
     `name`, by default a random one, has to be the cluster's only one of that name; other clients find the actors by
     `find_telemetry`. `spool_root` is a folder on each node's own disk. Does not wait for them; a call of `describe`
     returns once its actor watches. They end with the caller's job; one that dies before is started again, and calls
-    under way are made again.
+    under way are made again. `power_limits`: whether they may set power limits, which takes a person's word.
     """
-    fleet = Fleet(name or uuid.uuid4().hex)
+    fleet = Fleet(name or uuid.uuid4().hex, power_limits=power_limits)
     fleet.cover(spool_root)
     fleet.keeper = threading.Thread(target=fleet.keep_covered, args=(spool_root,), name="telemetry-fleet", daemon=True)
     fleet.keeper.start()

@@ -18,11 +18,13 @@ from torch.distributed import TCPStore
 
 from telemetry.actor import NodeState, Work
 from telemetry.devices.cpu import cpu_uuid
-from trainables.child import Nursery
+from trainables.child import Nursery, Outcome
 from trainables.leftovers import Leftovers
 from trainables.mailbox import Member, Order
 from trainables.platforms.base import Platform, platform_of
+from trainables.power import PowerLimit
 from trainables.program import Place, Progress, TrialRequest
+from trainables.status import Status
 
 TELEMETRY_S = 1.0
 MEASURED = {"window", "waiting"}
@@ -123,6 +125,7 @@ def worker_loop(config: dict[str, Any]) -> None:
     devices = runtime.get_accelerator_ids().get(platform.ray_resource or "", [])
     device = devices[0] if devices else None
     leftovers = Leftovers(f"{mailbox._actor_id.hex()}/{worker}", lambda: memory_gib(watching, device))
+    power = PowerLimit(watching, device, config["telemetry"].power_limits)
     nursery = Nursery(platform, config["preload"])
     member = Member(worker, node_id, host, store.port, device, os.getpid())
     ray.get(mailbox.join.remote(member))
@@ -145,8 +148,13 @@ def worker_loop(config: dict[str, Any]) -> None:
             follow=follower.follow,
         )
         leftovers.begin()
-        with trial as outcome:
-            ray.get(mailbox.hand_in.remote(worker, number, outcome))
+        refused = power.set(order.request.layout.power_limit_w)
+        if refused is None:
+            with trial as outcome:
+                ray.get(mailbox.hand_in.remote(worker, number, power.checked(outcome)))
+        else:
+            ray.get(mailbox.hand_in.remote(worker, number, Outcome(Status.CRASH, refused)))
+        power.restore()
         ray.get(mailbox.leave.remote(worker, number, leftovers.end()))
     nursery.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trainables.hook
 from search_spaces.layout import Layout
-from service.answers.exports import RANK_ORDER
+from service.answers.exports import RANK_ORDER, power_limit
 from service.answers.nodes import needed, rendezvous
 from service.errors import InputError
 from trainables.command import TRIAL_DIR, Command
@@ -38,7 +38,8 @@ class CommandLaunch:
         unsaid = {"steps": "how long it trains is for the command to say: in trials it was ended"}
         if self.command.steps is None:
             unsaid["hook"] = "wattune_steps.py must be beside the script; `wattune export` puts it there"
-        return unsaid if self.layout.rank_order is None else unsaid | {"rank_order": RANK_ORDER}
+        ordered = {} if self.layout.rank_order is None else {"rank_order": RANK_ORDER}
+        return unsaid | ordered | power_limit(self.layout)
 
 
 def hook_files() -> dict[str, str]:

@@ -49,8 +49,10 @@ def described(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> list[dict[str,
 
 
 def hardware(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> dict[str, str]:
-    """Names and drivers of the devices in the cluster; `telemetry` by node id."""
+    """Names, drivers and power limits of the devices in the cluster; `telemetry` by node id."""
     found = described(telemetry)
     drivers = {device["driver_version"] for device in found} - {None}
+    limits = {device["power_limit_w"] for device in found} - {None}
     names = {"devices": ", ".join(sorted({device["name"] for device in found}))}
-    return names | ({"driver": ", ".join(sorted(drivers))} if drivers else {})
+    names |= {"driver": ", ".join(sorted(drivers))} if drivers else {}
+    return names | ({"power_limit_w": ", ".join(f"{limit:g}" for limit in sorted(limits))} if limits else {})

@@ -76,6 +76,7 @@ class TrialRecord:
                 "metrics": {name: float(value) for name, value in values["metrics"].items()},
                 "methods": {name: Method(how) for name, how in values["methods"].items()},
                 "purpose": Purpose(values["purpose"]),
+                "straggler": Straggler.from_dict(slow) if (slow := values.get("straggler")) else None,
             }
         )
 

@@ -20,6 +20,7 @@ from service.trials.extrapolation import over_batch
 from service.trials.figures import (
     breakdown_metrics,
     breakdown_problems,
+    device_records,
     methods,
     metrics,
     rank_records,
@@ -228,6 +229,7 @@ class Bench:
                 methods=methods(summary, idle),
                 step_times_s=timing.window_steps_s,
                 windows=worked[i],
+                devices=device_records(worked[i], summary),
                 # The profiled step is one of the first batch.
                 straggler=straggler(ranks, summary.devices, request.layout) if i == 0 else None,
             )

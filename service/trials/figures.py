@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from service.metrics import Method, Part, made_of
 from service.problem import Problem
-from service.result import RankRecord
+from service.result import DeviceRecord, NodeWindow, RankRecord
 from telemetry.windows.trial import WindowSummary
 from trainables.breakdown import Breakdown
 from trainables.child import Outcome
@@ -33,6 +33,16 @@ def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRe
         if (report := outcome.report) is not None
     ]
     return tuple(sorted(records, key=lambda record: record.rank))
+
+
+def device_records(windows: Iterable[NodeWindow], summary: WindowSummary) -> tuple[DeviceRecord, ...]:
+    """What each device did. `summary` is of these windows."""
+    nodes = {device: window.node_id for window in windows for device in window.devices}
+    names = [field.name for field in fields(DeviceRecord) if field.name != "node_id"]
+    return tuple(
+        DeviceRecord(node_id=nodes[one.device], **{name: getattr(one, name) for name in names})
+        for one in summary.devices
+    )
 
 
 def breakdown_metrics(breakdowns: Iterable[Breakdown | None]) -> dict[str, float | None]:

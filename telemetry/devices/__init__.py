@@ -63,6 +63,29 @@ class Refreshing(Protocol):
         ...
 
 
+@runtime_checkable
+class Limitable(Protocol):
+    """A device whose power limit can be set, which is done for who asked for it alone: see `telemetry.power`.
+
+    All raise OSError, with one line, where the driver does not answer or does not let this process.
+    """
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def power_limit_range_w(self) -> tuple[float, float]:
+        """The least and the highest limit that can be set."""
+        ...
+
+    def power_limit_w(self) -> float:
+        """The limit that is set."""
+        ...
+
+    def set_power_limit(self, watts: float) -> None:
+        """Set it, until it is set again or the driver is loaded anew."""
+        ...
+
+
 class Precedence(IntEnum):
     """Whose devices a node is watched by: all those of the first of these that has any here."""
 

@@ -7,10 +7,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+from telemetry import zeusd
 from telemetry.devices import DeviceInfo, Vendor
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class NvidiaDevice:
 
     def __init__(self, nvml: Any, index: int) -> None:
         self._nvml = nvml
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        self._handle = handle = nvml.nvmlDeviceGetHandleByIndex(index)
         driver_version = nvml.nvmlSystemGetDriverVersion()
         limit_mw = _answer(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
         default_mw = _answer(nvml, lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle))
@@ -194,6 +195,27 @@ class NvidiaDevice:
         if self._refresh:
             with suppress(self._nvml.NVMLError):  # the next tick tells
                 self._refresh.follow(until_ns)
+
+    def power_limit_range_w(self) -> tuple[float, float]:
+        """By NVML, as all of these."""
+        with _told():
+            least_mw, highest_mw = self._nvml.nvmlDeviceGetPowerManagementLimitConstraints(self._handle)
+        return least_mw / 1000, highest_mw / 1000
+
+    def power_limit_w(self) -> float:
+        """The one that was set, which the driver may enforce a lower one than."""
+        with _told():
+            limit_mw: int = self._nvml.nvmlDeviceGetPowerManagementLimit(self._handle)
+        return limit_mw / 1000
+
+    def set_power_limit(self, watts: float) -> None:
+        """Through zeusd where the environment names its socket, as that may and this process need not; else by NVML,
+        which lets root alone."""
+        if (path := zeusd.socket_path()) is not None:
+            zeusd.set_power_limit(path, self.info.index, round(1000 * watts))
+            return
+        with _told():
+            self._nvml.nvmlDeviceSetPowerManagementLimit(self._handle, round(1000 * watts))
 
     def _ask(self, fields: _Fields) -> dict[str, float | int | None] | None:
         try:
@@ -437,6 +459,17 @@ class _Total:
         self._complete = True
         self._bytes += grown
         return self._bytes if self._lowest >= 0 else None
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What NVML refuses as an OSError with its words."""
+    import pynvml
+
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        raise OSError(f"NVML: {error}") from None
 
 
 def _share(percent: float) -> float | None:

@@ -185,6 +185,17 @@ def test_at_the_power_limit_the_clock_falls() -> None:
     assert held.step_time_s / free.step_time_s == pytest.approx((1000 / 600) ** (1 / 3))
 
 
+def test_a_layouts_own_power_limit_counts_if_it_is_the_lower_one() -> None:
+    hungry = replace(IDEAL, joules_per_flop=1e-12)
+    held, lower, higher = (predict(replace(ALONE, power_limit_w=limit), WORK, hungry) for limit in (None, 400, 100_000))
+    assert higher == held
+    # Mean power is held at 98.5% of a limit: of 400 W at 394, of which 100 are idle; without its own at 700.
+    assert lower.power_w == pytest.approx(394.0)
+    assert lower.step_time_s / held.step_time_s == pytest.approx((600 / 294) ** (1 / 3))
+    assert lower.joules_per_token < held.joules_per_token
+    assert predict(replace(ALONE, power_limit_w=50), WORK, hungry).power_w == pytest.approx(0.985 * 50, rel=0.01)
+
+
 def test_gpus_that_wait_take_idle_power() -> None:
     waiting = replace(IDEAL, step_s=1e6)
     assert predict(layout_of(zero_stage=1), WORK, waiting).power_w == pytest.approx(IDEAL.idle_w, rel=1e-3)

@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "precision": ["bf16", "fp8"],
     "rank_order": [None, (1, 0, 2, 3), (1, 0)],
     "expandable_segments": [False, True],
+    "power_limit_w": [None, 400, 900],
     "micro_batch_size": [1, 2],
 }
 WORKS = [
@@ -86,6 +87,7 @@ def test_what_is_allowed_is_not_hopeless(axes: dict[str, list[Any]], work: Workl
         ({"pipeline_parallel_size": [2], "stage_layers": [(1, 1, 2)]}, {}, "stage_layers", (1, 1, 2), ()),
         ({"rank_order": [None, (0, 2, 1)]}, {}, "rank_order", (0, 2, 1), ()),
         ({"expandable_segments": [False, True]}, {"accelerator": ACCELERATORS["cpu"]}, "expandable_segments", True, ()),
+        ({"power_limit_w": [None, 400]}, {"accelerator": ACCELERATORS["cpu"]}, "power_limit_w", 400, ()),
     ],
 )
 def test_hopeless(axes: dict[str, Any], work: dict[str, Any], axis: str, value: Any, allowed: tuple[Any, ...]) -> None:

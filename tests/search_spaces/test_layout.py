@@ -147,7 +147,7 @@ def test_where_values_lie_to_a_sampler(axis: str, values: tuple[int, ...], place
 def test_words_and_lists_have_no_order() -> None:
     unordered = {name for name, axis in AXES.items() if not axis.ordered}
     words = {"engine", "pipeline_schedule", "recompute", "precision", "reduce_precision"}
-    assert unordered == words | {"stage_layers", "rank_order"}
+    assert unordered == words | {"stage_layers", "rank_order", "power_limit_w"}
 
 
 LABELS: dict[str, tuple[Any, str | None]] = {
@@ -175,6 +175,7 @@ LABELS: dict[str, tuple[Any, str | None]] = {
     "reduce_precision": ("bf16", "reduce-bf16"),
     "expandable_segments": (True, "expandable"),
     "rank_order": ((1, 0), "order1-0"),
+    "power_limit_w": (400, "400W"),
 }
 
 
@@ -208,7 +209,7 @@ def test_the_largest_label() -> None:
     everything = replace(CONFIG, **{axis: value for axis, (value, word) in LABELS.items() if word})
     assert replace(everything, num_gpus=128).label == (
         "deepspeed 128gpu dp4 tp4 pp4 cp2 ep2 zero3 mbs8 gpipe vpp2 layers7-9 x2 sp async-tp recompute no-grad-overlap "
-        "no-param-overlap bucket1e7 offload compile fp8 reduce-bf16 expandable order1-0"
+        "no-param-overlap bucket1e7 offload compile fp8 reduce-bf16 expandable order1-0 400W"
     )
 
 

@@ -244,6 +244,15 @@ CASES: dict[str, list[Case]] = {
     "segments_expand_on_cuda": [
         Case({"expandable_segments": True}, {}, "NVIDIA's GPUs", work={"accelerator": ACCELERATORS["mi250"]})
     ],
+    "power_limit_is_of_the_accelerator": [
+        Case({"power_limit_w": 400}, {}, "NVIDIA's GPUs", work={"accelerator": ACCELERATORS["mi250"]}),
+        Case(
+            {"power_limit_w": 701},
+            {"power_limit_w": 700},
+            "701 W are more than the 700 W of the accelerator's data sheet",
+            work={"accelerator": ACCELERATORS["h200"]},
+        ),
+    ],
     "rank_order_is_permutation": [
         Case({"rank_order": order}, {"rank_order": (3, 1, 0, 2)}, "each of the 4 workers once")
         for order in ((0, 1, 2, 2), (0, 1, 2), (1, 2, 3, 4))

@@ -47,6 +47,7 @@ VALUES: dict[str, list[Any]] = {
     "bucket_size": [BUCKET_SIZE, 10_000_000],
     "reduce_precision": ["fp32", "bf16"],
     "expandable_segments": [False, True],
+    "power_limit_w": [None, 400],
 }
 FIXED: dict[str, list[Any]] = {name: values[:1] for name, values in VALUES.items()}
 
@@ -184,6 +185,7 @@ def effect(layout: Layout, work: Workload) -> dict[str, Any]:
         "compiled": layout.compile,
         "recompute": layout.recompute,
         "memory in pieces": layout.expandable_segments,
+        "power": layout.power_limit_w,
     }
 
 

@@ -346,7 +346,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"baseline": {"layers": 2}},
-        r"baseline\.layers: unknown axis; must be one of engine, num_gpus, .*rank_order$",
+        r"baseline\.layers: unknown axis; must be one of engine, num_gpus, .*power_limit_w$",
     ),
     ({"baseline": {"micro_batch_size": 3}}, r"baseline: none of the \d+ legal layouts is like that$"),
     (

@@ -13,6 +13,7 @@
    FAKE_LIMIT   power limit in W          FAKE_CLOCK       SM clock in MHz
    FAKE_BUSY    utilisation in percent    FAKE_MEMORY      memory in use in GiB
                 of these, of links and of the next two there may be a list, by GPU, the last of which is that of all further ones
+   FAKE_SETTABLE what setting a power limit returns; FAKE_SET a folder with a file for each GPU whose limit was set
    FAKE_UNCORRECTED memory errors that were not corrected, beyond FAKE_ECC
    FAKE_HEAT    ns for which heat is counted to have slowed the GPU, by software and by hardware
    FAKE_CALLS   file to which each batched call adds the ids that it asked for, a call for the utilisation "utilisation" */
@@ -96,6 +97,35 @@ int nvmlDeviceGetName(void *device, char *name, unsigned int length) {
 }
 int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *limit) {
     *limit = 1000 * number_of(device, "FAKE_LIMIT", "700");
+    return state(device);
+}
+/* What was set outlives the process that did so, as a driver's does. */
+static FILE *limit_file(void *device, const char *mode) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%d", setting("FAKE_SET", "/nonexistent"), index_of(device));
+    return fopen(path, mode);
+}
+int nvmlDeviceGetPowerManagementLimit(void *device, unsigned int *limit) {
+    FILE *file = limit_file(device, "r");
+    *limit = 1000 * number_of(device, "FAKE_LIMIT", "700");
+    if (file) {
+        if (fscanf(file, "%u", limit) != 1) *limit = 0;
+        fclose(file);
+    }
+    return state(device);
+}
+int nvmlDeviceGetPowerManagementLimitConstraints(void *device, unsigned int *least, unsigned int *highest) {
+    *least = 200000;
+    *highest = 700000;
+    return state(device);
+}
+int nvmlDeviceSetPowerManagementLimit(void *device, unsigned int limit) {
+    FILE *file;
+    if (number("FAKE_SETTABLE", "0")) return number("FAKE_SETTABLE", "0");
+    file = limit_file(device, "w");
+    if (!file) return UNKNOWN;
+    fprintf(file, "%u", limit);
+    fclose(file);
     return state(device);
 }
 int nvmlDeviceGetPowerManagementDefaultLimit(void *device, unsigned int *limit) {

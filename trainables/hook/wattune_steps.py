@@ -4,8 +4,9 @@
     ...
     wattune_steps.step(loss=loss)  # after each optimizer step, on every rank
 
-Outside Wattune `step` does nothing. This file needs nothing but Python 3.8, and may be copied beside any program;
-where Wattune starts the program, it can be imported anyway. Under Apache-2.0.
+Outside Wattune `step` does nothing, unless the environment's WATTUNE_RUN has it tell a watcher. This file needs nothing
+but Python 3.8, and may be copied beside any program; where Wattune starts the program, it can be imported anyway. Under
+Apache-2.0.
 
 How times are taken. On the host a step is over when `step` is called. With CUDA (or ROCm) the device is still at work
 then, so an event is recorded behind what it was given, which costs microseconds and waits for nothing; when the device
@@ -13,12 +14,16 @@ has passed it, its time is told. Times of events are the device's: once a minute
 device is waited for, and its clock held against `time.monotonic_ns`. So no step waits for the device because of being
 timed, and what the host may run ahead falls out.
 
-How it speaks. The environment's WATTUNE_STEPS is the path of a Unix stream socket; both sides write lines of JSON. This
-side: `{"hello": {"version": 1, "device": UUID}}` once; `{"step": n, "ns": time, "tokens": count}` for each step; and
-what it was asked for. The other side: `{"report": true}` asks for `{"report": {"losses": [...], "grad_norms": [...],
-"peak_memory_gib": ..., "environment": {...}}}`, for which losses are read from the device, once; and `{"profile":
-{"step": n, "path": ..., "device": "cuda" or null, "cpu": true}}` for a profile of step n, which is answered by
-`{"profile": {"span_s": seconds, "problem": null or text}}` once the events are in the file.
+How it speaks in a trial. The environment's WATTUNE_STEPS is the path of a Unix stream socket; both sides write lines of
+JSON. This side: `{"hello": {"version": 1, "device": UUID}}` once; `{"step": n, "ns": time, "tokens": count}` for each
+step; and what it was asked for. The other side: `{"report": true}` asks for `{"report": {"losses": [...], "grad_norms":
+[...], "peak_memory_gib": ..., "environment": {...}}}`, for which losses are read from the device, once; and
+`{"profile": {"step": n, "path": ..., "device": "cuda" or null, "cpu": true}}` for a profile of step n, which is
+answered by `{"profile": {"span_s": seconds, "problem": null or text}}` once the events are in the file.
+
+How it speaks in a run of your own, with `wattune watch --run` listening or not. WATTUNE_RUN is the HOST:PORT of the
+watcher, to which each step goes as one UDP datagram, an object as in `_Sender`. Nothing is waited for, and nobody need
+listen: what cannot be sent at once is lost, and the watcher, which goes by the steps' numbers, can do without it.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ VERSION = 1
 ANCHOR_S = 60.0
 
 _path = os.environ.get("WATTUNE_STEPS")
-_reporter: _Reporter | None = None
+_watcher = os.environ.get("WATTUNE_RUN")
+_teller: _Reporter | _Sender | None = None
 
 
 def step(loss: Any = None, tokens: int | None = None, grad_norm: Any = None) -> None:
@@ -47,47 +53,29 @@ def step(loss: Any = None, tokens: int | None = None, grad_norm: Any = None) -> 
     `loss`: of the step, on this rank or over all, as a number or a tensor, which is not waited for. `grad_norm`: the
     norm of its gradient, likewise. `tokens`: of the step over all ranks, where it is not the same in each.
     """
-    global _reporter
-    if _path is None:
-        return
-    if _reporter is None:
-        _reporter = _Reporter(_path, loss)
-    _reporter.step(loss, tokens, grad_norm)
+    global _teller
+    if _teller is None:
+        if _path is not None:
+            _teller = _Reporter(_path, loss)
+        elif _watcher is not None:
+            _teller = _Sender(_watcher, loss)
+        else:
+            return
+    _teller.step(loss, tokens, grad_norm)
 
 
-class _Reporter:
-    def __init__(self, path: str, loss: Any) -> None:
+class _Stamps:
+    """When steps end, told by `tell`: at once, or once the device has ended them."""
+
+    def __init__(self, loss: Any) -> None:
         self.device = _device(loss)
         self.count = 0
-        self.losses: list[Any] = []
-        self.grad_norms: list[Any] = []
         self.pending: list[tuple[int, Any, int | None]] = []  # steps that the device has yet to end, with an event
         self.anchor: tuple[Any, int] | None = None  # an event, and the monotonic time when it happened
-        self.reported = False
-        self.profiling: _Profiling | None = None
-        self.unread = b""
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(path)
-        self.say({"hello": {"version": VERSION, "device": _uuid(self.device)}})
-        atexit.register(self.close, os.getpid())
-
-    def step(self, loss: Any, tokens: int | None, grad_norm: Any) -> None:
-        self.count += 1
-        self.stamp(tokens)
-        if not self.reported:
-            self.losses.append(_kept(loss))
-            self.grad_norms.append(_kept(grad_norm))
-        for question in self.heard():
-            if "report" in question:
-                self.report()
-            if "profile" in question:
-                self.profiling = _Profiling(**question["profile"])
-        if self.profiling is not None and self.profiling.step(self.count):
-            self.say({"profile": self.profiling.answer})
-            self.profiling = None
 
     def stamp(self, tokens: int | None) -> None:
-        """Tell when the step ended, at once or when the device has ended it."""
+        """Another step ended."""
+        self.count += 1
         now = time.monotonic_ns()
         if self.device is None:
             self.tell(self.count, now, tokens)
@@ -108,6 +96,73 @@ class _Reporter:
             number, event, tokens = self.pending.pop(0)
             start, start_ns = self.anchor
             self.tell(number, start_ns + round(start.elapsed_time(event) * 1e6), tokens)
+
+    def tell(self, number: int, ns: int, tokens: int | None) -> None:
+        raise NotImplementedError
+
+
+class _Sender(_Stamps):
+    """Tells a watcher: `{"rank": 0, "world": 8, "host": name, "pid": 7, "device": UUID or null, "step": n, "ns": time
+    by the host's monotonic clock, "tokens": count or null}`. A training goes on though it cannot be done."""
+
+    def __init__(self, address: str, loss: Any) -> None:
+        super().__init__(loss)
+        self.socket: socket.socket | None = None
+        host, _, port = address.rpartition(":")
+        try:
+            place: dict[str, Any] = {"rank": int(os.environ.get("RANK", "0"))}
+            place["world"] = int(os.environ.get("WORLD_SIZE", "1"))
+            if not 0 < int(port) < 2**16:
+                raise ValueError(f"there is no port {port}")
+            family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+            watcher = socket.socket(family, kind)
+            watcher.setblocking(False)
+            watcher.connect(where)
+        except (OSError, ValueError) as error:
+            print(f"wattune_steps: WATTUNE_RUN={address}: no watcher can be told: {error}", file=sys.stderr)
+            return
+        place.update(host=socket.gethostname(), pid=os.getpid(), device=_uuid(self.device))
+        self.head, self.socket = json.dumps(place)[:-1], watcher
+
+    def step(self, loss: Any, tokens: int | None, grad_norm: Any) -> None:
+        if self.socket is not None:
+            self.stamp(tokens)
+
+    def tell(self, number: int, ns: int, tokens: int | None) -> None:
+        assert self.socket is not None
+        count = "null" if tokens is None else int(tokens)
+        with contextlib.suppress(OSError):  # nobody listens, or not fast enough
+            self.socket.send(f'{self.head}, "step": {number}, "ns": {ns}, "tokens": {count}}}'.encode())
+
+
+class _Reporter(_Stamps):
+    """Tells a trial of Wattune's, and answers it."""
+
+    def __init__(self, path: str, loss: Any) -> None:
+        super().__init__(loss)
+        self.losses: list[Any] = []
+        self.grad_norms: list[Any] = []
+        self.reported = False
+        self.profiling: _Profiling | None = None
+        self.unread = b""
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(path)
+        self.say({"hello": {"version": VERSION, "device": _uuid(self.device)}})
+        atexit.register(self.close, os.getpid())
+
+    def step(self, loss: Any, tokens: int | None, grad_norm: Any) -> None:
+        self.stamp(tokens)
+        if not self.reported:
+            self.losses.append(_kept(loss))
+            self.grad_norms.append(_kept(grad_norm))
+        for question in self.heard():
+            if "report" in question:
+                self.report()
+            if "profile" in question:
+                self.profiling = _Profiling(**question["profile"])
+        if self.profiling is not None and self.profiling.step(self.count):
+            self.say({"profile": self.profiling.answer})
+            self.profiling = None
 
     def tell(self, number: int, ns: int, tokens: int | None) -> None:
         self.say({"step": number, "ns": ns, "tokens": tokens})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from search_spaces.layout import Layout
 from service.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ TRAIN_STEPS = Variable("TRAIN_STEPS", "the number of optimizer steps")
 RANK_ORDER = "the order of the hosts and of CUDA_VISIBLE_DEVICES says which GPU takes which rank"
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
 """What to do about these fields of `Layout`, of which no framework has a word."""
+
+
+def power_limit(layout: Layout) -> dict[str, str]:
+    """Likewise of the power limit, which is a person's to set."""
+    if layout.power_limit_w is None:
+        return {}
+    return {"power_limit_w": f"nvidia-smi --power-limit={layout.power_limit_w}, as root, on each node before the run"}
 
 
 @dataclass(frozen=True)

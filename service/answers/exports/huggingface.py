@@ -23,6 +23,7 @@ from service.answers.exports import (
     Program,
     Variable,
     memory_environment,
+    power_limit,
 )
 from service.answers.exports.deepspeed import render as as_json
 from service.answers.programs import source
@@ -153,7 +154,7 @@ def _torch_otherwise(layout: Layout) -> dict[str, str]:
         otherwise["expandable_segments"] = EXPANDABLE_SEGMENTS
     if layout.rank_order is not None:
         otherwise["rank_order"] = RANK_ORDER
-    return otherwise
+    return otherwise | power_limit(layout)
 
 
 def _torch_refusal(layout: Layout) -> str | None:

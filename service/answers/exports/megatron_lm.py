@@ -21,6 +21,7 @@ from service.answers.exports import (
     Program,
     Variable,
     memory_environment,
+    power_limit,
 )
 from trainables.data import SYNTHETIC
 
@@ -64,7 +65,7 @@ def not_expressible(layout: Layout) -> dict[str, str]:
         otherwise["rank_order"] = RANK_ORDER
     if layout.expandable_segments:
         otherwise["expandable_segments"] = EXPANDABLE_SEGMENTS
-    return otherwise
+    return otherwise | power_limit(layout)
 
 
 def stages(layers: Sequence[int]) -> str:

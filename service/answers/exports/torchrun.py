@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from search_spaces.engines import ENGINES
-from service.answers.exports import Export, Program, Variable
+from service.answers.exports import Export, Program, Variable, power_limit
 from service.answers.nodes import torchrun
 from trainables.launch import Launch
 
@@ -33,4 +33,6 @@ def _yaml(settings: dict[str, Any]) -> str:
     return yaml.safe_dump(settings, sort_keys=False)
 
 
-EXPORT = Export("torchrun", tuple(ENGINES), settings, render, program=program)
+EXPORT = Export(
+    "torchrun", tuple(ENGINES), settings, render, lambda launch: power_limit(launch.layout), program=program
+)

@@ -16,6 +16,7 @@ from service.answers.exports import (
     Program,
     Variable,
     memory_environment,
+    power_limit,
 )
 from trainables.launch import Launch
 
@@ -203,7 +204,7 @@ def not_expressible(launch: Launch) -> dict[str, str]:
     if layout.rank_order is not None:
         otherwise["rank_order"] = RANK_ORDER
     otherwise["data"] = "torchtitan reads data sets of its own with a tokenizer: name them by DATASET and HF_ASSETS"
-    return otherwise
+    return otherwise | power_limit(layout)
 
 
 def program(launch: Launch) -> Program:

@@ -335,7 +335,7 @@ def test_the_command_compares_searches_and_files(home: Home, tmp_path: Path) -> 
     refused = {
         ("compare", "a"): "give two searches or more",
         ("compare", "a", "none-such"): "none-such",
-        ("compare", "a", str(exported)): "is not what `wattune trials SEARCH --json` prints",
+        ("compare", "a", str(exported)): "is not what `wattune trials SEARCH --json` or",
         ("compare", "a", "b", "--co2-per-kwh", "0"): "co2-per-kwh: 0 is not above 0",
         ("compare", "a", "b", "--price-per-kwh", "x"): "price-per-kwh",
         ("compare", "a", "b", "--html", str(tmp_path / "no" / "page.html")): "cannot be written",

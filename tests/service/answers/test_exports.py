@@ -107,6 +107,7 @@ def test_each_axis_changes_the_text_or_is_refused(name: str) -> None:
         "reduce_precision": "bf16",
         "rank_order": tuple(reversed(range(16))),
         "expandable_segments": True,
+        "power_limit_w": 400,
     }
     export = exports.named(name)
     plain = replace(ONE.layout, engine=export.engines[0], zero_stage=2)

@@ -85,6 +85,7 @@ def test_sizes(changes: dict[str, Any], added: str) -> None:
         ({"recompute": "selective", "compile": True}, {"recompute", "compile"}),
         ({"rank_order": (1, 0)}, {"rank_order"}),
         ({"expandable_segments": True}, {"expandable_segments"}),
+        ({"power_limit_w": 400}, {"power_limit_w"}),
     ],
 )
 def test_what_megatron_lm_does_otherwise(changes: dict[str, Any], fields: set[str]) -> None:

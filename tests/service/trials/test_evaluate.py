@@ -362,6 +362,8 @@ def test_a_trial_s_result_joins_training_and_telemetry(ray_session: Any) -> None
     assert result.losses == (6.0, 5.0, 4.5)
     assert [(rank.rank, rank.worker, rank.device) for rank in result.ranks] == [(i, i, f"GPU-{i}") for i in range(4)]
     assert [window.devices for window in result.windows] == [("GPU-0", "GPU-1", "GPU-2", "GPU-3")]
+    assert [(one.device, one.node_id) for one in result.devices] == [(f"GPU-{rank}", "a") for rank in range(4)]
+    assert (result.devices[0].mean_power_w, result.devices[0].throttle_s["power_cap"]) == (256.0, 5.0)
     assert result.environment == {"gpu": "H200", "torch": "2"}
     assert result.cause is not None
     assert "GPU-1: was reset" in result.cause

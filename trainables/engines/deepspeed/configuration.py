@@ -44,6 +44,7 @@ def not_expressible(layout: Layout) -> dict[str, str]:
         "compile": "module.compile() on each block",
         "expandable_segments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
         "rank_order": "the order of the hosts and of CUDA_VISIBLE_DEVICES",
+        "power_limit_w": f"nvidia-smi --power-limit={layout.power_limit_w}, as root, on each node before the run",
     }
     plain = Layout(layout.engine, layout.num_gpus, layout.global_batch_size)
     return {field: how for field, how in said.items() if getattr(layout, field) != getattr(plain, field)}

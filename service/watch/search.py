@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,32 +13,12 @@ from service.metrics import with_unit
 from service.record.results import SearchRecord, TrialRecord
 from service.record.store import ENDED
 from service.result import Purpose
+from service.watch.event import Event
 
 PERIOD_S = 2.0
-POST_S = 5.0
 
 
-@dataclass(frozen=True)
-class Event:
-    """One thing that happened.
-
-    `kind` is `status` (of the search), `start` or `result` (of a trial), `fault` (a trial that the machines failed, a
-    driver that is dead, a record out of reach) or `front` (which layouts are on it, when these change). `text` is one
-    line, `details` what a program wants to know of it, JSON-safe.
-    """
-
-    search_id: str
-    kind: str
-    time: datetime
-    text: str
-    details: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
-        return asdict(self) | {"time": self.time.isoformat()}
-
-
-def events(search_id: str, read: Callable[[], tuple[SearchRecord, str]]) -> Iterator[Event]:
+def events(search_id: str, read: Callable[[], tuple[SearchRecord, str]]) -> Generator[Event, None, None]:
     """All that has happened in a search and goes on to happen, until it ends. `read` gives its record and its status.
 
     While the record is out of reach, `read` raises `InputError`, the search is taken to go on.
@@ -94,20 +73,3 @@ def _of_trial(record: SearchRecord, kind: str, trial: TrialRecord, when: datetim
 
 def _event(search_id: str, kind: str, when: datetime | None, text: str, details: dict[str, Any]) -> Event:
     return Event(search_id, kind, when or datetime.now(UTC), text, details)
-
-
-def text(event: Event) -> str:
-    """For a terminal or a log file, in local time."""
-    return f"{event.time.astimezone():%H:%M:%S}  {event.kind:6}  {event.text}"
-
-
-def post(event: Event, url: str) -> str | None:
-    """Send an event to a webhook, as JSON. Returns what went wrong, in a line."""
-    import requests
-
-    try:
-        answer = requests.post(url, json=event.to_dict(), timeout=POST_S)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        return f"webhook: {type(error).__name__} for a {event.kind} event"
-    return None

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from service import watch
 from service.cli import main
 from service.client import Wattune
 from service.home import Home
 from service.record.tracking import Tracker
 from service.result import TrialResult
+from service.watch import search as watch
 from tests.service.records import problem
 from trainables.status import Status
 
@@ -42,7 +42,7 @@ def killed_driver(home: Home) -> None:
 
 def test_events_come_as_they_happen(home: Home, tracker: Tracker) -> None:
     with home.driving("s1"):
-        happening = Wattune().events("s1")
+        happening = Wattune().watch("s1")
         said = [next(happening)]
         tracker.start_trial("a", FIRST)
         said += [next(happening) for _ in range(2)]
@@ -80,7 +80,7 @@ def test_events_come_as_they_happen(home: Home, tracker: Tracker) -> None:
 def test_a_record_that_is_out_of_reach_for_a_while_is_told_once(home: Home, tracker: Tracker) -> None:
     database = home.path / "mlflow.db"
     killed_driver(home)
-    happening = Wattune().events("s1")
+    happening = Wattune().watch("s1")
     assert next(happening).text == "interrupted", "its driver is dead"
     content = database.read_bytes()
     database.write_bytes(b"this is no database any more, and long enough to tell that it is none" * 10)

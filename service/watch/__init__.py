@@ -1,0 +1,1 @@
+"""Searches, and training itself, watched as they go on."""
