@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -28,6 +29,17 @@ STARTS = 3
 
 SHARED = ("ray_session", "running_cluster", "nursery")
 """Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What tests import, and the tests, stay: looking for garbage among them takes as long as importing them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

@@ -25,11 +25,11 @@ class Training(RankProgram):
 
     @staticmethod
     def preload(layouts: Iterable[Layout]) -> list[str]:
-        """What runs a rank, the layouts' engines with what they import, and the compiler if any is compiled."""
+        """What runs a rank, the layouts' engines with what they import, and the compiler if any layout needs it."""
         chosen = list(layouts)
         engines = dict.fromkeys(engine_module(layout.engine) for layout in chosen)
-        compiler = ["torch._inductor.compile_fx"] if any(layout.compile for layout in chosen) else []
-        return ["trainables.rank", *engines, *compiler]
+        compiled = any(layout.compile or layout.precision == "fp8" for layout in chosen)
+        return ["trainables.rank", *engines, *["torch._inductor.compile_fx"] * compiled]
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Train and time the layout with each of the request's batches. Collective over the ranks.

@@ -87,10 +87,10 @@ def test_transformers_trainer(ray_session: Any, home: Home, python: dict[str, st
     assert {trial.layout.num_gpus for trial in record.trials} == {1, 2}
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
 @pytest.mark.xdist_group("ray_session")  # for `python`, as above
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_transformers_trainer_trains_adapters(recompute: str, tmp_path: Path, python: dict[str, str]) -> None:
-    pytest.importorskip("peft", reason="PEFT is not installed")
     axes = {"num_gpus": 1, "zero_stage": 0, "micro_batch_size": 2, "recompute": recompute, "precision": "fp32"}
     problem = make_problem(HUGGINGFACE | {"trainer": "huggingface", "space": axes | OWN | {"lora_rank": 8}})
     assert problem.trainer is not None

@@ -53,6 +53,8 @@ from trainables.recompute import recomputed
 
 # Without this DeepSpeed compiles a C++ shared-memory all-reduce on CPU machines; gloo serves.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+# DeepSpeed imports this, and with it torch's compiler, when it makes an optimizer: now, rather than in each trial.
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 # Which layers of `trainables.model` DeepSpeed's tensor parallelism splits, and how.
 SPLIT_LAYERS = {

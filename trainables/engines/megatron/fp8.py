@@ -6,7 +6,7 @@ E4M3 forward and E5M2 for gradients, as in Micikevicius et al. 2022; sums and ou
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -27,12 +27,15 @@ T = TypeVar("T")
 def _fused(function: Callable[..., T]) -> Callable[..., T]:
     """`function`, as few kernels also in blocks that are not compiled: its many small ones take as long there as the
     products. A compiled block makes it part of its own graph."""
-    compiled = torch.compile(function, dynamic=True)
+
+    @cache
+    def compiled() -> Callable[..., T]:
+        return torch.compile(function, dynamic=True)  # imports the compiler, which takes as long as the engine itself
 
     @wraps(function)
     def run(x: Tensor, *arguments: Any) -> T:
         plain = torch.compiler.is_compiling() or not x.is_cuda
-        return function(x, *arguments) if plain else compiled(x, *arguments)
+        return function(x, *arguments) if plain else compiled()(x, *arguments)
 
     return run
 
