@@ -41,8 +41,9 @@ from service.sampling.agenda import Agenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step, Wish
 from service.trials import thermal
+from service.trials.accelerators import resources_per_worker
 from service.trials.evaluate import evaluate
-from service.trials.gang import Gang, awaited, resources_per_worker, room
+from service.trials.gang import Gang, awaited, room
 from service.trials.pool import Pool, start_pool
 from service.trials.silent import end_cleaners
 from service.trials.slices import held_against
@@ -123,13 +124,13 @@ class Driver:
 
     def _turns(self, sizes: Sequence[int], telemetry: Fleet) -> Turns:
         """The search's part in the queue of its cluster, not begun yet."""
-        cluster, storage = self.problem.cluster, self.spool / "train"
+        cluster, storage, data = self.problem.cluster, self.spool / "train", self.problem.data
         preload = _program(self.problem).preload(self.problem.legal.layouts)
         worker, wanted = resources_per_worker(cluster), (sizes[0], len(sizes))
         claim = Claim(self.search_id, self.problem.priority, time.time(), worker, *wanted)
 
         def start(name: str, avoid: Collection[str]) -> Gang:
-            return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid)
+            return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid, data)
 
         return Turns(claim, self.admission.queue, start, self.display.say)
 

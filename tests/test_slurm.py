@@ -23,6 +23,7 @@ ip link set lo up
 ip link add eth0 type bridge
 ip address add 10.77.0.1/24 dev eth0
 ip link set eth0 up
+ip route add default dev eth0
 "$@"
 """
 """The first node, where Slurm runs the script; its network is a bridge, which others are joined to."""
@@ -36,6 +37,7 @@ for ((node = 2; node <= SLURM_JOB_NUM_NODES; node++)); do
         until ip link set eth0 up 2> /dev/null; do sleep 0.1; done
         ip link set lo up
         ip address add "10.77.0.$0/24" dev eth0
+        ip route add default dev eth0
         "$@"
     ' "$node" "$@" &
     until [ "$(readlink /proc/$!/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
@@ -84,8 +86,8 @@ def test_shellcheck_has_nothing_to_say() -> None:
 def job(tmp_path: Path) -> dict[str, str]:
     """The environment of a job of two nodes: a home, and a submit directory that holds a spec."""
     bin_directory, home, submitted = tmp_path / "bin", tmp_path / "home", tmp_path / "submitted"
-    (home / "wattune-venv").mkdir(parents=True)
-    (home / "wattune-venv" / "bin").symlink_to(Path(sys.executable).parent)
+    home.mkdir()
+    (home / "wattune-venv").symlink_to(sys.prefix)
     bin_directory.mkdir()
     srun = bin_directory / "srun"
     srun.write_text(SRUN)
