@@ -97,6 +97,7 @@ class Driver:
         self.admission = admission
         self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
+        self.pool: ActorHandle[Pool] | None = None
 
     def run(self, begun: bool = False) -> None:
         """Take the agenda to its end. `begun`: whether the search has a record already."""
@@ -119,8 +120,12 @@ class Driver:
         if waits_for := awaited(self.problem.cluster, sizes[0]):
             self.display.say(f"waiting for {waits_for}")
         turns = self._turns(sizes, telemetry)
-        with self.tracker.beating(lambda: turns.standing):
+        with self.tracker.beating(lambda: turns.standing, self._cancel):
             self._measure(turns, telemetry, environment)
+
+    def _cancel(self, trial_id: str, cause: str) -> None:
+        if self.pool is not None:
+            call(self.pool, Pool.cancel, trial_id, cause)
 
     def _turns(self, sizes: Sequence[int], telemetry: Fleet) -> Turns:
         """The search's part in the queue of its cluster, not begun yet."""
@@ -140,7 +145,7 @@ class Driver:
         try:
             self._clear_spool()  # Ray would go on with the files of a driver that was killed
             end_cleaners()  # which such a driver leaves
-            pool = start_pool()
+            self.pool = pool = start_pool()
             turns.begin(pool)
             self._tune(pool, turns, telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
