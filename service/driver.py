@@ -41,7 +41,7 @@ from service.sampling.agenda import Agenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step, Wish
 from service.trials import thermal
-from service.trials.accelerators import resources_per_worker
+from service.trials.accelerators import nodes, resources_per_worker
 from service.trials.evaluate import evaluate
 from service.trials.gang import Gang, awaited, room
 from service.trials.pool import Pool, start_pool
@@ -104,7 +104,7 @@ class Driver:
         for result in self.agenda.results:
             self.display.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry)
-        environment = software() | surroundings() | hardware(telemetry)
+        environment = software() | surroundings() | hardware(self._of_type(telemetry))
         if not begun:
             self.tracker.start_search(self.search_id, self.problem, environment)
         so_far = f", {self.display.done} of them done" if begun else ""
@@ -122,6 +122,11 @@ class Driver:
         turns = self._turns(sizes, telemetry)
         with self.tracker.beating(lambda: turns.standing, self._cancel):
             self._measure(turns, telemetry, environment)
+
+    def _of_type(self, telemetry: Fleet) -> dict[str, ActorHandle[Telemetry]]:
+        """The telemetry of the nodes that the search may be on."""
+        mine = nodes(self.problem.cluster)
+        return {node: actor for node, actor in list(telemetry.items()) if node in mine}
 
     def _cancel(self, trial_id: str, cause: str) -> None:
         if self.pool is not None:
@@ -176,7 +181,7 @@ class Driver:
             telemetry=telemetry,
             environment=environment,
             network=self.network,
-            slower=slower(self.home, [device["uuid"] for device in described(telemetry)]),
+            slower=slower(self.home, [device["uuid"] for device in described(self._of_type(telemetry))]),
         )
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),

@@ -56,8 +56,14 @@ def check_type(cluster: Cluster) -> None:
         )
 
 
+def nodes(cluster: Cluster) -> frozenset[str]:
+    """The nodes that workers may be on, by Ray's ids: those with accelerators of the type that they reserve some of."""
+    types = [name for name in resources_per_worker(cluster) if name.startswith(PREFIX)]
+    return frozenset(node["NodeID"] for node in _nodes() if all(name in node["Resources"] for name in types))
+
+
 def at_hand(cluster: Cluster) -> dict[str, float]:
-    """The resources of all nodes that workers may be on, together, by Ray's names."""
+    """The resources of these nodes together, by Ray's names."""
     return _together(cluster, {node["NodeID"]: node["Resources"] for node in _nodes()})
 
 
@@ -67,13 +73,10 @@ def free(cluster: Cluster) -> dict[str, float]:
 
 
 def _together(cluster: Cluster, by_node: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The sum of resources by node, of the nodes with accelerators of the type that workers reserve some of."""
-    types = [name for name in resources_per_worker(cluster) if name.startswith(PREFIX)]
     total: dict[str, float] = {}
-    for node in _nodes():
-        if all(name in node["Resources"] for name in types):
-            for name, amount in by_node.get(node["NodeID"], {}).items():
-                total[name] = total.get(name, 0.0) + amount
+    for node in nodes(cluster):
+        for name, amount in by_node.get(node, {}).items():
+            total[name] = total.get(name, 0.0) + amount
     return total
 
 

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster as Nodes
 from service.cluster import check_cluster
 from service.errors import InputError
 from service.problem import Cluster
-from service.trials.accelerators import resources_per_worker
+from service.trials.accelerators import nodes as of_type, resources_per_worker
 from service.trials.gang import Gang, awaited, close_gangs, room
 from telemetry.actor import start_telemetry, stop_telemetry
 
@@ -49,6 +49,7 @@ def refused(asked):
 told = {"types": {node["NodeID"]: name.partition(":")[2] for node in ray.nodes() for name in node["Resources"]
                   if name.startswith("accelerator_type:")}}
 told["reserved"] = {name: resources_per_worker(cluster(name)) for name in ("h100", "mi250", "a100", "gpu", "cpu")}
+told["nodes"] = {name: list(of_type(cluster(name))) for name in ("h100", "mi250", "cpu")}
 told["room"] = {name: room(cluster(name)) for name in ("h100", "h200", "mi250", "cpu")}
 told["refused"] = {f"{n} {k}": refused(cluster(k, n)) for n, k in
                    [(2, "h100"), (3, "h100"), (3, "h200"), (2, "a100"), (2, "gpu"), (2, "cpu")]}
@@ -101,6 +102,9 @@ def test_a_search_is_pinned_to_the_nodes_of_its_accelerator(tmp_path: Path) -> N
         "gpu": bit,
         "cpu": {"CPU": 1.0},
     }
+    assert [told["types"][node] for node in told["nodes"]["h100"]] == ["H100"]
+    assert [told["types"][node] for node in told["nodes"]["mi250"]] == ["AMD-Instinct-MI250X"]
+    assert len(told["nodes"]["cpu"]) == 4, "with the head, which has no GPU"
     assert told["room"] == {"h100": 2, "h200": 3, "mi250": 2, "cpu": 12}
     several = "the Ray cluster has accelerators of several types, AMD-Instinct-MI250X, H100, H200"
     assert told["refused"] == {
