@@ -19,6 +19,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from service.errors import InputError
 from service.record import store
 from service.record.runs import Runs
 from tests.conftest import free_port
@@ -188,7 +189,7 @@ def test_mlflow_asks_for_a_name_and_wattune_gives_it(tmp_path: Path, monkeypatch
                 assert server.poll() is None, (tmp_path / "log").read_text()
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text()
                 time.sleep(0.5)
-            with pytest.raises(store.InputError, match="error code 401"):
+            with pytest.raises(InputError, match="error code 401"):
                 Runs(uri).experiment()
             monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", secrets["username"])
             monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", secrets["password"])

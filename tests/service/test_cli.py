@@ -144,7 +144,7 @@ def test_help_lists_the_exit_codes_and_needs_no_command() -> None:
 
 
 def test_every_command_that_prints_data_prints_json() -> None:
-    commands = {f"trainer {name}": one for name, one in cli.trainer.commands.items()} | main.commands
+    commands = {**main.commands, **{f"trainer {name}": one for name, one in cli.trainer.commands.items()}}
     without = {
         name
         for name, command in commands.items()
