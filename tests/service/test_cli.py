@@ -364,6 +364,8 @@ def test_export_makes_a_folder_that_starts_the_run(searched: str, tmp_path: Path
     assert made.stdout.splitlines() == [str(out / name) for name in ("run.yaml", "start.sh", "job.sbatch")]
     assert yaml.safe_load((out / "run.yaml").read_text())["layout"]["engine"] == "megatron"
     assert "search tiny-1 (tiny)" in (out / "start.sh").read_text()
+    told = json.loads(call("export", searched, "--for", "slurm", "--out", str(tmp_path / "other"), "--json").stdout)
+    assert told["files"] == [str(tmp_path / "other" / name) for name in ("run.yaml", "start.sh", "job.sbatch")]
     assert_refused(call("export", searched, "--for", "torchrun", "--out", str(out)), "is not an empty folder")
     assert_refused(call("export", searched, "--for", "abacus", "--out", str(tmp_path / "a")), "no folder for 'abacus'")
     assert not (tmp_path / "a").exists()
@@ -426,6 +428,8 @@ def test_plan_counts_and_explains(empty: Path) -> None:
 def test_data_prepares_tokens_that_plan_and_run_accept(empty: Path) -> None:
     (empty / "book.txt").write_text("It was the best of times. " * 50)
     assert call("data", "book.txt", "--out", "tokens").exit_code == 0
+    told = json.loads(call("data", "book.txt", "--out", "tokens", "--json").stdout)
+    assert (told["prefix"], told["documents"]) == ("tokens", 1)
     assert sorted(path.name for path in empty.iterdir()) == ["book.txt", "tokens.bin", "tokens.idx"]
     assert_refused(call("data", "missing.txt", "--out", "other"), "missing.txt")
 
