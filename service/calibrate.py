@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -67,6 +68,13 @@ class Calibrated:
     before: Error
     after: Error
     collectives: Measured | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        values = asdict(self) | {"path": str(self.path)}
+        if self.collectives is not None:
+            values["collectives"]["path"] = str(self.collectives.path)
+        return values
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from service.metrics import Direction, Needs, known
 from service.problem import Cluster, Problem
 from trainables.data import DataError, MissingDataError, open_tokens
 from trainables.logs import LAST_RANK_LOGS
+from trainables.objects import is_uri
 
 MOST_TRIALS = 1_000_000
 MOST_REPEATS = 1_000
@@ -59,6 +60,8 @@ def data_from_afar(problem: Problem) -> list[str]:
     """As `check_data`, but data that are not on this machine are a notice: they are read where trials run."""
     if problem.trainer is not None or problem.data is None:
         return []
+    if is_uri(problem.data):
+        return [f"data: {problem.data} is looked at by a search, which copies it to every node"]
     try:
         open_tokens(problem.data, problem.workload.shape.vocab)
     except MissingDataError as error:

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -124,22 +125,38 @@ def plan(spec: Path, every: bool, as_json: bool) -> None:
 @ALLOW_TRAINER
 @ALLOW_POWER_LIMITS
 @click.option("--search-id", hidden=True, help="Id of the search, when a job was submitted under it.")
+@JSON
 @refusing_bad_input
 def run(
-    spec: Path, tracking_uri: str | None, allow_trainer: bool, allow_power_limits: bool, search_id: str | None
+    spec: Path,
+    tracking_uri: str | None,
+    allow_trainer: bool,
+    allow_power_limits: bool,
+    search_id: str | None,
+    as_json: bool,
 ) -> None:
-    """Run a search here, on the Ray cluster of RAY_ADDRESS or on this machine alone."""
+    """Run a search here, on the Ray cluster of RAY_ADDRESS or on this machine alone.
+
+    With --json the front is printed in the end, and what happens meanwhile on standard error.
+    """
     client = Wattune(tracking_uri)
-    _print_outcome(client, client.run(spec, search_id, allow_trainer, allow_power_limits))
+    with _telling(as_json):
+        search = client.run(spec, search_id, allow_trainer, allow_power_limits)
+    _print_outcome(client, search, as_json)
 
 
 @main.command()
 @click.argument("spec", type=click.Path(path_type=Path))
 @TRACKING
+@JSON
 @refusing_bad_input
-def calibrate(spec: Path, tracking_uri: str | None) -> None:
+def calibrate(spec: Path, tracking_uri: str | None, as_json: bool) -> None:
     """Fit the cost model to the machines here, by short trials of some of SPEC's layouts, and time collectives."""
-    fitted = Wattune(tracking_uri).calibrate(spec)
+    with _telling(as_json):
+        fitted = Wattune(tracking_uri).calibrate(spec)
+    if as_json:
+        click.echo(json.dumps(fitted.to_dict(), indent=2))
+        return
     for name, before, after in (
         ("step time", fitted.before.step_time, fitted.after.step_time),
         ("power", fitted.before.power, fitted.after.power),
@@ -165,17 +182,24 @@ def calibrate(spec: Path, tracking_uri: str | None) -> None:
 @TRACKING
 @ALLOW_TRAINER
 @ALLOW_POWER_LIMITS
+@JSON
 @refusing_bad_input
 def resume(
-    search: str, address: str | None, tracking_uri: str | None, allow_trainer: bool, allow_power_limits: bool
+    search: str,
+    address: str | None,
+    tracking_uri: str | None,
+    allow_trainer: bool,
+    allow_power_limits: bool,
+    as_json: bool,
 ) -> None:
     """Go on with a search that was interrupted, from the WATTUNE_HOME and on the Ray cluster that it had."""
     client = Wattune(tracking_uri, address)
-    resumed = client.resume(search, allow_trainer, allow_power_limits)
+    with _telling(as_json):
+        resumed = client.resume(search, allow_trainer, allow_power_limits)
     if address:
-        click.echo(resumed)
+        click.echo(json.dumps({"search_id": resumed}) if as_json else resumed)
     else:
-        _print_outcome(client, resumed)
+        _print_outcome(client, resumed, as_json)
 
 
 @main.command()
@@ -218,6 +242,8 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
     click.echo(searches_table([info]))
     if info.cause:
         click.echo(info.cause)
+    if info.note:
+        click.echo(info.note)
     for notice in info.undecided:
         click.echo(f"note: {notice}")
     for trial in failures:
@@ -290,14 +316,73 @@ def stop(search: str, address: str) -> None:
 
 
 @main.command()
+@click.argument("search")
+@click.argument("trial")
+@TRACKING
+@JSON
+@refusing_bad_input
+def cancel(search: str, trial: str, tracking_uri: str | None, as_json: bool) -> None:
+    """End one trial of a search, which goes on. TRIAL is its id or its layout, as the search prints it.
+
+    The trial is recorded as `cancelled` within some 15 s.
+    """
+    cancelled = Wattune(tracking_uri).cancel(search, trial)
+    click.echo(json.dumps(cancelled.to_dict(), indent=2) if as_json else f"{cancelled.trial_id}: {cancelled.label}")
+
+
+@main.command()
+@click.argument("search")
+@click.argument("tags", nargs=-1, metavar="[KEY=VALUE]...")
+@TRACKING
+@JSON
+@refusing_bad_input
+def tag(search: str, tags: tuple[str, ...], tracking_uri: str | None, as_json: bool) -> None:
+    """Give a search tags, which `list` and MLflow's pages show; KEY= takes one away. Without any, print what it has."""
+    pairs = [pair.partition("=") for pair in tags]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise InputError(f"tag {key!r}: give KEY=VALUE, or KEY= to take it away")
+    client = Wattune(tracking_uri)
+    info = client.tag(search, {key: value for key, _, value in pairs}) if pairs else client.status(search)
+    if as_json:
+        click.echo(json.dumps(dict(info.tags), indent=2))
+    else:
+        for key, value in info.tags.items():
+            click.echo(f"{key}={value}")
+
+
+@main.command()
+@click.argument("search")
+@click.argument("text", required=False)
+@TRACKING
+@JSON
+@refusing_bad_input
+def note(search: str, text: str | None, tracking_uri: str | None, as_json: bool) -> None:
+    """Note TEXT on a search, for `status` and MLflow's pages; '' takes it away. Without it, print what there is."""
+    client = Wattune(tracking_uri)
+    info = client.status(search) if text is None else client.note(search, text)
+    if as_json:
+        click.echo(json.dumps({"note": info.note}))
+    elif info.note:
+        click.echo(info.note)
+
+
+@main.command()
 @click.option(
     "--address", metavar="ADDR", help="Ray cluster, such as head:6379; default: RAY_ADDRESS, else this machine's Ray."
 )
 @click.option("--once", is_flag=True, help="Print once, as where the output is no terminal.")
+@JSON
 @refusing_bad_input
-def top(address: str | None, once: bool) -> None:
-    """Show every GPU of a cluster while searches run: power, heat, clocks, what throttles it, its trial."""
+def top(address: str | None, once: bool, as_json: bool) -> None:
+    """Show every GPU of a cluster while searches run: power, heat, clocks, what throttles it, its trial.
+
+    With --json, all that is known of each node now, once.
+    """
     with contextlib.closing(Wattune().top(address)) as watched:
+        if as_json:
+            click.echo(json.dumps([asdict(state) for state in next(watched)], indent=2))
+            return
         from service.top import show
 
         show(watched, once)
@@ -344,13 +429,21 @@ def list_searches(address: str | None, tracking_uri: str | None, as_json: bool) 
 @click.option("--resumable", is_flag=True, help="Also searches that could go on: stopped, failed, interrupted ones.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @TRACKING
+@JSON
 @refusing_bad_input
-def gc(days: float, resumable: bool, yes: bool, tracking_uri: str | None) -> None:
-    """Remove the records of old searches, for good, after they were listed. One that runs is never removed."""
+def gc(days: float, resumable: bool, yes: bool, tracking_uri: str | None, as_json: bool) -> None:
+    """Remove the records of old searches, for good, after they were listed. One that runs is never removed.
+
+    With --json nothing is asked: what is removed with --yes, and would be without, is printed.
+    """
     from service.answers.tables import searches_table
 
     client = Wattune(tracking_uri)
     old = client.old_searches(days, resumable)
+    if as_json:
+        _print_notes(filter(None, {client.remove(info.id) for info in old} if yes else ()))
+        click.echo(json.dumps([info.to_dict() for info in old], indent=2))
+        return
     if not old:
         click.echo(f"no searches that are over and began more than {days:g} days ago at {client.shown_uri}")
         return
@@ -445,14 +538,20 @@ def best(search: str, style: str, tracking_uri: str | None, **query: Any) -> Non
 @click.option("--for", "target", required=True, metavar="TARGET", help="A framework, or slurm; see docs/answers.md.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make.")
 @TRACKING
+@JSON
 @refusing_bad_input
-def export(search: str, target: str, out: Path, tracking_uri: str | None, **query: Any) -> None:
+def export(search: str, target: str, out: Path, tracking_uri: str | None, as_json: bool, **query: Any) -> None:
     """Make a folder that starts the real run of the best layout: a script, and the files that it needs."""
     client = Wattune(tracking_uri)
     choice = client.best(search, **query)
     written = client.write_folder(search, choice.candidate, target, out)
-    for name in written.files:
-        click.echo(out / name)
+    files = [str(out / name) for name in written.files]
+    if as_json:
+        told = {"files": files, "not_expressible": written.not_expressible, "notices": list(choice.notices)}
+        click.echo(json.dumps(told, indent=2))
+        return
+    for name in files:
+        click.echo(name)
     _print_notes(choice.notices, written.not_expressible)
 
 
@@ -607,10 +706,14 @@ def check_trainer(reference: str, allow_trainer: bool, as_json: bool) -> None:
 @main.command()
 @click.argument("text", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Prefix of the .bin and .idx to write.")
+@JSON
 @refusing_bad_input
-def data(text: tuple[Path, ...], out: Path) -> None:
+def data(text: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Prepare training tokens (one a byte, 257 in all) from text files and folders."""
     made = Wattune.prepare_data(text, out)
+    if as_json:
+        click.echo(json.dumps(asdict(made) | {"prefix": str(made.prefix)}))
+        return
     skipped = f", {made.skipped_files} files skipped" if made.skipped_files else ""
     click.echo(f"{made.tokens:,} tokens of {made.documents:,} documents in {made.prefix}.bin and .idx{skipped}")
 
@@ -644,13 +747,23 @@ def _print_notes(notices: Iterable[str], not_expressible: Mapping[str, str] | No
         click.echo(f"note: {notice}", err=True)
 
 
-def _print_outcome(client: Wattune, search: str) -> None:
+@contextlib.contextmanager
+def _telling(as_json: bool) -> Iterator[None]:
+    """What a search tells while it runs, on standard error where standard output is for JSON."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+def _print_outcome(client: Wattune, search: str, as_json: bool) -> None:
     """What a search that has ended came to. Raises `NoAnswerError` if to nothing."""
     from service.answers.front import text
 
     front = client.pareto(search)
     if not any(trial.status == "ok" for trial in front.search.trials):
         raise NoAnswerError(f"search {search}: no trial came to a result; see `wattune status {search}`")
+    if as_json:
+        click.echo(json.dumps(front.to_dict(), indent=2))
+        return
     click.echo(text(front))
     click.echo(f"\nThe record: search {search} at {client.shown_uri}")
     click.echo(f"  wattune best {search}     the best configuration, to launch with")

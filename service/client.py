@@ -205,6 +205,33 @@ class Wattune:
                 return _joined(info, jobs.submission(info.id, self.address), self.tracking_uri)
         return info
 
+    def cancel(self, search: str, trial: str) -> TrialRecord:
+        """End one trial of a search that goes on, which it records as `cancelled`; see `service.record.remarks`.
+
+        The driver sees to that within some 15 s.
+        """
+        from service.record.remarks import cancel
+        from service.record.store import GOING_ON
+
+        record = self._record(search)
+        if (status := _described(record).status) not in GOING_ON:
+            raise InputError(f"search {record.id} is {status}: no trial of it is under way")
+        return cancel(self.tracking_uri, record, trial)
+
+    def tag(self, search: str, tags: Mapping[str, str]) -> SearchInfo:
+        """Give a search tags, and take those away whose value is empty. Returns it as it is then."""
+        from service.record.remarks import tag
+
+        tag(self.tracking_uri, self._record(search), tags)
+        return self.status(search)
+
+    def note(self, search: str, text: str) -> SearchInfo:
+        """Note something on a search, in place of what was noted before. Returns it as it is then."""
+        from service.record.remarks import note
+
+        note(self.tracking_uri, self._record(search), text)
+        return self.status(search)
+
     def trials(self, search: str) -> list[TrialRecord]:
         """Every trial of a search, in the order of their start, failed ones included."""
         return list(self._record(search).trials)

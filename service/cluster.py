@@ -22,7 +22,7 @@ from service.checks import workers_here
 from service.errors import InputError, SearchError
 from service.home import Home
 from service.problem import Cluster
-from service.trials.gang import resources_per_worker
+from service.trials.accelerators import at_hand, check_type, resources_per_worker
 from trainables.scratch import scratch
 
 KNOCK_S = 5.0
@@ -206,7 +206,8 @@ def within(seconds: float, ask: Callable[[], T]) -> T:
 
 def check_cluster(cluster: Cluster) -> None:
     """Raise `InputError` unless the Ray cluster at hand has what the workers of `cluster` need."""
-    have: dict[str, float] = ray.cluster_resources()
+    check_type(cluster)
+    have = at_hand(cluster)
     for name, each in resources_per_worker(cluster).items():
         need = each * cluster.size
         if have.get(name, 0) < need:

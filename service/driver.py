@@ -41,8 +41,9 @@ from service.sampling.agenda import Agenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step, Wish
 from service.trials import thermal
+from service.trials.accelerators import nodes, resources_per_worker
 from service.trials.evaluate import evaluate
-from service.trials.gang import Gang, awaited, resources_per_worker, room
+from service.trials.gang import Gang, awaited, room
 from service.trials.pool import Pool, start_pool
 from service.trials.silent import end_cleaners
 from service.trials.slices import held_against
@@ -96,6 +97,7 @@ class Driver:
         self.admission = admission
         self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
+        self.pool: ActorHandle[Pool] | None = None
 
     def run(self, begun: bool = False) -> None:
         """Take the agenda to its end. `begun`: whether the search has a record already."""
@@ -103,7 +105,7 @@ class Driver:
             self.display.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry, self.problem.sets_power_limits)
         self._check_power(telemetry)
-        environment = software() | surroundings() | hardware(telemetry)
+        environment = software() | surroundings() | hardware(self._of_type(telemetry))
         if not begun:
             self.tracker.start_search(self.search_id, self.problem, environment)
         so_far = f", {self.display.done} of them done" if begun else ""
@@ -119,7 +121,7 @@ class Driver:
         if waits_for := awaited(self.problem.cluster, sizes[0]):
             self.display.say(f"waiting for {waits_for}")
         turns = self._turns(sizes, telemetry)
-        with self.tracker.beating(lambda: turns.standing):
+        with self.tracker.beating(lambda: turns.standing, self._cancel):
             self._measure(turns, telemetry, environment)
 
     def _check_power(self, telemetry: Fleet) -> None:
@@ -127,20 +129,29 @@ class Driver:
         limits = [watts for watts in self.problem.axes.get("power_limit_w", ()) if watts is not None]
         if not limits:
             return
-        refused = ray.get([call(actor, Telemetry.check_power, limits) for actor in list(telemetry.values())])
+        refused = ray.get([call(actor, Telemetry.check_power, limits) for actor in self._of_type(telemetry).values()])
         if reasons := [reason for reason in refused if reason is not None]:
             stop_telemetry(telemetry)
             raise InputError(f"space.power_limit_w: {reasons[0]}")
 
+    def _of_type(self, telemetry: Fleet) -> dict[str, ActorHandle[Telemetry]]:
+        """The telemetry of the nodes that the search may be on."""
+        mine = nodes(self.problem.cluster)
+        return {node: actor for node, actor in list(telemetry.items()) if node in mine}
+
+    def _cancel(self, trial_id: str, cause: str) -> None:
+        if self.pool is not None:
+            call(self.pool, Pool.cancel, trial_id, cause)
+
     def _turns(self, sizes: Sequence[int], telemetry: Fleet) -> Turns:
         """The search's part in the queue of its cluster, not begun yet."""
-        cluster, storage = self.problem.cluster, self.spool / "train"
+        cluster, storage, data = self.problem.cluster, self.spool / "train", self.problem.data
         preload = _program(self.problem).preload(self.problem.legal.layouts)
         worker, wanted = resources_per_worker(cluster), (sizes[0], len(sizes))
         claim = Claim(self.search_id, self.problem.priority, time.time(), worker, *wanted)
 
         def start(name: str, avoid: Collection[str]) -> Gang:
-            return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid)
+            return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid, data)
 
         return Turns(claim, self.admission.queue, start, self.display.say)
 
@@ -150,7 +161,7 @@ class Driver:
         try:
             self._clear_spool()  # Ray would go on with the files of a driver that was killed
             end_cleaners()  # which such a driver leaves
-            pool = start_pool()
+            self.pool = pool = start_pool()
             turns.begin(pool)
             self._tune(pool, turns, telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
@@ -181,7 +192,7 @@ class Driver:
             telemetry=telemetry,
             environment=environment,
             network=self.network,
-            slower=slower(self.home, [device["uuid"] for device in described(telemetry)]),
+            slower=slower(self.home, [device["uuid"] for device in described(self._of_type(telemetry))]),
         )
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),

@@ -45,6 +45,7 @@ from service.problem import (
 from service.reading import LARGEST, Amount, AmountOrZero, Strict, Switch, read_yaml
 from service.trainer_spec import ConditionalSpec, StepsSpec, TrainerSpec, described, resolved
 from trainables.data import located
+from trainables.objects import holds_secret
 
 AUTO = "auto"
 """A space that follows from model and cluster."""
@@ -273,6 +274,8 @@ class SearchSpec(Strict):
     def _consistent(self) -> SearchSpec:
         if isinstance(self.model, str) and self.model not in PRESETS:
             raise ValueError(f"model: unknown model {self.model!r}; must be {_choice(PRESETS)}, or an inline shape")
+        if self.data is not None and holds_secret(self.data):
+            raise ValueError("data: a password in it would be recorded: the nodes' environment is its place")
         if self.trainer is None:
             self._check_complete()
         else:

@@ -5,7 +5,8 @@ A source is one of
 - `synthetic`: pseudo-random tokens, for throughput work;
 - `corpus`, `corpus.bin` or `corpus.idx`: a Megatron-LM indexed dataset, the pair `corpus.bin` and `corpus.idx`;
 - `tokens.npy`: one numpy array of integers, one dimension (`numpy.save`);
-- `tokens.bin` with no `tokens.idx` beside it: raw little-endian uint16 tokens (`ndarray.tofile`).
+- `tokens.bin` with no `tokens.idx` beside it: raw little-endian uint16 tokens (`ndarray.tofile`);
+- the URI of any of these on an object store, `s3://bucket/corpus`: see `trainables.objects`.
 
 Tokens are packed: samples are cut from the stream one after the other, and document boundaries are ignored.
 
@@ -40,6 +41,8 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainables.objects import fetch, is_uri
+
 SYNTHETIC = "synthetic"
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
@@ -67,7 +70,7 @@ class MissingDataError(DataError):
 def located(source: str, folder: str | Path = ".") -> str:
     """`source` as a process with another working directory has to name it: a path, relative to `folder`, is made
     absolute."""
-    return source if source == SYNTHETIC else os.path.abspath(Path(folder, Path(source).expanduser()))
+    return source if source == SYNTHETIC or is_uri(source) else os.path.abspath(Path(folder, Path(source).expanduser()))
 
 
 class _Tokens(Protocol):
@@ -142,18 +145,30 @@ class TokenStream:
 def open_tokens(source: str | Path, vocab_size: int) -> TokenStream:
     """The stream of tokens that `source` names (see the module's text), for a model with `vocab_size` token ids.
 
-    Files are memory-mapped and checked cheaply: the headers, the sizes, and up to three million tokens.
+    Files are memory-mapped and checked cheaply: the headers, the sizes, and up to three million tokens. What is on an
+    object store is copied first, unless this machine has it.
     Raises DataError with one line if the source is missing, damaged, not tokens, or outside the vocabulary.
     """
     if str(source) == SYNTHETIC:
         return TokenStream(_SyntheticTokens(vocab_size), vocab_size, SYNTHETIC)
+    path = _copied(source) if isinstance(source, str) and is_uri(source) else Path(source).expanduser()
     try:
-        tokens = _open_file(Path(source).expanduser())
+        tokens = _open_file(path)
     except OSError as error:
         raise DataError(f"cannot read {source}: {error.strerror}") from None
     stream = TokenStream(tokens, vocab_size, str(source))
     stream.check_sample()
     return stream
+
+
+def _copied(source: str) -> Path:
+    """This machine's copy of what is on an object store."""
+    try:
+        return fetch(source)
+    except FileNotFoundError as error:
+        raise MissingDataError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {source}: {str(error).splitlines()[0]}") from None
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class Mailbox:
         self.number = 0
         self.numbers: dict[str, int] = {}
         self.expired: set[str] = set()
+        self.cancelled: dict[str, str] = {}
         self.closed = False
         self.free_since: dict[int, float] = {}
         self.changed = asyncio.Condition()
@@ -187,10 +188,16 @@ class Mailbox:
         async with self.changed:
             lent = tuple(range(self.world_size) if workers is None else workers)
             await self.changed.wait_for(
-                lambda: request.trial_id in self.expired or self.members.keys() - self.out >= set(lent)
+                lambda: (
+                    request.trial_id in self.expired
+                    or self._cause(request) is not None
+                    or self.members.keys() - self.out >= set(lent)
+                )
             )
             if request.trial_id in self.expired:
                 raise LookupError(f"trial {request.trial_id} was given up before it began")
+            if (cause := self._cause(request)) is not None:
+                return [Outcome(Status.CANCELLED, cause)], [], 0.0
             members = [self.members[worker] for worker in lent]
             self.number = number = self.number + 1
             self.numbers[request.trial_id] = number
@@ -241,12 +248,28 @@ class Mailbox:
                 self._end(Outcome(Status.PRUNED, cause, "window"), current.workers)
                 self.changed.notify_all()
 
+    async def cancel(self, trial_id: str, cause: str) -> None:
+        """End a trial, and all that is still to be run of it. The gang is well."""
+        async with self.changed:
+            self.cancelled[trial_id] = cause
+            for current in list(self.rounds.values()):
+                if current.failure is None and self._cause(current.order.request) is not None:
+                    self._end(Outcome(Status.CANCELLED, cause), current.workers)
+            self.changed.notify_all()
+
     async def close(self) -> None:
         """Send the workers home, from the trials under way as well."""
         async with self.changed:
             self.closed = True
             self._end(_lost("the gang was closed"))
             self.changed.notify_all()
+
+    def _cause(self, request: TrialRequest) -> str | None:
+        """Why a request is not to be run, of a trial that was cancelled or a part of one; None if it is."""
+        for trial_id, cause in self.cancelled.items():
+            if request.trial_id == trial_id or request.trial_id.startswith(f"{trial_id}-"):
+                return cause
+        return None
 
     def _end(self, outcome: Outcome, workers: Sequence[int] | None = None) -> None:
         for number, current in list(self.rounds.items()):

@@ -19,3 +19,5 @@ class Status(StrEnum):
     """It ran, but what ran is not training: the loss is not finite or does not fall."""
     PRUNED = "pruned"
     """Given up early, since it could not become one of the best."""
+    CANCELLED = "cancelled"
+    """Ended by a person."""

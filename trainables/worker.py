@@ -21,6 +21,7 @@ from telemetry.devices.cpu import cpu_uuid
 from trainables.child import Nursery, Outcome
 from trainables.leftovers import Leftovers
 from trainables.mailbox import Member, Order
+from trainables.objects import fetch, is_uri
 from trainables.platforms.base import Platform, platform_of
 from trainables.power import PowerLimit
 from trainables.program import Place, Progress, TrialRequest
@@ -107,9 +108,9 @@ class Follower:
 def worker_loop(config: dict[str, Any]) -> None:
     """Serve trials until the mailbox is closed.
 
-    `config`: `mailbox`, the actor's handle; `telemetry`, the cluster's `Fleet`; `accelerator`, an `Accelerator`; and
-    `preload`, what trials import. Raises `RayError` if one of these actors is lost: Ray Train then starts the worker
-    anew.
+    `config`: `mailbox`, the actor's handle; `telemetry`, the cluster's `Fleet`; `accelerator`, an `Accelerator`;
+    `preload`, what trials import; and `data`, the tokens that they read, or None: no trial is to wait for a copy of
+    what is on an object store. Raises `RayError` if one of these actors is lost: Ray Train then starts the worker anew.
     """
     mailbox = config["mailbox"]
     worker = ray.train.get_context().get_world_rank()
@@ -127,6 +128,9 @@ def worker_loop(config: dict[str, Any]) -> None:
     leftovers = Leftovers(f"{mailbox._actor_id.hex()}/{worker}", lambda: memory_gib(watching, device))
     power = PowerLimit(watching, device, config["telemetry"].power_limits)
     nursery = Nursery(platform, config["preload"])
+    if config["data"] is not None and is_uri(config["data"]):
+        with contextlib.suppress(OSError, ValueError):  # which trials tell in their causes
+            fetch(config["data"])
     member = Member(worker, node_id, host, store.port, device, os.getpid())
     ray.get(mailbox.join.remote(member))
     number = 0

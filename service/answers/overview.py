@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -33,7 +33,7 @@ class SearchInfo:
     objective; those in `estimated`, `extrapolated` and `sliced` are not measured, and `undecided` says, a notice each,
     between which layouts it is not plain whose is the best. `cause` is one line on what only the cluster knows of a
     search that was submitted to it: why it failed, or has no record yet. `standing`: its place in the queue of its
-    cluster, where it is `queued`.
+    cluster, where it is `queued`. `tags` and `note`: what people said of it.
     """
 
     id: str
@@ -52,6 +52,8 @@ class SearchInfo:
     data: str
     cause: str | None = None
     standing: Standing | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -85,6 +87,8 @@ def describe(search: SearchRecord) -> SearchInfo:
         sliced=tuple(metric for metric, doubt in doubts.items() if doubt is Doubt.SLICED),
         undecided=tuple(contests(comparison)),
         standing=search.standing if waits else None,
+        tags=search.tags,
+        note=search.note,
         **{fact: str(search.params.get(fact) or "") for fact in ("model", "accelerator", "data")},
     )
 

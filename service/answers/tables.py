@@ -95,7 +95,7 @@ def trials_csv(trials: Sequence[TrialRecord]) -> str:
 
 
 def searches_table(searches: Sequence[SearchInfo]) -> str:
-    """One row a search: what it tried, how it stands and its best figures."""
+    """One row a search: what it tried, how it stands, its best figures, and its tags where any search has some."""
     rows = [
         [
             info.id,
@@ -108,7 +108,12 @@ def searches_table(searches: Sequence[SearchInfo]) -> str:
         ]
         for info in searches
     ]
-    return render(["search", "status", "started", "model", "accelerator", "trials", "best"], rows)
+    headings = ["search", "status", "started", "model", "accelerator", "trials", "best"]
+    if any(info.tags for info in searches):
+        headings.append("tags")
+        for row, info in zip(rows, searches, strict=True):
+            row.append(" ".join(f"{key}={value}" for key, value in info.tags.items()) or "-")
+    return render(headings, rows)
 
 
 def _cell(candidate: Candidate, metric: str, search: SearchRecord) -> str:

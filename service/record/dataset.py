@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from service.problem import Problem
 from trainables.data import SYNTHETIC, DataError, open_tokens
@@ -32,7 +33,7 @@ def dataset(problem: Problem) -> DatasetInput | None:
     if problem.data == SYNTHETIC:
         place, kind = json.dumps({"tags": {"mlflow.source.name": "trainables.data"}}), "code"
     else:
-        place, kind = json.dumps({"uri": problem.data}), "local"
+        place, kind = json.dumps({"uri": problem.data}), urlsplit(problem.data).scheme or "local"
         known = {"tokens": len(stream)} | known
     name = stream.source.rpartition("/")[2]
     made = Dataset(name, digest, kind, place, _schema(problem), json.dumps(known))

@@ -87,7 +87,8 @@ class SearchRecord:
 
     `status` is what its driver last wrote: `queued` until a gang is up, `running`, `finished`, `stopped` or `failed`.
     Whether a driver that did not write the latter three is alive, `heartbeat` tells; older records have none.
-    `standing` is where it stands in the queue of its cluster while it has no gang, None if it does not wait.
+    `standing` is where it stands in the queue of its cluster while it has no gang, None if it does not wait. `tags` and
+    `note` are what people said of it.
     """
 
     id: str
@@ -103,6 +104,8 @@ class SearchRecord:
     trials: tuple[TrialRecord, ...]
     heartbeat: Heartbeat | None = None
     standing: Standing | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    note: str | None = None
 
     @cached_property
     def goals(self) -> Goals:
@@ -202,6 +205,8 @@ def _search(run: Run, children: Sequence[Run]) -> SearchRecord:
         trials=tuple(_trial(child, facts) for child in children if "engine" in child.params),
         heartbeat=Heartbeat.parse(tags[store.HEARTBEAT]) if store.HEARTBEAT in tags else None,
         standing=Standing.parse(tags.get(store.STANDING, "")),
+        tags={key: value for key, value in sorted(tags.items()) if not key.startswith(store.RESERVED)},
+        note=tags.get(store.NOTE) or None,
     )
 
 

@@ -54,7 +54,12 @@ INFRASTRUCTURE = "wattune.infrastructure"
 BESIDE = "wattune.beside"
 ENVIRONMENT = "env."
 MODEL = "model."
+NOTE = "wattune.note"
+CANCELLED = "wattune.cancelled"
 PARENT = "mlflow.parentRunId"
+DESCRIPTION = "mlflow.note.content"
+RESERVED = ("mlflow.", "wattune.")
+"""What names of tags begin with that are MLflow's or Wattune's own; all others are people's."""
 
 FACTS = ("model", "accelerator", "nodes", "gpus_per_node", "sequence_length")
 """What each trial says of its search too, by which trials of several searches can be told apart."""
@@ -85,6 +90,11 @@ _DRIVERS = {
 }
 """Module -> the package that has it, of SQLAlchemy's drivers that go by another name there."""
 _PROBE_S = 5.0
+
+
+def described(note: str, text: str) -> str:
+    """The description of a run of which somebody has noted something, in Markdown."""
+    return "\n\n".join(filter(None, [note, text.strip()]))
 
 
 def open_client(tracking_uri: str) -> MlflowClient:

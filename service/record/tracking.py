@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -140,16 +140,33 @@ class Tracker:
         self._plain = asked | {metric.name for metric in TABLE if metric.heading}
         self._dataset = dataset(problem)
 
-    def beating(self, standing: Callable[[], Standing | None] = lambda: None) -> AbstractContextManager[None]:
+    def beating(
+        self,
+        standing: Callable[[], Standing | None] = lambda: None,
+        cancel: Callable[[str, str], object] = lambda trial_id, cause: None,
+    ) -> AbstractContextManager[None]:
         """The search's heartbeat, from a thread of its own, and with it where it stands in the queue of its cluster,
-        None if it does not wait. To be entered once the search has begun."""
+        None if it does not wait. To be entered once the search has begun.
+
+        With each beat `cancel` gets the ids of trials under way that somebody has cancelled, each with the cause.
+        """
 
         def beat() -> None:
             if store.reachable(self._uri):  # or MLflow would try again and again, and say so
                 tags = {store.HEARTBEAT: str(Heartbeat.now()), store.STANDING: str(standing() or "")}
                 self._log(self._parent, tags=tags)
+                for trial_id, cause in self._cancelled():
+                    cancel(trial_id, cause)
 
         return beating(beat)
+
+    def _cancelled(self) -> Iterator[tuple[str, str]]:
+        """The trials under way that somebody has cancelled: id and cause."""
+        for trial_id in list(self._open):
+            if (run_id := self._runs.get(trial_id)) is not None:
+                tags = self._client.get_run(run_id).data.tags
+                if store.CANCELLED in tags:
+                    yield trial_id, tags[store.CANCELLED]
 
     def start_trial(self, trial_id: str, layout: Layout, purpose: str = "search") -> None:
         """Create the child run, with the layout as its parameters. With its first trial a search is `running`."""
@@ -209,7 +226,9 @@ class Tracker:
 
     def _describe(self, text: str) -> None:
         shown = f"[All trials, as a table and in charts]({view.link('', self._experiment_id, self._search_id)})"
-        self._log(self._parent, tags={"mlflow.note.content": "\n\n".join(filter(None, [shown, text]))})
+        note = self._client.get_run(self._parent).data.tags.get(store.NOTE, "")
+        told = store.described(note, "\n\n".join(filter(None, [shown, text])))
+        self._log(self._parent, tags={store.DESCRIPTION: told})
 
     def _send_spooled(self) -> None:
         for directory in sorted(self._unsent.glob("[!.]*")):

@@ -227,7 +227,7 @@ class SearchStudy:
 
     def _report(self, layout: Layout, result: TrialResult) -> None:
         """Tell the study of an outcome, once there are values to tell it with."""
-        if result.status == Status.PRUNED:
+        if result.status in (Status.PRUNED, Status.CANCELLED):  # neither says what it would have come to
             self.study.tell(self.trials[layout], state=TrialState.PRUNED)
             return
         if not self.good:

@@ -20,10 +20,10 @@ from ray.train.torch import TorchTrainer
 
 from service.problem import Cluster
 from service.remote import ON_HEAD
+from service.trials.accelerators import at_hand, free, resources_per_worker
 from service.trials.silent import end_cleaners
 from telemetry.actor import Fleet
 from trainables.mailbox import Mailbox
-from trainables.platforms.base import platform_of
 from trainables.worker import GangConfig, worker_loop
 
 CLOSE_TIMEOUT_S = 30.0
@@ -47,9 +47,10 @@ class Gang:
         telemetry: Fleet,
         preload: Sequence[str],
         avoid: Iterable[str] = (),
+        data: str | None = None,
     ) -> None:
         """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them. `avoid`: the
-        nodes that no worker may be on, by Ray's ids."""
+        nodes that no worker may be on, by Ray's ids. `data`: the tokens that trials read."""
         actor: Any = ray.remote(Mailbox)
         self.address = f"mailbox-{uuid4().hex}"
         self.mailbox: ActorHandle[Mailbox] = actor.options(
@@ -70,6 +71,7 @@ class Gang:
                 "telemetry": telemetry,
                 "accelerator": cluster.device,
                 "preload": preload,
+                "data": data,
             },
             torch_config=GangConfig(),
             scaling_config=ScalingConfig(num_workers=size, **scaling),
@@ -117,24 +119,16 @@ def close_gangs(gangs: Sequence[Gang]) -> None:
         end_cleaners(mine=True)
 
 
-def resources_per_worker(cluster: Cluster) -> dict[str, float]:
-    """What Ray reserves for one worker of a gang."""
-    resources = {"CPU": cluster.cpus_per_worker}
-    device = platform_of(cluster.device).ray_resource
-    return resources if device is None else resources | {device: 1}
-
-
 def room(cluster: Cluster) -> int:
     """How many workers the Ray cluster has what they need for, whoever has it now."""
-    have: dict[str, float] = ray.cluster_resources()
+    have = at_hand(cluster)
     return min(int(have.get(name, 0) / each + 1e-9) for name, each in resources_per_worker(cluster).items())
 
 
 def awaited(cluster: Cluster, size: int) -> str | None:
     """What a gang has to wait for while others hold it, such as `2 GPUs: 0 of 2 free`; None if for nothing."""
-    have: dict[str, float] = ray.cluster_resources()
-    free: dict[str, float] = ray.available_resources()
-    for name, each in reversed(resources_per_worker(cluster).items()):  # a device says more than CPUs
-        if free.get(name, 0) < (need := each * size) <= have.get(name, 0):
-            return f"{need:g} {name}s: {free.get(name, 0):g} of {have[name]:g} free"
+    have, left, each = at_hand(cluster), free(cluster), resources_per_worker(cluster)
+    for name in [name for name in ("GPU", "CPU") if name in each]:  # a device says more than CPUs
+        if left.get(name, 0) < (need := each[name] * size) <= have.get(name, 0):
+            return f"{need:g} {name}s: {left.get(name, 0):g} of {have[name]:g} free"
     return None

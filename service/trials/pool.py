@@ -115,6 +115,12 @@ class Pool:
         self._disturbed.discard(trial_id)
         return disturbed
 
+    async def cancel(self, trial_id: str, cause: str) -> None:
+        """End a trial under way as cancelled; of any other nothing is done."""
+        if (lent := self._lent.get(trial_id)) is not None:
+            with contextlib.suppress(RayError):  # a mailbox that died has no trial under way
+                await self._mailboxes[lent.gang].cancel.remote(trial_id, cause)
+
     def _found(self, wish: Wish) -> _Lent | None:
         """A group of workers as wished for, of the gang that has the fewest left, so that larger groups stay whole."""
         for gang in sorted(self._free, key=lambda one: len(self._free[one])):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -140,6 +141,34 @@ def test_help_lists_the_exit_codes_and_needs_no_command() -> None:
     assert (helped.exit_code, helped.stderr) == (0, "")
     assert helped.stdout == call("--help").stdout
     assert " ".join(EXIT_CODES.split()) in " ".join(helped.stdout.split())
+
+
+def test_every_command_that_prints_data_prints_json() -> None:
+    commands = {**main.commands, **{f"trainer {name}": one for name, one in cli.trainer.commands.items()}}
+    without = {
+        name
+        for name, command in commands.items()
+        if not any("--json" in option.opts for option in command.params) and not isinstance(command, click.Group)
+    }
+    assert without == {"best", "logs", "stop", "ui"}, "`best` has --format json; the others hand on or start something"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands_and_options(empty: Path, shell: str) -> None:
+    """By what docs/answers.md says, in a process as the shell would start it."""
+    page = (Path(__file__).parents[2] / "docs" / "answers.md").read_text()
+    assert f"_WATTUNE_COMPLETE={shell}_source wattune" in page
+    wattune = [sys.executable, "-c", "from service.cli import main; main(prog_name='wattune')"]
+
+    def asked(instruction: str, **variables: str) -> str:
+        environment = os.environ | {"_WATTUNE_COMPLETE": f"{shell}_{instruction}"} | variables
+        return subprocess.run(wattune, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "_WATTUNE_COMPLETE" in asked("source")
+    words = {"COMP_WORDS": "wattune compa", "COMP_CWORD": "compa" if shell == "fish" else "1"}
+    assert "compare" in asked("complete", **words)
+    words = {"COMP_WORDS": "wattune trials --js", "COMP_CWORD": "--js" if shell == "fish" else "2"}
+    assert "--json" in asked("complete", **words)
 
 
 def test_exit_codes_are_documented_as_errors_have_them() -> None:
@@ -335,6 +364,8 @@ def test_export_makes_a_folder_that_starts_the_run(searched: str, tmp_path: Path
     assert made.stdout.splitlines() == [str(out / name) for name in ("run.yaml", "start.sh", "job.sbatch")]
     assert yaml.safe_load((out / "run.yaml").read_text())["layout"]["engine"] == "megatron"
     assert "search tiny-1 (tiny)" in (out / "start.sh").read_text()
+    told = json.loads(call("export", searched, "--for", "slurm", "--out", str(tmp_path / "other"), "--json").stdout)
+    assert told["files"] == [str(tmp_path / "other" / name) for name in ("run.yaml", "start.sh", "job.sbatch")]
     assert_refused(call("export", searched, "--for", "torchrun", "--out", str(out)), "is not an empty folder")
     assert_refused(call("export", searched, "--for", "abacus", "--out", str(tmp_path / "a")), "no folder for 'abacus'")
     assert not (tmp_path / "a").exists()
@@ -397,6 +428,8 @@ def test_plan_counts_and_explains(empty: Path) -> None:
 def test_data_prepares_tokens_that_plan_and_run_accept(empty: Path) -> None:
     (empty / "book.txt").write_text("It was the best of times. " * 50)
     assert call("data", "book.txt", "--out", "tokens").exit_code == 0
+    told = json.loads(call("data", "book.txt", "--out", "tokens", "--json").stdout)
+    assert (told["prefix"], told["documents"]) == ("tokens", 1)
     assert sorted(path.name for path in empty.iterdir()) == ["book.txt", "tokens.bin", "tokens.idx"]
     assert_refused(call("data", "missing.txt", "--out", "other"), "missing.txt")
 

@@ -19,7 +19,8 @@ from service.record.results import Results
 from service.record.tracking import Tracker
 from service.result import Purpose, TrialResult
 from service.sampling.agenda import CalibrationAgenda
-from service.trials.gang import Gang, resources_per_worker
+from service.trials.accelerators import resources_per_worker
+from service.trials.gang import Gang
 from service.turns import Turns
 from tests.service.records import PLENTY, problem
 from trainables.status import Status

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,10 @@ def test_what_is_removed_is_listed_first_and_gone_for_good(home: Home) -> None:
     called = CliRunner().invoke(main, ["gc", "--older-than", "0"])
     assert (called.exit_code, "--yes" in called.stderr) == (2, True)
     assert {info.id for info in Wattune().searches()} == {"done", "done-too", "broken", "alive"}
+
+    told = CliRunner().invoke(main, ["gc", "--older-than", "0", "--json"])
+    assert {one["id"] for one in json.loads(told.stdout)} == {"done", "done-too"}
+    assert {info.id for info in Wattune().searches()} == {"done", "done-too", "broken", "alive"}, "without --yes"
 
     called = CliRunner().invoke(main, ["gc", "--older-than", "0", "--yes"])
     assert (called.exit_code, called.stderr) == (0, "")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -81,6 +82,9 @@ def test_a_cluster_without_telemetry_is_refused_and_one_with_is_shown_once(ray_s
         assert shown.exit_code == 0, shown.stderr
         assert "trial-7" in shown.stdout
         assert "1,000" in shown.stdout
+        told = CliRunner().invoke(main, ["top", "--json"])
+        assert told.exit_code == 0, told.stderr
+        assert json.loads(told.stdout)[0]["works"][0]["trial_id"] == "trial-7"
     finally:
         stop_telemetry(actors)
 

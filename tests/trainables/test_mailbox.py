@@ -447,6 +447,25 @@ async def test_a_trial_that_is_pruned_ends_its_ranks_and_no_other_trial() -> Non
 
 
 @in_a_loop
+async def test_a_trial_that_is_cancelled_ends_with_all_that_was_still_to_come_of_it() -> None:
+    mailbox = await gang()
+    probe = asyncio.create_task(mailbox.evaluate(replace(REQUEST, trial_id="t0-probe")))
+    number = (await take(mailbox, 0, 0)).number
+    watch = asyncio.create_task(mailbox.aborted(number))
+    await mailbox.cancel("t", "by somebody")
+    assert await waits(watch)
+    await mailbox.cancel("t0", "by somebody")
+    cancelled = [Outcome(Status.CANCELLED, "by somebody")]
+    assert (await soon(probe))[0] == cancelled
+    await soon(watch)
+    assert (await soon(mailbox.evaluate(REQUEST)))[0] == cancelled
+    following = asyncio.create_task(mailbox.evaluate(replace(REQUEST, trial_id="t1")))
+    for rank in range(2):
+        await hand_in(mailbox, rank, (await take(mailbox, rank, number)).number, OK)
+    assert (await soon(following))[0] == [OK, OK]
+
+
+@in_a_loop
 async def test_a_failure_comes_before_pruning() -> None:
     mailbox = await gang()
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))

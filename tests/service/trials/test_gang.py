@@ -32,7 +32,7 @@ from service.spec import load_spec, make_problem
 from service.step import Wish
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
-from service.trials.gang import Gang, awaited, close_gangs, resources_per_worker
+from service.trials.gang import Gang, awaited, close_gangs
 from service.trials.pool import Lease, start_pool
 from telemetry.actor import Fleet, Work, find_telemetry, start_telemetry, stop_telemetry
 from telemetry.devices.cpu import cpu_uuid
@@ -738,9 +738,3 @@ def test_what_a_gang_waits_for_is_told_and_waiting_is_called_off_at_once(ray_ses
     assert not gang._thread.is_alive()
     assert not list(tmp_path.iterdir()), "nothing was started"
     ray.kill(holding)
-
-
-def test_workers_reserve_a_gpu_only_where_there_are_gpus(tmp_path: Path) -> None:
-    assert resources_per_worker(CLUSTER) == {"CPU": 0.5}
-    h200 = Cluster(gpus_per_node=8, accelerator="h200", cpus_per_worker=2)
-    assert resources_per_worker(h200) == {"CPU": 2, "GPU": 1}
