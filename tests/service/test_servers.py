@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,7 @@ def postgresql(home: Home) -> Iterator[str]:
             wait_until(lambda: (folder / ".s.PGSQL.5432").exists() or server.poll() is not None, 60)
             yield f"postgresql+psycopg://wattune@/postgres?host={folder}"
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)  # at once, whoever is still connected
             server.wait(30)
     finally:
         shutil.rmtree(folder)
