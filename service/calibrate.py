@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from service.errors import InputError, NoAnswerError
 from service.fitting import Observation, design, expected, fit, observations, ratios, save, save_curves
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.problem import Cluster, Measurement, Problem
+from service.problem import Measurement, Problem
 from service.queue.actor import Member
 from service.queue.admission import admit
 from service.record import store
@@ -30,8 +29,7 @@ from service.record.tracking import Tracker
 from service.remote import call
 from service.sampling.agenda import CalibrationAgenda
 from service.spec import new_search_id
-from service.trials.gang import Gang, close_gangs
-from telemetry.actor import start_telemetry, stop_telemetry
+from service.turns import bench_in_turn
 from trainables.collectives import Collectives
 from trainables.mailbox import Mailbox
 from trainables.measure import Procedure
@@ -126,7 +124,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         tracker = Tracker(store_uri(tracking_uri), home)
         admission = admit(queue, store_uri(tracking_uri))
         Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts), None, admission).run()
-        collectives = measure_collectives(problem.cluster, home) if problem.cluster.size > 1 else None
+        collectives = measure_collectives(search_id, problem, home, queue) if problem.cluster.size > 1 else None
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
@@ -136,21 +134,19 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     return Calibrated(search_id, home.calibration(accelerator), len(observed), before, after, collectives)
 
 
-def measure_collectives(cluster: Cluster, home: Home) -> Measured:
-    """Have a gang of all of the cluster's GPUs, on the Ray that is at hand, measure its collectives, and keep them."""
-    size, file = cluster.size, home.collectives(cluster.accelerator)
+def measure_collectives(name: str, problem: Problem, home: Home, queue: Member) -> Measured:
+    """Have a gang of all GPUs of the problem's cluster measure its collectives, and keep them.
+
+    On the Ray that is at hand, when it is its turn there: `queue` knows it by `name`, as one more search.
+    """
+    cluster, size = problem.cluster, problem.cluster.size
+    file = home.collectives(cluster.accelerator)
     sizes = CPU_SIZES if cluster.device.platform == "cpu" else SIZES
     program = Collectives(sizes, BUDGET_S)
     procedure = Procedure(**{f.name: getattr(Measurement, f.name) for f in fields(Procedure)})
     request = TrialRequest("collectives", Layout("megatron", size, size), program, procedure, DEADLINE_S)
-    telemetry = start_telemetry()
-    with tempfile.TemporaryDirectory() as storage:
-        gang = Gang("collectives", size, cluster, Path(storage), telemetry, program.preload([request.layout]))
-        try:
-            outcomes, _, _ = ray.get(call(gang.mailbox, Mailbox.evaluate, request))
-        finally:
-            close_gangs([gang])
-            stop_telemetry(telemetry)
+    with bench_in_turn(name, problem, size, program.preload([request.layout]), queue) as bench:
+        outcomes, _, _ = ray.get(call(bench.mailbox, Mailbox.evaluate, request, bench.workers))
     first = outcomes[0]
     if first.report is None or not first.report.curves:
         return Measured(file, (), first.cause or "the time was not enough for any")

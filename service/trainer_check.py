@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-import ray
 import yaml
 
 from search_spaces.layout import Layout
@@ -17,15 +16,14 @@ from service.checks import check_data, check_machine
 from service.cluster import check_cluster, ray_session
 from service.errors import InputError
 from service.problem import Problem
+from service.queue.actor import Member
 from service.reading import read_yaml
 from service.result import TrialResult
 from service.spec import load_spec, parse_spec
 from service.trainer_spec import ENDINGS
 from service.trainers import check_allowed
-from service.trials.bench import Bench
 from service.trials.evaluate import program_of, run_trial
-from service.trials.gang import Gang, close_gangs
-from telemetry.actor import start_telemetry, stop_telemetry
+from service.turns import bench_in_turn
 from telemetry.devices import count_gpus
 from trainables.command import Command
 from trainables.status import Status
@@ -84,17 +82,11 @@ def check_trainer(reference: str, allow_trainer: bool = False) -> TrainerCheck:
     layout = problem.legal.layouts[0]
     command = program_of(layout, problem)
     assert isinstance(command, Command)
-    size, cluster = layout.num_gpus, problem.cluster
-    with tempfile.TemporaryDirectory() as storage, ray_session(cluster):
+    with ray_session(problem.cluster):
         check_cluster(problem.least)
-        telemetry = start_telemetry()
-        gang = Gang("trainer-check", size, cluster, Path(storage), telemetry, Command.preload([layout]))
-        try:
-            ray.get(gang.mailbox.ready.remote())
-            result = run_trial(Bench(problem, gang.mailbox, telemetry, {}), "check", layout)
-        finally:
-            close_gangs([gang])
-            stop_telemetry(telemetry)
+        name, preload = f"trainer-check-{uuid4().hex}", Command.preload([layout])
+        with bench_in_turn(name, problem, layout.num_gpus, preload, Member()) as bench:
+            result = run_trial(bench, "check", layout)
     return TrainerCheck(layout, command, result)
 
 

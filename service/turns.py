@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from service.problem import Problem
 from service.queue.actor import ANSWER_S, Member, Queue
 from service.queue.claims import Claim, Grant, Turn
 from service.record.standing import Standing
 from service.remote import call
-from service.trials.gang import CLOSE_TIMEOUT_S, Gang, close_gangs
-from service.trials.pool import Pool
+from service.step import Wish
+from service.trials.bench import Bench
+from service.trials.gang import CLOSE_TIMEOUT_S, Gang, close_gangs, resources_per_worker
+from service.trials.pool import RETRY_S, Lease, Pool, start_pool
+from telemetry.actor import start_telemetry, stop_telemetry
 
 CHECK_IN_S = 2.0
 
@@ -141,3 +149,32 @@ class Turns:
         before, self.standing = self.standing, turn.standing
         if turn.nodes and self.standing is not None and (before is None or before.place != self.standing.place):
             self._say(f"queued: {self.standing.told}")
+
+
+@contextlib.contextmanager
+def bench_in_turn(name: str, problem: Problem, size: int, preload: Sequence[str], queue: Member) -> Iterator[Bench]:
+    """A gang of `size` workers, all of them for one trial, once it is their turn on the Ray that is at hand.
+
+    `queue` knows it by `name` as a search. `preload`: modules that its programs need.
+    """
+    trial_id, cluster = "alone", problem.cluster
+    claim = Claim(name, problem.priority, time.time(), resources_per_worker(cluster), size, gangs=1)
+    telemetry, pool = start_telemetry(name), start_pool()
+    with tempfile.TemporaryDirectory() as storage:
+
+        def start(gang: str, avoid: Collection[str]) -> Gang:
+            return Gang(gang, size, cluster, Path(storage), telemetry, preload, avoid)
+
+        def leased() -> Lease | None:
+            ray.get(call(pool, Pool.lend, trial_id, [Wish(size, alone=True)]))
+            return ray.get(call(pool, Pool.lease, trial_id))
+
+        turns = Turns(claim, queue, start, partial(print, file=sys.stderr, flush=True))
+        turns.begin(pool)
+        try:
+            while turns.waiting or (lease := leased()) is None:
+                time.sleep(RETRY_S)
+            yield Bench(problem, lease.mailbox, telemetry, {}, workers=lease.workers)
+        finally:
+            turns.end()
+            stop_telemetry(telemetry)

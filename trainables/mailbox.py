@@ -7,6 +7,7 @@ one takes in a trial is another matter, of who takes part and of the trial's `ra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from trainables.child import ABORTED, Outcome
 from trainables.program import Progress, TrialRequest
 from trainables.status import Status
+
+SILENT_S, LISTEN_S = 60.0, 5.0
+"""After so long without a word a worker is taken for stopped, and how often that is looked for during a trial."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +72,17 @@ class Mailbox:
     """State of one gang. All methods run on one event loop, so that none sees another half done.
 
     A worker that died is started anew by Ray Train and joins again: the trial that it was part of is over then, it
-    crashed; trials of other workers go on. One that is silent is out, and turned away, until it has joined anew. A
-    mailbox whose own process died comes back empty, and turns away the workers that it does not know, for Ray Train to
-    start them anew.
+    crashed; trials of other workers go on. One that says nothing for a minute, or owes an answer for too long, is out:
+    its trial is over, and it is turned away until it has joined anew. A mailbox whose own process died comes back
+    empty, and turns away the workers that it does not know, for Ray Train to start them anew.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.members: dict[int, Member] = {}
+        self.heard: dict[int, float] = {}
         self.out: set[int] = set()
+        self.doomed: list[Member] = []
         self.rounds: dict[int, _Round] = {}
         self.number = 0
         self.numbers: dict[str, int] = {}
@@ -98,9 +104,14 @@ class Mailbox:
                     members = tuple(member if one.rank == member.rank else one for one in current.order.members)
                     current.order = replace(current.order, members=members)
             self.members[member.rank] = member
+            self.heard[member.rank] = time.monotonic()
             self.out.discard(member.rank)
             self.free_since[member.rank] = time.monotonic()
             self.changed.notify_all()
+
+    async def beat(self, worker: int) -> None:
+        """Hear from a worker that it is alive, which it says every few seconds whatever it does."""
+        self.heard[worker] = time.monotonic()
 
     async def next(self, worker: int, after: int) -> Order | None:
         """Wait for the first trial numbered above `after` that `worker` takes part in; None ends the worker.
@@ -205,9 +216,10 @@ class Mailbox:
             self.rounds[number] = current = _Round(order, lent)
             self.changed.notify_all()
             ranks = len(order.members)
-            await self.changed.wait_for(
-                lambda: (current.told and len(current.left) == ranks) or number not in self.rounds
-            )
+            while not (current.told and len(current.left) == ranks) and number in self.rounds:
+                self._listen(current)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.changed.wait(), LISTEN_S)
             self.rounds.pop(number, None)
             gang_s = time.monotonic() - max(self.free_since[worker] for worker in lent)
             self.free_since |= dict.fromkeys(lent, time.monotonic())
@@ -221,18 +233,20 @@ class Mailbox:
         left = tuple(line for place in sorted(current.left) for line in current.left[place])
         return [replace(outcomes[0], left=left), *outcomes[1:]], members, gang_s
 
-    async def expire(self, trial_id: str, cause: str) -> list[Member]:
-        """End a trial whose gang is silent, as crashed. Returns the workers that owe it an answer, which are out."""
+    async def expire(self, trial_id: str, cause: str) -> None:
+        """End a trial that should be over by now, as crashed; the workers that owe it an answer are out."""
         async with self.changed:
             self.expired.add(trial_id)
-            silent = list[Member]()
             if (current := self.rounds.get(self.numbers.get(trial_id, 0))) is not None:
                 members = enumerate(current.order.members)
-                silent = [member for place, member in members if place not in current.left]
-                self.out |= {member.rank for member in silent}
+                self._cast_out([member for place, member in members if place not in current.left])
                 self._end(_lost(cause), current.workers)
             self.changed.notify_all()
-            return silent
+
+    async def outcasts(self) -> list[Member]:
+        """The workers that are out since this was asked last, whose processes are to be ended."""
+        doomed, self.doomed = self.doomed, []
+        return doomed
 
     async def give_up(self, cause: str, workers: Sequence[int] | None = None) -> None:
         """End the trials under way on any of `workers`, on all if that is None, as crashed: those are gone."""
@@ -270,6 +284,19 @@ class Mailbox:
             if request.trial_id == trial_id or request.trial_id.startswith(f"{trial_id}-"):
                 return cause
         return None
+
+    def _listen(self, current: _Round) -> None:
+        """End a trial of which a worker says nothing any more."""
+        since = time.monotonic() - SILENT_S
+        if silent := [member for member in current.order.members if self.heard[member.rank] < since]:
+            self._cast_out(silent)
+            cause = f"worker {silent[0].rank} of the gang said nothing for {SILENT_S:.0f} s"
+            self._end(Outcome(Status.HANG, cause, infrastructure=True), current.workers)
+            self.changed.notify_all()
+
+    def _cast_out(self, silent: Sequence[Member]) -> None:
+        self.doomed += [member for member in silent if member.rank not in self.out]
+        self.out |= {member.rank for member in silent}
 
     def _end(self, outcome: Outcome, workers: Sequence[int] | None = None) -> None:
         for number, current in list(self.rounds.items()):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -26,6 +27,9 @@ from trainables.platforms.base import Platform, platform_of
 from trainables.power import PowerLimit
 from trainables.program import Place, Progress, TrialRequest
 from trainables.status import Status
+
+BEAT_S = 5.0
+"""How often a worker says that it is alive."""
 
 TELEMETRY_S = 1.0
 MEASURED = {"window", "waiting"}
@@ -134,33 +138,50 @@ def worker_loop(config: dict[str, Any]) -> None:
     member = Member(worker, node_id, host, store.port, device, os.getpid())
     ray.get(mailbox.join.remote(member))
     number = 0
-    while (order := ray.get(mailbox.next.remote(worker, number))) is not None:
-        number, began = order.number, time.monotonic()
-        over = mailbox.aborted.remote(number)
-        place = place_of(worker, order, platform)
-        follower = Follower(
-            order.request,
-            watching,
-            marks=place.local_rank == 0,
-            on_window=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
-        )
-        trial = nursery.trial(
-            order.request,
-            place,
-            elapsed_s=lambda: time.monotonic() - began,  # noqa: B023
-            aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
-            follow=follower.follow,
-        )
-        leftovers.begin()
-        refused = power.set(order.request.layout.power_limit_w)
-        if refused is None:
-            with trial as outcome:
-                ray.get(mailbox.hand_in.remote(worker, number, power.checked(outcome)))
-        else:
-            ray.get(mailbox.hand_in.remote(worker, number, Outcome(Status.CRASH, refused)))
-        power.restore()
-        ray.get(mailbox.leave.remote(worker, number, leftovers.end()))
+    with beating(mailbox, worker):
+        while (order := ray.get(mailbox.next.remote(worker, number))) is not None:
+            number, began = order.number, time.monotonic()
+            over = mailbox.aborted.remote(number)
+            place = place_of(worker, order, platform)
+            follower = Follower(
+                order.request,
+                watching,
+                marks=place.local_rank == 0,
+                on_window=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
+            )
+            trial = nursery.trial(
+                order.request,
+                place,
+                elapsed_s=lambda: time.monotonic() - began,  # noqa: B023
+                aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
+                follow=follower.follow,
+            )
+            leftovers.begin()
+            refused = power.set(order.request.layout.power_limit_w)
+            if refused is None:
+                with trial as outcome:
+                    ray.get(mailbox.hand_in.remote(worker, number, power.checked(outcome)))
+            else:
+                ray.get(mailbox.hand_in.remote(worker, number, Outcome(Status.CRASH, refused)))
+            power.restore()
+            ray.get(mailbox.leave.remote(worker, number, leftovers.end()))
     nursery.close()
+
+
+@contextlib.contextmanager
+def beating(mailbox: Any, worker: int) -> Iterator[None]:
+    """Meanwhile a thread tells the mailbox every few seconds that this worker is alive."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            mailbox.beat.remote(worker)
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def compile_threads(platform: Platform, node_id: str) -> int:

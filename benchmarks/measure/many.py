@@ -2,8 +2,9 @@
 
     python -m benchmarks.measure.many [--trials 500] [--searches 200]
 
-Runs one search of so many trials of a tiny model in a state directory of its own, and notes the driver's memory and the
-time at the end of each. Then asks for its best layout, writes records of further searches, and asks for their list.
+Runs one search of so many trials of a tiny model in a state directory of its own, and notes the driver's memory, the
+time, and the CPU time that the driver had at the end of each, as other processes may have the cores as well. Then asks
+for its best layout, writes records of further searches, and asks for their list.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,21 +58,37 @@ SHARE = 5
 """The first and the last fifth of the trials are held against each other."""
 
 
-def driven(trials: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Run a search. Returns, for the end of each trial, the driver's memory in MiB and the time in seconds."""
+@dataclass(frozen=True)
+class Moment:
+    """A driver as a trial of it ends: its memory in MiB, and seconds by the clock and of CPU."""
+
+    memory_mib: float
+    clock_s: float
+    cpu_s: float
+
+
+def driven(trials: int, folder: Path) -> list[Moment]:
+    """Run a search. Returns its driver at the end of each trial."""
     (folder / "spec.yaml").write_text(yaml.safe_dump(SPEC | {"budget": {"trials": trials}}))
     command = [*WATTUNE, "run", str(folder / "spec.yaml"), "--search-id", "many"]
-    memory, times = list[float](), list[float]()
+    moments = list[Moment]()
     with psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         said = list[str]()
         for line in driver.stdout:
             said.append(line)
             if line.startswith("         trial "):
-                memory.append(driver.memory_info().rss / 2**20)
-                times.append(time.monotonic())
+                cpu = driver.cpu_times()
+                moments.append(Moment(driver.memory_info().rss / 2**20, time.monotonic(), cpu.user + cpu.system))
     if driver.returncode:
         raise SystemExit("".join(said[-20:]))
-    return memory, times
+    return moments
+
+
+def held(what: str, seconds: list[float], part: int) -> None:
+    """Print what a trial takes, by the median of the first and of the last."""
+    gaps = [later - earlier for earlier, later in pairwise(seconds)]
+    early, late = statistics.median(gaps[:part]), statistics.median(gaps[-part:])
+    print(f"{what}: {early:.2f} s in the first fifth, {late:.2f} in the last: {late / early - 1:+.1%}")
 
 
 def answered(*arguments: str) -> float:
@@ -104,14 +122,14 @@ def main(argv: list[str] | None = None) -> None:
         os.environ["WATTUNE_HOME"] = str(Path(folder) / "home")
         for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
             os.environ.pop(name, None)
-        memory, times = driven(arguments.trials, Path(folder))
-        part = max(1, len(memory) // SHARE)
+        moments = driven(arguments.trials, Path(folder))
+        part = max(1, len(moments) // SHARE)
+        memory = [moment.memory_mib for moment in moments]
         first, last = statistics.median(memory[part : 2 * part]), statistics.median(memory[-part:])
         print(f"driver's memory: {first:.0f} MiB in the second fifth, {last:.0f} in the last: {last / first - 1:+.1%}")
-        gaps = [later - earlier for earlier, later in pairwise(times)]
-        early, late = statistics.median(gaps[:part]), statistics.median(gaps[-part:])
-        print(f"a trial: {early:.2f} s in the first fifth, {late:.2f} in the last: {late / early - 1:+.1%}")
-        print(f"best, of {len(memory)} trials: {answered('best', 'many'):.2f} s", flush=True)
+        held("a trial", [moment.clock_s for moment in moments], part)
+        held("the driver's CPU time for a trial", [moment.cpu_s for moment in moments], part)
+        print(f"best, of {len(moments)} trials: {answered('best', 'many'):.2f} s", flush=True)
         record_searches(arguments.searches - 1, trials=10)
         print(f"list, of {arguments.searches} searches: {answered('list'):.2f} s")
 

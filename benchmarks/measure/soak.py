@@ -69,7 +69,8 @@ CPUS = 2
 
 DISK_MIB = 600
 GRACE_S = 420.0
-"""What searches get, once no more faults come, before they are lost."""
+"""How long no trial may end, once no more faults come, before the searches under way are lost: a busy machine takes
+minutes to bring up what a trial needs."""
 
 PAUSE_S = (4.0, 12.0)
 """Between the end of one fault and the next."""
@@ -240,6 +241,12 @@ class Search:
                 command, env=self.machines.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
+    def outcomes(self) -> list[re.Match[str]]:
+        """What its drivers said of trials that ended."""
+        if not self.output.exists():
+            return []
+        return [match for line in self.output.read_text().splitlines() if (match := _OUTCOME.match(line))]
+
     def _recorded(self) -> bool:
         return self.output.exists() and f"search {self.name}:" in self.output.read_text()
 
@@ -323,8 +330,9 @@ class Soak:
         began = time.monotonic()
         deck: list[str] = []
         fault: Iterator[float] | None = None
-        due = began
-        while (left := began + 60 * minutes - time.monotonic()) > -GRACE_S:
+        due = progressed = began
+        ended = 0
+        while (left := began + 60 * minutes - time.monotonic()) > 0 or time.monotonic() < progressed + GRACE_S:
             under_way = [search for search in self.searches if not search.over]
             if left > 0 or not self.searches:
                 for _ in range(2 - len(under_way)):
@@ -334,6 +342,8 @@ class Soak:
                 return
             for search in self.searches:
                 search.drive()
+            if left > 0 or ended < (ended := sum(len(search.outcomes()) for search in self.searches)):
+                progressed = time.monotonic()
             if time.monotonic() >= due and (self.faults or trial_processes()):  # once the first gang is up
                 if fault is None and left > 0:
                     if not deck:
@@ -374,9 +384,7 @@ def judged(search: Search) -> Ended:
     counted = settled(results)
     explored = Counter(result.layout.label for result in counted if result.purpose == Purpose.SEARCH)
     said = Counter(
-        (match[1], match[2] or "search")
-        for line in output.splitlines()
-        if (match := _OUTCOME.match(line)) and not match[3].endswith("; it is run again")
+        (match[1], match[2] or "search") for match in search.outcomes() if not match[3].endswith("; it is run again")
     )
     there = Counter((result.layout.label, str(result.purpose)) for result in counted)
     wrong = [f"{label} is recorded {times} times" for label, times in explored.items() if times > 1]

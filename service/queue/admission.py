@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
-from service.errors import InputError
+from ray.exceptions import GetTimeoutError
+
+from service.errors import InputError, SearchError
 from service.home import user
 from service.queue.actor import Member, Queue
+from service.queue.policy import Policy
 from service.queue.quota import Quota
+
+START_S = 120.0
+"""How long the queue may take to answer first: a busy head takes its time to start its process."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +28,10 @@ class Admission:
 def admit(queue: Member, tracking_uri: str) -> Admission:
     """Leave for whoever begins a search on the Ray cluster of `queue`, to be recorded at `tracking_uri`.
 
-    Raises `InputError` if nothing is left of the user's quota, or for a policy that cannot be read.
+    Raises `InputError` if nothing is left of the user's quota, or for a policy that cannot be read, `SearchError` if
+    the queue does not answer.
     """
-    policy = queue.ask(Queue.policy)
+    policy = _policy(queue)
     if isinstance(policy, str):
         raise InputError(policy)
     me = user()
@@ -33,3 +41,14 @@ def admit(queue: Member, tracking_uri: str) -> Admission:
     if (reason := quota.exceeded()) is not None:
         raise InputError(reason)
     return Admission(queue, quota)
+
+
+def _policy(queue: Member) -> Policy | str:
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            return queue.ask(Queue.policy)
+        except GetTimeoutError:
+            if time.monotonic() > until:
+                reason = f"the process that shares the cluster between searches does not answer in {START_S:.0f} s"
+                raise SearchError(f"Ray: {reason}: try again, or look at the cluster's head") from None

@@ -114,9 +114,12 @@ class Bench:
             outcomes, members, gang_s = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except GetTimeoutError:
             cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
-            end_workers(ray.get(call(self.mailbox, Mailbox.expire, request.trial_id, cause)))
+            ray.get(call(self.mailbox, Mailbox.expire, request.trial_id, cause))
+            self._end_outcasts()
             return TrialResult(request.trial_id, request.layout, Status.HANG, cause, infrastructure=True)
         first = outcomes[0]
+        if first.infrastructure:
+            self._end_outcasts()
         if first.status == Status.OK:
             return outcomes, members, gang_s
         pruned = first.status == Status.PRUNED
@@ -129,6 +132,10 @@ class Bench:
             traceback=first.traceback,
             infrastructure=first.infrastructure,
         )
+
+    def _end_outcasts(self) -> None:
+        """Kill the gang's workers that do not answer, for others to take their place."""
+        end_workers(ray.get(call(self.mailbox, Mailbox.outcasts)))
 
     def _judge(
         self,

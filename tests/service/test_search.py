@@ -8,6 +8,8 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,15 @@ from service.answers.overview import contests
 from service.answers.page import draw
 from service.answers.query import parse_query
 from service.answers.ranking import best, compared, pareto
-from service.calibrate import calibrate
+from service.calibrate import calibrate, measure_collectives
 from service.cli import main
 from service.client import Wattune
 from service.errors import InputError
 from service.fitting import load, network
 from service.home import Home
 from service.problem import Cluster, Problem
+from service.queue.actor import Member, Queue
+from service.queue.claims import Claim
 from service.record.results import Results
 from service.record.store import open_client
 from service.result import Purpose
@@ -343,6 +347,30 @@ def test_a_search_that_waits_for_others_is_queued_and_spends_nothing(
     (ended,) = (trial.ended for trial in record.trials[-1:])
     assert ended is not None
     assert summary["search_time_s"] < (ended - record.started).total_seconds() - 15
+
+
+@pytest.mark.slow
+def test_collectives_are_measured_when_it_is_their_turn(
+    ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue, space = Member(), {"precision": "fp32"}
+    cluster = {"gpus_per_node": 2, "accelerator": "cpu"}
+    problem = spec_of(tokens, cluster=cluster, space=space)
+    other = Claim("another", 0, time.time(), {"CPU": 1.0}, size=1, gangs=1)
+    other = replace(other, grants=queue.ask(Queue.check_in, other).grants)
+    with ThreadPoolExecutor() as beside:
+        measuring = beside.submit(measure_collectives, "collectives", problem, home, Member())
+        asked = time.monotonic()
+        while time.monotonic() < asked + 20:
+            queue.ask(Queue.check_in, other)
+            time.sleep(1)
+        gangs = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "mailbox" in one["name"]]
+        assert not gangs, "the node is another's"
+        queue.ask(Queue.check_out, other.search)
+        measured = measuring.result()
+    assert measured.cause is None
+    assert {curve.kind for curve in measured.curves} == set(KINDS)
+    assert "queued: 1 of 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from search_spaces.models import PRESETS
 from search_spaces.network import Network
 from trainables.breakdown import Profile
 from trainables.child import ABORTED, Outcome
-from trainables.mailbox import Mailbox, Member, Order
+from trainables.mailbox import SILENT_S, Mailbox, Member, Order
 from trainables.measure import Procedure, Stretch
 from trainables.program import Progress, RankReport, TrialRequest
 from trainables.slice import Slice
@@ -300,7 +300,9 @@ async def test_a_worker_that_is_silent_is_out_until_it_joins_anew() -> None:
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 0, 0)).number
     await hand_in(mailbox, 0, number, Outcome(Status.HANG, "no result"))
-    assert await soon(mailbox.expire(REQUEST.trial_id, "no answer")) == [member(1)]
+    await soon(mailbox.expire(REQUEST.trial_id, "no answer"))
+    assert await mailbox.outcasts() == [member(1)]
+    assert await mailbox.outcasts() == [], "it is to be killed once"
     assert (await soon(trial))[0][0] == lost("no answer")
     with pytest.raises(LookupError, match="worker 1 was silent"):
         await soon(mailbox.next(1, number))
@@ -316,12 +318,31 @@ async def test_a_worker_that_is_silent_is_out_until_it_joins_anew() -> None:
 
 
 @in_a_loop
+async def test_a_worker_that_says_nothing_ends_its_trial_and_is_out() -> None:
+    mailbox = await gang()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainables.mailbox.LISTEN_S", 0.01)
+        trial = asyncio.create_task(mailbox.evaluate(REQUEST))
+        await take(mailbox, 0, 0)
+        assert await waits(trial)
+        mailbox.heard = dict.fromkeys(range(2), time.monotonic() - 2 * SILENT_S)
+        await mailbox.beat(0)
+        (outcome,) = (await soon(trial))[0]
+    assert (outcome.status, outcome.infrastructure) == (Status.HANG, True)
+    assert outcome.cause == "worker 1 of the gang said nothing for 60 s"
+    assert await mailbox.outcasts() == [member(1)]
+    with pytest.raises(LookupError, match="worker 1 was silent"):
+        await soon(mailbox.next(1, 0))
+
+
+@in_a_loop
 async def test_a_trial_that_is_given_up_before_it_began_never_begins() -> None:
     mailbox = await gang()
     mailbox.out.add(1)
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     assert await waits(trial)
-    assert await soon(mailbox.expire(REQUEST.trial_id, "no answer")) == []
+    await soon(mailbox.expire(REQUEST.trial_id, "no answer"))
+    assert await mailbox.outcasts() == []
     with pytest.raises(LookupError, match="given up before it began"):
         await soon(trial)
     await mailbox.join(member(1))

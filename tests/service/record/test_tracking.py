@@ -501,10 +501,11 @@ tracker.finish_search("finished", {})
 
 
 @contextmanager
-def mlflow_server(home: Home, port: int) -> Iterator[str]:
-    """A real tracking server on loopback, which keeps its artifacts itself."""
-    options = ["--backend-store-uri", home.tracking_uri, "--artifacts-destination", str(home.path / "kept-by-server")]
-    options += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+def mlflow_server(home: Home, port: int, backend: str | None = None) -> Iterator[str]:
+    """A real tracking server on loopback, which keeps its artifacts itself; `backend`: its database."""
+    options = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    options += ["--backend-store-uri", backend or home.tracking_uri]
+    options += ["--artifacts-destination", str(home.path / "kept-by-server")]
     server = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", *options],
         env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},

@@ -396,8 +396,9 @@ def test_a_stopped_trial_process_is_a_hang_and_the_gang_goes_on(begin: Begin) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["during a trial", "between trials"])
+@pytest.mark.parametrize(("deadline_s", "cause"), [(30, "did not answer"), (600, "said nothing for 60 s")])
 def test_a_stopped_worker_is_killed_and_another_takes_its_place(
-    when: str, gang: Gang, telemetry: Fleet, monkeypatch: pytest.MonkeyPatch
+    deadline_s: float, cause: str, when: str, gang: Gang, telemetry: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.trials.bench.GRACE_S", 5.0)
     pool = lending(gang.address)
@@ -405,7 +406,7 @@ def test_a_stopped_worker_is_killed_and_another_takes_its_place(
     before = workers()
     lease = lent(pool, "a", 2)
     assert lease is not None
-    spec = replace(SPEC, measurement=replace(SPEC.measurement, deadline_s=30, window_s=1e9, short_trials=False))
+    spec = replace(SPEC, measurement=replace(SPEC.measurement, deadline_s=deadline_s, window_s=1e9, short_trials=False))
     stopping = threading.Thread(
         target=lambda: (trial_process(before[0], trial_processes(before[0])), before[0].suspend())
     )
@@ -413,8 +414,11 @@ def test_a_stopped_worker_is_killed_and_another_takes_its_place(
         stopping.start()
     else:
         before[0].suspend()
-    result = run_trial(Bench(spec, gang.mailbox, telemetry, {}, workers=lease.workers), f"silent {when}", LONGER)
-    assert (result.status, result.infrastructure) == ("hang", True)
+    trial_id = f"silent {when} {deadline_s}"
+    result = run_trial(Bench(spec, gang.mailbox, telemetry, {}, workers=lease.workers), trial_id, LONGER)
+    assert (result.status, result.infrastructure) == ("hang", True), result.cause
+    assert result.cause is not None
+    assert cause in result.cause
     wait_until(lambda: not before[0].is_running() or before[0].status() == psutil.STATUS_ZOMBIE)
     ray.get(pool.release.remote("a"))
     free(pool, 2)
