@@ -29,6 +29,8 @@ ip route add default dev eth0
 """The first node, where Slurm runs the script; its network is a bridge, which others are joined to."""
 
 SRUN = f"""#!/bin/bash
+export SLURM_STEP_ID=$$
+trap 'kill $(jobs -p)' TERM
 while [[ $1 == --* ]]; do shift; done
 for ((node = 2; node <= SLURM_JOB_NUM_NODES; node++)); do
     {" ".join(APART)} bash -c '
@@ -44,12 +46,18 @@ for ((node = 2; node <= SLURM_JOB_NUM_NODES; node++)); do
     ip link add "v$!" type veth peer name eth0 netns $!
     ip link set "v$!" master eth0 up
 done
-"$@"
+"$@" &
+wait $!
 code=$?
 wait
 exit $code
 """
 """A task on each node: here, on the first, and on others, which are made for it."""
+
+SCANCEL = """#!/bin/bash
+kill "${1#*.}"
+"""
+"""A step is known by the process of its `srun`."""
 
 SPEC = {
     "name": "slurm",
@@ -89,9 +97,9 @@ def job(tmp_path: Path) -> dict[str, str]:
     home.mkdir()
     (home / "wattune-venv").symlink_to(sys.prefix)
     bin_directory.mkdir()
-    srun = bin_directory / "srun"
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
+    for name, text in (("srun", SRUN), ("scancel", SCANCEL)):
+        (bin_directory / name).write_text(text)
+        (bin_directory / name).chmod(0o755)
     submitted.mkdir()
     (submitted / "spec.yaml").write_text(yaml.safe_dump(SPEC))
     return {
@@ -102,7 +110,6 @@ def job(tmp_path: Path) -> dict[str, str]:
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NUM_NODES": "2",
         "OMP_NUM_THREADS": "1",
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # how long a node waits for a head that has ended
     }
 
 
