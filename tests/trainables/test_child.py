@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -113,6 +114,33 @@ def test_a_child_runs_any_program(run: Callable[..., Outcome]) -> None:
     outcome = run(replace(REQUEST, program=Sums((1.0, 2.0))))
     assert outcome == Outcome(Status.OK, None, "sum", RankReport(0, {}, None, {}, (1.0, 2.0), (3.0,), None, {}))
     assert run(replace(REQUEST, program=Sums((1.0, -1.0)))) == Outcome(Status.INVALID, "nothing to report", "sum")
+
+
+@dataclass(frozen=True)
+class Looks(RankProgram):
+    """A program that tells in what kind of process it runs."""
+
+    @staticmethod
+    def preload(layouts: Iterable[Layout]) -> list[str]:
+        return []
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        seen = {"deepspeed": "deepspeed" in sys.modules, "mlflow": sys.modules.get("mlflow") is not None}
+        seen |= {"collects": gc.isenabled(), "all kept": gc.get_freeze_count() > 10 * len(gc.get_objects())}
+        return RankReport(place.rank, {}, None, {}, (), (), None, {name: str(found) for name, found in seen.items()})
+
+
+def test_a_child_has_what_it_needs_from_the_server_and_collects_garbage_of_its_own_alone(
+    run: Callable[..., Outcome],
+) -> None:
+    outcome = run(replace(REQUEST, program=Looks()))
+    assert outcome.report is not None
+    assert outcome.report.environment == {
+        "deepspeed": "True",
+        "mlflow": "False",
+        "collects": "True",
+        "all kept": "True",
+    }
 
 
 def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store: TCPStore) -> None:
