@@ -50,7 +50,9 @@ class RankRecord:
     """Who held which place of the mesh, and what came of it there.
 
     `rank` is the rank in the trial, `coordinates` its place in the mesh by axis: pp, dp, cp, tp. `worker` is the
-    worker of the gang that took it, `device` that one's GPU, None on CPU.
+    worker of the gang that took it, `device` that one's GPU, None on CPU. `breakdown` is the mean of the steps that
+    were profiled, `own_s` and `interrupted_s` are as `trainables.breakdown.Profile` has them; records made before they
+    were kept have none.
     """
 
     rank: int
@@ -60,11 +62,13 @@ class RankRecord:
     coordinates: dict[str, int]
     peak_memory_gib: float | None
     breakdown: Breakdown | None
+    own_s: tuple[float, ...] = ()
+    interrupted_s: float | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankRecord:
-        breakdown = values["breakdown"]
-        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown)})
+        breakdown, own_s = values["breakdown"], tuple(values.get("own_s", ()))
+        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown), "own_s": own_s})
 
 
 class SlowCause(StrEnum):
@@ -80,8 +84,10 @@ class SlowCause(StrEnum):
     """Copies from and to the host."""
     EXPERT = "fullest expert"
     """More tokens are routed to its experts."""
+    SHARED = "other programs"
+    """Some of its kernels take longer now and then, at the same clock: something else runs on the GPU."""
     UNKNOWN = "unknown"
-    """Slower at the same clock: something else runs on it, or its memory is slow."""
+    """All of its kernels take longer at the same clock, such as where its memory is slow; or nobody can tell."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from trainables.measure import Procedure
 from trainables.platforms.base import Platform
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.platforms.cuda import PLATFORM as CUDA
-from trainables.profiling import Event, profile_step
+from trainables.profiling import Event, profile_steps
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.slice import Slice
 from trainables.training import Training
@@ -40,7 +40,7 @@ REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROCEDURE, deadline_s=120)
 def alone(step: Callable[[], object], platform: Platform = CPU) -> Profile:
     """Profile a step of a trial on one rank."""
     layout = replace(LAYOUT, num_gpus=1)
-    return profile_step(step, layout, platform, meet=lambda: None, slowest=lambda seconds: seconds)
+    return profile_steps(step, layout, platform, meet=lambda number: None, slowest=lambda seconds: seconds)
 
 
 def train(device: str) -> None:
@@ -141,8 +141,8 @@ def test_a_profiler_that_fails_leaves_the_step_and_its_reason(method: str, monke
     monkeypatch.setattr(profiling, "profile", Broken)
     done: list[str] = []
     try:
-        found = profile_step(
-            lambda: done.append("step"), LAYOUT, CPU, lambda: done.append("meet"), lambda seconds: seconds
+        found = profile_steps(
+            lambda: done.append("step"), LAYOUT, CPU, lambda number: done.append("meet"), lambda seconds: 1.0
         )
     finally:
         if method == "__exit__":
