@@ -18,18 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, SPECS
+from benchmarks import SPECS
 from benchmarks.measure.gang import one_bench, require_ok
-from benchmarks.measure.slowing import AIMED, Board, Draws, Watched
+from benchmarks.measure.slowing import AIMED, Draws, Watched, competing
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.problem import Problem
@@ -85,24 +82,13 @@ class Judged:
 def while_training(spec: Problem, seconds: float, draws: Draws) -> dict[str, Any]:
     """All that is recorded of one trial with so many seconds of windows."""
     layout = spec.legal.layouts[0]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        Board(folder, layout.num_gpus)
-        told = json.dumps(asdict(draws))
-        command = [sys.executable, "-m", "benchmarks.measure.slowing", name]
-        competitors = [subprocess.Popen([*command, str(rank), told], cwd=ROOT) for rank in range(layout.num_gpus)]
-        try:
-            with one_bench(spec, layout.num_gpus) as bench:
-                request = make_request("slowed", layout, spec)
-                program = Watched(**vars(request.program), folder=name, seconds=seconds)
-                result = bench.run(replace(request, program=program, deadline_s=seconds + STARTED_S))
-                require_ok(result)
-                by_rank = [_lines(folder / f"{rank}.jsonl") for rank in range(layout.num_gpus)]
-                seen = _summaries(result.ranks, by_rank[0], bench.telemetry)
-        finally:
-            for process in competitors:
-                process.kill()
-                process.wait()
+    with competing(draws) as folder, one_bench(spec, layout.num_gpus) as bench:
+        request = make_request("slowed", layout, spec)
+        program = Watched(**vars(request.program), folder=str(folder), seconds=seconds)
+        result = bench.run(replace(request, program=program, deadline_s=seconds + STARTED_S))
+        require_ok(result)
+        by_rank = [_lines(folder / f"{rank}.jsonl") for rank in range(layout.num_gpus)]
+        seen = _summaries(result.ranks, by_rank[0], bench.telemetry)
     windows = [
         {
             "number": of_ranks[0]["window"],

@@ -3,10 +3,10 @@ and one beside each that competes with it.
 
     python -m benchmarks.measure.slowing FOLDER RANK DRAWS
 
-is what competes with a rank, by a JSON of `Draws`, and ends with the trial. On a GPU it is a process that has matrix products of `BURST_S`
-done there now and then: no setting of the GPU is touched. On CPU it halts the rank for as long, as a cgroup's quota
-does. How often takes which share is measured first, in windows of their own. What the ranks tell of each window is in
-FOLDER, which has nothing of what is drawn.
+competes with a rank, by a JSON of `Draws`, and ends with the trial. On a GPU it has matrix products of `BURST_S` done
+there now and then: no setting of the GPU is touched. On CPU it halts the rank for a while, as a cgroup's
+quota does. How often takes which share is measured first, in windows of their own. What the ranks tell of each window
+is in FOLDER, which has nothing of what is drawn.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import ROOT
 from trainables.leftovers import end_with_parent
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
 from trainables.rank import Rank
@@ -53,7 +57,8 @@ class Draws:
     """Who is slowed in which window, and by what share of its time: drawn from `least` to `most`.
 
     In the first `history` windows nobody is. In the next `calibrating` ones, for each rank in turn, that one is slowed
-    often enough to tell what it costs to do so once.
+    often enough to tell what it costs to do so once. If there are any, `listed` say in place of a draw which rank is
+    slowed in each window from then on, None for nobody, and by what share.
     """
 
     seed: int
@@ -62,6 +67,7 @@ class Draws:
     most: float
     history: int
     calibrating: int
+    listed: Sequence[tuple[int | None, float]] = ()
 
     @property
     def first(self) -> int:
@@ -74,6 +80,9 @@ class Draws:
 
     def drawn(self, window: int) -> tuple[int | None, float]:
         """The slow rank, None where there is none, and by which share it is to take longer."""
+        if self.listed:
+            beyond = not self.first <= window < self.first + len(self.listed)
+            return (None, 0.0) if beyond else self.listed[window - self.first]
         draw = random.Random(f"{self.seed} {window}")
         if window < self.first or draw.random() < CLEAN:
             return None, 0.0
@@ -139,9 +148,7 @@ class WatchedRank(Rank):
     def watched(self, place: Place) -> RankReport:
         """What `Rank.report` is, and FOLDER/RANK.jsonl: a line for each window. Collective."""
         folder, rank = Path(self.training.folder), self.world.rank
-        device = place.devices[place.local_rank] if place.devices else None
-        (folder / f"{rank}.new").write_text(json.dumps({"pid": os.getpid(), "device": device}))
-        (folder / f"{rank}.new").rename(folder / f"{rank}.json")
+        introduce(folder, rank, place)
         report = super().report()
         board, window, began = Board(folder), 0, time.monotonic()
         self.enter("watched")
@@ -164,6 +171,26 @@ class WatchedRank(Rank):
         if rank == 0:
             board.end()
         return report
+
+
+def introduce(folder: Path, rank: int, place: Place) -> None:
+    """Tell whoever competes with a rank where this process is it."""
+    device = place.devices[place.local_rank] if place.devices else None
+    (folder / f"{rank}.new").write_text(json.dumps({"pid": os.getpid(), "device": device}))
+    (folder / f"{rank}.new").rename(folder / f"{rank}.json")
+
+
+@contextlib.contextmanager
+def competing(draws: Draws) -> Iterator[Path]:
+    """What competes with each rank of a trial that is to begin, and the folder that its ranks need."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ending:
+        Board(Path(name), draws.ranks)
+        for rank in range(draws.ranks):
+            command = [sys.executable, "-m", "benchmarks.measure.slowing", name, str(rank), json.dumps(asdict(draws))]
+            process = subprocess.Popen(command, cwd=ROOT)
+            ending.callback(process.wait)
+            ending.callback(process.kill)
+        yield Path(name)
 
 
 def compete(folder: Path, rank: int, draws: Draws) -> None:
