@@ -52,12 +52,12 @@ def layers_by_speed(layers: int, times: Sequence[float]) -> tuple[int, ...]:
     """Of each stage, so that the one which takes longest takes as short as can be; equal ones if these are as good.
 
     `times`: by stage, how many times as long it takes for a layer. Each layer goes to the stage that is through with
-    one more of them first, which no other division beats.
+    one more of them first, of several that are to that with fewer, which no other division beats.
     """
     stages = len(times)
     counts = [1] * stages
     for _ in range(layers - stages):
-        stage = min(range(stages), key=lambda each: (counts[each] + 1) * times[each])
+        stage = min(range(stages), key=lambda each: (round((counts[each] + 1) * times[each], 9), counts[each]))
         counts[stage] += 1
 
     def longest(divided: Sequence[int]) -> float:

@@ -136,22 +136,19 @@ def detect(
     """What is found in each window, with what was seen before and without. In the first `history` windows nobody looks:
     nothing is wrong in them. Any other joins the history in which nothing was found.
     """
-    before: deque[Seen] = deque(maxlen=KEPT)
+    before: deque[tuple[Seen, Mapping[int, float]]] = deque(maxlen=KEPT)
     for window in windows:
-        if window.number < history:
-            before.append(window)
-            yield None, None
-            continue
-        alone = straggler(window.ranks, window.devices, layout)
-        if len(window.ranks) > 1:
-            differ = [behind(one.ranks) for one in before]
-            usual = {rank.rank: statistics.median(one[rank.rank] for one in differ) for rank in window.ranks}
-            found = straggler(window.ranks, window.devices, layout, usual)
-        else:
-            then = [device for one in before for device in one.devices]
-            found = slowed(window.ranks[0], window.devices, [one.ranks[0] for one in before], then, layout)
+        found = alone = None
+        if window.number >= history:
+            alone = straggler(window.ranks, window.devices, layout)
+            if len(window.ranks) > 1:
+                usual = {rank: statistics.median(apart[rank] for _, apart in before) for rank in before[0][1]}
+                found = straggler(window.ranks, window.devices, layout, usual)
+            else:
+                then = [device for one, _ in before for device in one.devices]
+                found = slowed(window.ranks[0], window.devices, [one.ranks[0] for one, _ in before], then, layout)
         if found is None:
-            before.append(window)
+            before.append((window, behind(window.ranks)))
         yield found, alone
 
 

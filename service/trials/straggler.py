@@ -25,8 +25,11 @@ COST = 0.01
 
 NOISE, NOISE_OF_COMMUNICATION = 0.002, 0.02
 """Standard deviation of a rank's own time in one step, taken to be this share of the step, where whole windows repeat
-within 0.0012, and this share of the communication beside it, of which each piece takes now more, now less. Of several
-steps it is measured."""
+within 0.0012, and this share of the communication beside it, of which each piece takes now more, now less."""
+
+WEIGHT = 4
+"""As many degrees of freedom this has beside what several steps are measured to vary by (the moderated t-test of Smyth
+2004, section 3): a few steps that happen to be alike prove less than they seem to."""
 
 LEAST_NOISE = 0.001
 """That of the mean of several steps is not taken to be less: ranks begin them apart by as much, in one order."""
@@ -64,7 +67,10 @@ def straggler(
     if not found:
         return None
     cost, slow, others = max(found, key=lambda one: one[0])
-    return _told(cost, _confidence(cost, _apart(slow, others[0]), others), slow, others, windows, windows, layout)
+    confidence = _confidence(cost, _apart(slow, others[0]), others)
+    of_others = [usual.get(other.rank, 0.0) for other, _ in others] if usual else [0.0]
+    more = (usual or {}).get(slow[0].rank, 0.0) - statistics.median(of_others)
+    return _told(cost, confidence, slow, others, windows, windows, layout, more * slow[1].span_s)
 
 
 def slowed(
@@ -135,11 +141,13 @@ def _confidence(cost: float, apart: Sequence[float], others: Sequence[Profiled])
     single steps as `apart` says."""
     if others[0][0].device is None:
         return _normal(cost / (math.sqrt(2) * NOISE_OF_HOSTS))
+    usual = statistics.median(one.exposed_communication_s / one.span_s for _, one in others)
+    expected = math.sqrt(2) * (NOISE + NOISE_OF_COMMUNICATION * usual)
     if len(apart) < FEWEST:
-        usual = statistics.median(one.exposed_communication_s / one.span_s for _, one in others)
-        return _normal(cost / (math.sqrt(2) * (NOISE + NOISE_OF_COMMUNICATION * usual)))
-    noise = max(LEAST_NOISE, statistics.stdev(apart) / math.sqrt(len(apart)))
-    return float(stats.t.cdf(cost / noise, len(apart) - 1))
+        return _normal(cost / expected)
+    freedom = len(apart) - 1 + WEIGHT
+    variance = ((len(apart) - 1) * statistics.variance(apart) + WEIGHT * expected**2) / freedom
+    return float(stats.t.cdf(cost / max(LEAST_NOISE, math.sqrt(variance / len(apart))), freedom))
 
 
 def _told(
@@ -150,6 +158,7 @@ def _told(
     windows: Sequence[DeviceWindow],
     others_windows: Sequence[DeviceWindow],
     layout: Layout,
+    usual_s: float = 0.0,
 ) -> Straggler | None:
     if cost < COST or confidence < CONFIDENT:
         return None
@@ -157,7 +166,8 @@ def _told(
     mine = next((window for window in windows if window.device == device), None) if device is not None else None
     of_others = {other.device for other, _ in others}
     theirs = [window for window in others_windows if window.device in of_others]
-    return Straggler(rank.rank, rank.node_id, device, cost, _cause(slow, others, mine, theirs, layout), confidence)
+    cause = _cause(slow, others, mine, theirs, layout, usual_s)
+    return Straggler(rank.rank, rank.node_id, device, cost, cause, confidence)
 
 
 def _cause(
@@ -166,8 +176,12 @@ def _cause(
     mine: DeviceWindow | None,
     theirs: Sequence[DeviceWindow],
     layout: Layout,
+    usual_s: float,
 ) -> SlowCause:
-    """What takes the slow rank longer than the others: on the GPU, before it has work, or on the way to it."""
+    """What takes the slow rank longer than the others: on the GPU, before it has work, or on the way to it.
+
+    Of what the GPU itself takes longer, `usual_s` is nothing new.
+    """
     rank, breakdown = slow
 
     def more(seconds: Callable[[Breakdown], float]) -> float:
@@ -178,7 +192,7 @@ def _cause(
     parts = {
         SlowCause.HOST: more(lambda one: one.idle_s),
         SlowCause.LINK: more(lambda one: one.memory_copy_s),
-        SlowCause.UNKNOWN: more(lambda one: one.compute_s),
+        SlowCause.UNKNOWN: more(lambda one: one.compute_s) - usual_s,
     }
     most = max(parts, key=parts.__getitem__)
     if most is not SlowCause.UNKNOWN:
