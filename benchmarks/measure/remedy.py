@@ -145,14 +145,8 @@ def table(windows: Sequence[Window]) -> str:
     rows = []
     for meant in sorted({one.meant for one in windows}):
         those = [one for one in windows if one.meant == meant]
-        theory, saved, foretold = (
-            statistics.fmean(values)
-            for values in (
-                [one.theory for one in those],
-                [one.measured.saves if one.adopted else 0.0 for one in those],
-                [one.foretold for one in those],
-            )
-        )
+        theory = statistics.fmean(one.theory for one in those)
+        kept = statistics.fmean(one.measured.saves if one.adopted else 0.0 for one in those)
         rows.append(
             [
                 f"{meant:.0%}",
@@ -161,11 +155,12 @@ def table(windows: Sequence[Window]) -> str:
                 " ".join(sorted({"-".join(map(str, one.cut)) for one in those})),
                 str(sum(one.adopted for one in those)),
                 str(sum(one.measured.proven and one.plain for one in those)),
-                f"{saved:.2%}",
+                f"{statistics.fmean(one.measured.saves for one in those):.2%}",
                 f"{statistics.median(one.measured.half for one in those):.2%}",
-                f"{foretold:.2%}",
+                f"{statistics.fmean(one.foretold for one in those):.2%}",
                 f"{theory:.2%}",
-                f"{saved / theory:.0%}" if meant else "",
+                f"{kept:.2%}",
+                f"{kept / theory:.0%}" if meant and theory else "",
             ]
         )
     header = (
@@ -174,10 +169,12 @@ def table(windows: Sequence[Window]) -> str:
         "measured",
         "stages",
         "adopted",
-        "saved",
+        "told from itself",
+        "saves",
         "+-",
         "foretold",
-        "in theory",
+        "best in theory",
+        "kept",
         "recovered",
     )
     return render(header, rows)
@@ -187,7 +184,9 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
     windows = [one for record in records for one in read_windows(record)]
     print(records[0]["environment"], Layout.from_dict(records[0]["layout"]).label, f"{records[0]['layers']} layers")
     steps = [second for record in records for one in record["windows"] for second in one.get("plain_s", ())]
-    print(f"steps of {statistics.median(steps):.4f} s; saved is of the plain step, 0 where nothing was adopted\n")
+    print(
+        f"steps of {statistics.median(steps):.4f} s; shares saved are of the plain step; kept is what was adopted, recovered its share of the best\n"
+    )
     print(table(windows))
 
 

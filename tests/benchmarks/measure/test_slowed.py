@@ -30,7 +30,7 @@ def recorded(draws: Draws, windows: int, noise: float, seed: int = 1) -> dict[st
     told = []
     for number in range(windows):
         slow, share = draws.drawn(number)
-        own = [[], []]
+        own: list[list[float]] = [[], []]
         for _ in range(STEPS):
             for rank in range(draws.ranks):
                 usual = STEP_S * (1 + APART * rank) * (1 + (share if slow == rank else 0.0))
