@@ -70,7 +70,7 @@ class Axis:
     @property
     def documentation(self) -> str:
         """The axis's row in the table of docs/spec.md: name, type, default as YAML has it, and meaning."""
-        kind = "lists of whole numbers, or null" if self.lists else _KINDS[self.type]
+        kind = "lists of whole numbers, `auto`, or null" if self.lists else _KINDS[self.type]
         default = self.default if isinstance(self.default, str) else json.dumps(self.default)
         values = default if self.default is None and not self.lists else f"[{default}]"
         return f"| `{self.name}` | list of {kind} | `{values}` | {self.meaning} |"

@@ -11,6 +11,9 @@ from dataclasses import replace
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 
+PLACED = ("rank_order", "stage_layers")
+"""The axes that say where a layout's work goes."""
+
 ALIKE = 0.005
 """GPUs whose times differ by a smaller share count as alike: no more is known of a GPU in seconds."""
 
@@ -33,6 +36,11 @@ def placements(layout: Layout, work: Workload, slower: Mapping[int, float], axes
         for one in (layout, ordered):
             found.append(replace(one, stage_layers=layers_by_speed(work.shape.layers, stage_times(one, times))))
     return [one for one in dict.fromkeys(_plain(one, work) for one in found) if one != layout]
+
+
+def plain(layout: Layout) -> Layout:
+    """The layout of which another is a placement."""
+    return replace(layout, rank_order=None, stage_layers=None)
 
 
 def stage_times(layout: Layout, times: Sequence[float]) -> list[float]:

@@ -162,6 +162,8 @@ class Driver:
 
     def _tune(self, pool: ActorHandle[Pool], turns: Turns, telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have Ray Tune run the agenda's trials, as many at a time as the workers of the pool allow."""
+        known = slower(self.home, [device["uuid"] for device in described(telemetry)])
+        self.agenda.slower = known
         recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry, turns, self.admission.quota)
         trainable = ray.tune.with_parameters(
             evaluate,
@@ -170,7 +172,7 @@ class Driver:
             telemetry=telemetry,
             environment=environment,
             network=self.network,
-            slower=slower(self.home, [device["uuid"] for device in described(telemetry)]),
+            slower=known,
         )
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -26,6 +26,8 @@ class Purpose(StrEnum):
     """To measure one of the front again."""
     SENTINEL = "sentinel"
     """To watch the machine."""
+    PLACEMENT = "placement"
+    """To hold a layout against itself with other places of its ranks."""
     CALIBRATION = "calibration"
     """To fit the cost model to the machine."""
 
@@ -69,6 +71,15 @@ class RankRecord:
     def from_dict(cls, values: Mapping[str, Any]) -> RankRecord:
         breakdown, own_s = values["breakdown"], tuple(values.get("own_s", ()))
         return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown), "own_s": own_s})
+
+
+def behind(ranks: Sequence[RankRecord]) -> dict[int, float]:
+    """By rank, by which share of a step it takes longer than the fastest rank of its stage; of profiled ones alone."""
+    stages: dict[int, dict[int, float]] = {}
+    for rank in ranks:
+        if rank.breakdown is not None:
+            stages.setdefault(rank.coordinates["pp"], {})[rank.rank] = rank.breakdown.own_s / rank.breakdown.span_s
+    return {rank: share - min(stage.values()) for stage in stages.values() for rank, share in stage.items()}
 
 
 class SlowCause(StrEnum):

@@ -73,6 +73,11 @@ class Breakdown:
     exposed_all_to_all_s: float
     exposed_other_communication_s: float
 
+    @property
+    def own_s(self) -> float:
+        """In which the rank did not just communicate, of which waiting for others is a part."""
+        return self.span_s - self.exposed_communication_s
+
 
 @dataclass(frozen=True)
 class Profile:

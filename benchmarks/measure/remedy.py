@@ -156,7 +156,7 @@ def table(windows: Sequence[Window]) -> str:
                 str(sum(one.adopted for one in those)),
                 str(sum(one.measured.proven and one.plain for one in those)),
                 f"{statistics.fmean(one.measured.saves for one in those):.2%}",
-                f"{statistics.median(one.measured.half for one in those):.2%}",
+                f"{statistics.median(one.measured.half or 0.0 for one in those):.2%}",
                 f"{statistics.fmean(one.foretold for one in those):.2%}",
                 f"{theory:.2%}",
                 f"{kept:.2%}",
@@ -184,9 +184,7 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
     windows = [one for record in records for one in read_windows(record)]
     print(records[0]["environment"], Layout.from_dict(records[0]["layout"]).label, f"{records[0]['layers']} layers")
     steps = [second for record in records for one in record["windows"] for second in one.get("plain_s", ())]
-    print(
-        f"steps of {statistics.median(steps):.4f} s; shares saved are of the plain step; kept is what was adopted, recovered its share of the best\n"
-    )
+    print(f"steps of {statistics.median(steps):.4f} s, of which shares are saved; kept is what was adopted\n")
     print(table(windows))
 
 

@@ -30,10 +30,10 @@ from benchmarks.measure.slowing import AIMED, Draws, Watched, competing
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.problem import Problem
-from service.result import NodeWindow, RankRecord, SlowCause, Straggler
+from service.result import NodeWindow, RankRecord, SlowCause, Straggler, behind
 from service.spec import load_spec
 from service.trials.evaluate import make_request
-from service.trials.straggler import behind, slowed, straggler
+from service.trials.straggler import slowed, straggler
 from service.trials.windows import Nodes, summaries
 from telemetry.windows.device import DeviceWindow
 from trainables.breakdown import FEWEST
@@ -46,7 +46,9 @@ SLOW = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 KEPT = 50
 """Windows of a rank's history that it is held against, the latest ones."""
 
-STARTED_S = 120.0
+FEWEST_DRAWN = 8
+
+STARTED_S = 180.0
 """Beyond the windows' own time, until a trial is taken to hang."""
 
 
@@ -80,11 +82,12 @@ class Judged:
 
 
 def while_training(spec: Problem, seconds: float, draws: Draws) -> dict[str, Any]:
-    """All that is recorded of one trial with so many seconds of windows."""
+    """All that is recorded of one trial with so many seconds of windows, or `FEWEST_DRAWN` that are drawn."""
     layout = spec.legal.layouts[0]
     with competing(draws) as folder, one_bench(spec, layout.num_gpus) as bench:
         request = make_request("slowed", layout, spec)
-        program = Watched(**vars(request.program), folder=str(folder), seconds=seconds)
+        fewest = draws.first + FEWEST_DRAWN
+        program = Watched(**vars(request.program), folder=str(folder), seconds=seconds, fewest=fewest)
         result = bench.run(replace(request, program=program, deadline_s=seconds + STARTED_S))
         require_ok(result)
         by_rank = [_lines(folder / f"{rank}.jsonl") for rank in range(layout.num_gpus)]
@@ -156,7 +159,7 @@ def judge(record: Mapping[str, Any]) -> list[Judged]:
     """The windows of a record that were drawn, with what was found in them."""
     layout, draws = Layout.from_dict(record["layout"]), Draws(**record["draws"])
     windows = list(read_windows(record))
-    calm = [window for window in windows if window.number >= FEWEST and _undisturbed(window.number, draws)]
+    calm = [window for window in windows if window.number and _undisturbed(window.number, draws)]
     usual = [statistics.median(_own_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
     cause = SlowCause.HOST if record["ranks"][0]["device"] is None else SlowCause.SHARED
     judged = []
@@ -231,7 +234,7 @@ def noise(records: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for record in records:
         draws = Draws(**record["draws"])
-        calm = [one for one in read_windows(record) if one.number >= FEWEST and _undisturbed(one.number, draws)]
+        calm = [one for one in read_windows(record) if one.number and _undisturbed(one.number, draws)]
         if len(calm) < FEWEST:
             continue
         for rank in range(draws.ranks):

@@ -130,10 +130,12 @@ class Board:
 
 @dataclass(frozen=True)
 class Watched(Training):
-    """Trains, and after its own window for `seconds` in windows of a few profiled steps each, told in `folder`."""
+    """Trains, and after its own window for `seconds` in windows of some profiled steps each, `fewest` at least, told in
+    `folder`."""
 
-    folder: str = ""
-    seconds: float = 0.0
+    folder: str
+    seconds: float
+    fewest: int
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Raises `InvalidTrial` where a step cannot be profiled, and what `Training.run` does."""
@@ -153,7 +155,7 @@ class WatchedRank(Rank):
         board, window, began = Board(folder), 0, time.monotonic()
         self.enter("watched")
         with (folder / f"{rank}.jsonl").open("w") as file:
-            while self.world.slowest(time.monotonic() - began) < self.training.seconds:
+            while window < self.training.fewest or self.world.slowest(time.monotonic() - began) < self.training.seconds:
                 began_ns = time.monotonic_ns()
                 if rank == 0:
                     board.begin(window)

@@ -13,10 +13,9 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from scipy import stats
-
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause, Straggler
+from service.student import below
 from telemetry.windows.device import THERMAL, DeviceWindow
 from trainables.breakdown import FEWEST, Breakdown
 
@@ -57,7 +56,7 @@ def straggler(
     """The slowest rank of those that have others to be held against; None where none costs `COST`, beyond doubt.
 
     `windows` are of the devices that worked. `usual`: by rank, by which share of a step it takes longer than others
-    when all is well, as `behind` tells of each step; only what exceeds it counts.
+    when all is well, as `service.result.behind` tells it; only what exceeds it counts.
     """
     stages: dict[int, list[Profiled]] = {}
     for rank in ranks:
@@ -88,32 +87,14 @@ def slowed(
     then = [(one, one.breakdown) for one in before if one.breakdown is not None]
     if rank.breakdown is None or len(then) < FEWEST:
         return None
-    usual = [_own_s(breakdown) for _, breakdown in then]
-    own_s = _own_s(rank.breakdown)
+    usual = [breakdown.own_s for _, breakdown in then]
+    own_s = rank.breakdown.own_s
     cost = (own_s - statistics.median(usual)) / rank.breakdown.span_s
     apart = [(own_s - each) / rank.breakdown.span_s for each in usual]
     # One more draw from what was seen before: its deviation is theirs, and that of their mean.
     noise = max(LEAST_NOISE, statistics.stdev(apart) * math.sqrt(1 + 1 / len(apart)))
-    confidence = float(stats.t.cdf(cost / noise, len(apart) - 1))
+    confidence = below(cost / noise, len(apart) - 1)
     return _told(cost, confidence, (rank, rank.breakdown), then, window, windows, layout)
-
-
-def behind(ranks: Sequence[RankRecord]) -> dict[int, float]:
-    """By rank, by which share of a step it takes longer than the fastest rank of its stage; of profiled ones alone."""
-    stages: dict[int, list[Profiled]] = {}
-    for rank in ranks:
-        if rank.breakdown is not None:
-            stages.setdefault(rank.coordinates["pp"], []).append((rank, rank.breakdown))
-    found: dict[int, float] = {}
-    for stage in stages.values():
-        shares = {rank.rank: _own_s(breakdown) / breakdown.span_s for rank, breakdown in stage}
-        found |= {rank: share - min(shares.values()) for rank, share in shares.items()}
-    return found
-
-
-def _own_s(breakdown: Breakdown) -> float:
-    """What of a step a rank does not just communicate, in s."""
-    return breakdown.span_s - breakdown.exposed_communication_s
 
 
 def _slowest(stage: Sequence[Profiled], usual: Mapping[int, float]) -> tuple[float, Profiled, list[Profiled]]:
@@ -147,7 +128,7 @@ def _confidence(cost: float, apart: Sequence[float], others: Sequence[Profiled])
         return _normal(cost / expected)
     freedom = len(apart) - 1 + WEIGHT
     variance = ((len(apart) - 1) * statistics.variance(apart) + WEIGHT * expected**2) / freedom
-    return float(stats.t.cdf(cost / max(LEAST_NOISE, math.sqrt(variance / len(apart))), freedom))
+    return below(cost / max(LEAST_NOISE, math.sqrt(variance / len(apart))), freedom)
 
 
 def _told(
