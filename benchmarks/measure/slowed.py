@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks = spec.legal.layouts[0].num_gpus
     draws = Draws(given.seed, ranks, given.least, given.most, given.history, calibrating)
     record = while_training(spec, given.seconds, draws)
-    given.out.write_text(json.dumps(record))
+    given.out.write_text(json.dumps(record, default=float))  # NumPy has numbers of its own
     show([record])
 
 
