@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 import ray
 
+from benchmarks import ROOT
 from search_spaces.layout import Layout
 from service.cluster import ray_session
 from service.fitting import network
@@ -50,7 +52,9 @@ def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int
 
 @contextlib.contextmanager
 def one_bench(spec: Problem, size: int) -> Iterator[Bench]:
-    """Likewise one gang, for requests that no layout alone makes."""
+    """Likewise one gang, for requests that no layout alone makes, such as of programs of this package: its workers find
+    them wherever the command was started."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with _up(spec.cluster, size, spec.legal.layouts, most=1) as (telemetry, (gang,)):
         yield Bench(spec, gang.mailbox, telemetry, {})
 
