@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,8 +133,3 @@ class RecutRank(Rank):
         self.step()
         self.platform.synchronize()
         return self.world.slowest(time.monotonic() - began)
-
-
-def most(layers: int) -> Sequence[Cut]:
-    """All ways to cut a model into two stages."""
-    return [(first, layers - first) for first in range(1, layers)]

@@ -64,7 +64,7 @@ def ranks_of(layout: Layout, slow: dict[int, float]) -> tuple[RankRecord, ...]:
 
 
 def ran(layout: Layout, rate: float, purpose: Purpose = Purpose.SEARCH, **fields: Any) -> TrialResult:
-    metrics = {"tokens_per_s": rate, "joules_per_token": 100 / rate}
+    metrics: dict[str, float | None] = {"tokens_per_s": rate, "joules_per_token": 100 / rate}
     return TrialResult("t", layout, Status.OK, metrics=metrics, purpose=purpose, **fields)
 
 
