@@ -285,7 +285,7 @@ class _Recorder(ray.tune.Callback):
             ray.get(call(self.pool, Pool.release, trial.trial_id))
         result = outcome_of(trial.trial_id, Step.from_dict(trial.config), reported)
         samples = self._samples(result)
-        if result.purpose == Purpose.FINALIST and samples is not None:
+        if result.purpose in (Purpose.FINALIST, Purpose.PLACEMENT) and samples is not None:
             result = thermal.judged(result, samples)
         if result.purpose == Purpose.FINALIST:
             result = held_against(result, self.agenda.results)
