@@ -80,7 +80,7 @@ def profile_steps(
     platform: Platform,
     meet: Callable[[int], None],
     slowest: Callable[[float], float],
-    most: int = MOST_STEPS,
+    most: int,
 ) -> Profile:
     """Run `step` under the profiler, again while that is soon done, `most` times at most. Collective over the ranks.
 

@@ -21,7 +21,7 @@ from trainables.engines.base import Job, StepOutput
 from trainables.engines.build import build_engine
 from trainables.losses import check_learning
 from trainables.measure import Stretch, Timing, time_steps
-from trainables.profiling import profile_steps
+from trainables.profiling import MOST_STEPS, profile_steps
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
 from trainables.world import GangWorld, World
@@ -103,16 +103,18 @@ class Rank:
         self.world.meet("measured")
         if self.layout.global_batch_size != self.batches[0]:
             self.change_batch(self.batches[0])
-        return self.profiled("profiling")
+        # Where processors compute, which vary by more than a few steps would tell, one says as much.
+        return self.profiled("profiling", 1 if self.platform.profiler_device is None else MOST_STEPS)
 
-    def profiled(self, occasion: str) -> Profile:
-        """The next steps under the profiler; an occasion's name serves once. Collective."""
+    def profiled(self, occasion: str, most: int = MOST_STEPS) -> Profile:
+        """The next steps under the profiler, so many at most; an occasion's name serves once. Collective."""
         return profile_steps(
             self.step,
             self.layout,
             self.platform,
             lambda number: self.world.meet(f"{occasion} {number}"),
             self.world.slowest,
+            most,
         )
 
     def time_steps(self) -> Timing:
