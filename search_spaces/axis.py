@@ -72,7 +72,7 @@ class Axis:
     @property
     def documentation(self) -> str:
         """The axis's row in the table of docs/spec.md: name, type, default as YAML has it, and meaning."""
-        kind = "lists of whole numbers" if self.lists else _KINDS[self.type]
+        kind = "lists of whole numbers, `auto`" if self.lists else _KINDS[self.type]
         kind += ", or null" if self.lists or self.optional else ""
         default = self.default if isinstance(self.default, str) else json.dumps(self.default)
         values = default if self.default is None and not (self.lists or self.optional) else f"[{default}]"

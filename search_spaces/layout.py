@@ -175,7 +175,8 @@ class Layout:
     stage_layers: tuple[int, ...] | None = field(
         default=None,
         metadata=axis(
-            "Layers of each stage in the model's order, such as `[[7, 9], [9, 7]]`; `null` for equal ones.",
+            "Layers of each stage in the model's order, such as `[[7, 9], [9, 7]]`; `null` for equal ones. `auto` has "
+            "the search try what [slow GPUs](#slow-gpus) ask for.",
             settled=8,
             label=_stages,
             allowed=SIZES,
@@ -313,7 +314,8 @@ class Layout:
         default=None,
         metadata=axis(
             "Which worker, and so GPU, takes each rank, such as `[[0, 2, 1, 3]]`; `null` for their own order. "
-            "Tensor-parallel ranks are neighbours, then context, data and pipeline ranks.",
+            "Tensor-parallel ranks are neighbours, then context, data and pipeline ranks. `auto` has the search try "
+            "what [slow GPUs](#slow-gpus) ask for.",
             settled=20,
             label=_joined("order"),
             allowed=Range(0),

@@ -12,6 +12,9 @@ from search_spaces.engines import ENGINES
 from search_spaces.layout import AXES
 from service.reading import LARGEST
 
+AUTO = "auto"
+"""What the search finds a value for by itself."""
+
 
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
@@ -45,9 +48,9 @@ def _list_of(item: Any) -> Any:
 
 
 def _list_of_lists(item: Any) -> Any:
-    """A non-empty list of lists, or null for the default; a single list may stand for it."""
+    """A non-empty list of lists, `auto`, or null for the default; a single one of them may stand for it."""
     numbers = Annotated[tuple[item, ...], Field(min_length=1, strict=False)]
-    return Annotated[list[numbers | None], BeforeValidator(_as_list_of_lists), Field(min_length=1)]
+    return Annotated[list[numbers | Literal["auto"] | None], BeforeValidator(_as_list_of_lists), Field(min_length=1)]
 
 
 def _field_of(axis: Axis) -> tuple[Any, Any]:

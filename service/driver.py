@@ -184,6 +184,8 @@ class Driver:
 
     def _tune(self, pool: ActorHandle[Pool], turns: Turns, telemetry: Fleet, environment: Mapping[str, str]) -> None:
         """Have Ray Tune run the agenda's trials, as many at a time as the workers of the pool allow."""
+        known = slower(self.home, [device["uuid"] for device in described(self._of_type(telemetry))])
+        self.agenda.slower = known
         recorder = _Recorder(self.tracker, self.display, self.agenda, pool, telemetry, turns, self.admission.quota)
         trainable = ray.tune.with_parameters(
             evaluate,
@@ -192,7 +194,7 @@ class Driver:
             telemetry=telemetry,
             environment=environment,
             network=self.network,
-            slower=slower(self.home, [device["uuid"] for device in described(self._of_type(telemetry))]),
+            slower=known,
         )
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, TRIAL_RESOURCES),
@@ -305,7 +307,7 @@ class _Recorder(ray.tune.Callback):
             ray.get(call(self.pool, Pool.release, trial.trial_id))
         result = outcome_of(trial.trial_id, Step.from_dict(trial.config), reported)
         samples = self._samples(result)
-        if result.purpose == Purpose.FINALIST and samples is not None:
+        if result.purpose in (Purpose.FINALIST, Purpose.PLACEMENT) and samples is not None:
             result = thermal.judged(result, samples)
         if result.purpose == Purpose.FINALIST:
             result = held_against(result, self.agenda.results)

@@ -167,7 +167,8 @@ class Problem:
     `model` is a preset's name or `INLINE`, `shape` its dimensions. `data` is a source of `trainables.data.open_tokens`.
     `sequence_length` counts tokens, `global_batch_size` sequences. `goals` are its objectives and
     constraints. `axes` maps each axis of a layout to the values to try, without duplicates; `why` says of an axis why
-    these, where nobody chose them. `baseline` names one legal
+    these, where nobody chose them. `placement` are the axes, of `rank_order` and `stage_layers`, of which the search
+    finds values by itself, for the best layout, by how fast GPUs are. `baseline` names one legal
     layout by some of its settings. `priority` is that over other searches on the same Ray cluster, the higher first.
     `depth_proxy` are the layers of the two models that stand for one too big for the cluster, fewer first. `trainer` is
     the program that trains, None for Wattune's own engines; with one, `model`, `shape` and `data` may be None, of which
@@ -195,6 +196,7 @@ class Problem:
     borderline: Borderline = "risk"
     why: Mapping[str, str] = field(default_factory=dict, compare=False)
     trainer: Trainer | None = None
+    placement: tuple[str, ...] = ()
 
     @property
     def names(self) -> dict[str, Value]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -26,6 +26,8 @@ class Purpose(StrEnum):
     """To measure one of the front again."""
     SENTINEL = "sentinel"
     """To watch the machine."""
+    PLACEMENT = "placement"
+    """To hold a layout against itself with other places of its ranks."""
     CALIBRATION = "calibration"
     """To fit the cost model to the machine."""
 
@@ -50,7 +52,9 @@ class RankRecord:
     """Who held which place of the mesh, and what came of it there.
 
     `rank` is the rank in the trial, `coordinates` its place in the mesh by axis: pp, dp, cp, tp. `worker` is the
-    worker of the gang that took it, `device` that one's GPU, None on CPU.
+    worker of the gang that took it, `device` that one's GPU, None on CPU. `breakdown` is the mean of the steps that
+    were profiled, `own_s` and `interrupted_s` are as `trainables.breakdown.Profile` has them; records made before they
+    were kept have none.
     """
 
     rank: int
@@ -60,11 +64,22 @@ class RankRecord:
     coordinates: dict[str, int]
     peak_memory_gib: float | None
     breakdown: Breakdown | None
+    own_s: tuple[float, ...] = ()
+    interrupted_s: float | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankRecord:
-        breakdown = values["breakdown"]
-        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown)})
+        breakdown, own_s = values["breakdown"], tuple(values.get("own_s", ()))
+        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown), "own_s": own_s})
+
+
+def behind(ranks: Sequence[RankRecord]) -> dict[int, float]:
+    """By rank, by which share of a step it takes longer than the fastest rank of its stage; of profiled ones alone."""
+    stages: dict[int, dict[int, float]] = {}
+    for rank in ranks:
+        if rank.breakdown is not None:
+            stages.setdefault(rank.coordinates["pp"], {})[rank.rank] = rank.breakdown.own_s / rank.breakdown.span_s
+    return {rank: share - min(stage.values()) for stage in stages.values() for rank, share in stage.items()}
 
 
 @dataclass(frozen=True)
@@ -105,8 +120,10 @@ class SlowCause(StrEnum):
     """Copies from and to the host."""
     EXPERT = "fullest expert"
     """More tokens are routed to its experts."""
+    SHARED = "other programs"
+    """Some of its kernels take longer now and then, at the same clock: something else runs on the GPU."""
     UNKNOWN = "unknown"
-    """Slower at the same clock: something else runs on it, or its memory is slow."""
+    """All of its kernels take longer at the same clock, such as where its memory is slow; or nobody can tell."""
 
 
 @dataclass(frozen=True)

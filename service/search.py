@@ -129,6 +129,7 @@ def results_of(record: SearchRecord) -> list[TrialResult]:
             methods=trial.methods,
             purpose=trial.purpose,
             infrastructure=trial.infrastructure,
+            straggler=trial.straggler,
             beside=trial.beside,
         )
         for trial in record.trials

@@ -23,10 +23,11 @@ from search_spaces.hardware import ACCELERATORS, NETWORKS
 from search_spaces.hopeless import hopeless
 from search_spaces.layout import AXES, Layout
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
+from search_spaces.placement import PLACED
 from search_spaces.rules import all_rules
 from search_spaces.space import Space
 from search_spaces.trainer import GIVEN, Trainer
-from service.axes import SpaceSpec
+from service.axes import AUTO, SpaceSpec
 from service.errors import InputError
 from service.goals import Goals, parse_constraint
 from service.metrics import METRICS, Direction, nearest
@@ -46,9 +47,6 @@ from service.reading import LARGEST, Amount, AmountOrZero, Strict, Switch, read_
 from service.trainer_spec import ConditionalSpec, StepsSpec, TrainerSpec, described, resolved
 from trainables.data import located
 from trainables.objects import holds_secret
-
-AUTO = "auto"
-"""A space that follows from model and cluster."""
 
 MOST_GPUS = 1_000_000
 MOST_LAYERS = 100_000
@@ -149,7 +147,7 @@ class ClusterSpec(Strict):
 
 
 def _chosen(value: Any) -> Any:
-    """`auto` is None, which nobody can write."""
+    """`auto`, a space that follows from model and cluster, is None, which nobody can write."""
     if value is None:
         raise PydanticKnownError("model_type", {"class_name": "SpaceSpec"})
     return None if value == AUTO else value
@@ -234,6 +232,8 @@ class SearchSpec(Strict):
         trainer = None if self.trainer is None else self.trainer.trainer
         axes = self._space.model_dump() if trainer is None else _axes_of(trainer, self._space)
         axes["num_gpus"] = axes["num_gpus"] or [cluster.size]
+        placement = tuple(axis for axis in PLACED if AUTO in axes[axis])
+        axes |= {axis: [value for value in axes[axis] if value != AUTO] or [None] for axis in placement}
         measurement = dict(self.measurement)
         if trainer is not None:
             measurement["short_trials"] = False
@@ -263,6 +263,7 @@ class SearchSpec(Strict):
             depth_proxy=None if self.depth_proxy is None else (self.depth_proxy[0], self.depth_proxy[1]),
             borderline=self.borderline,
             trainer=trainer,
+            placement=placement,
         )
         if self.space is not None or trainer is not None:
             return problem
@@ -314,6 +315,8 @@ class SearchSpec(Strict):
             if axis not in (*GIVEN, *trainer.axes):
                 having = ", ".join([*trainer.axes, *GIVEN])
                 raise ValueError(f"space.{axis}: the trainer {trainer.name} has no such axis; it has {having}")
+        if self.problem.placement:
+            raise ValueError("space.rank_order: auto goes with Wattune's own engines alone")
 
 
 def _axes_of(trainer: Trainer, space: SpaceSpec) -> dict[str, list[Any]]:
@@ -365,7 +368,7 @@ def _check_depths(problem: Problem) -> None:
             f"depth_proxy: must be two numbers, ascending, below the model's {problem.shape.layers} layers, "
             f"not {shallow}, {deep}"
         )
-    if problem.axes["stage_layers"] != [None]:
+    if problem.axes["stage_layers"] != [None] or "stage_layers" in problem.placement:
         raise ValueError("depth_proxy: uneven stages (space.stage_layers) have no equal in a model of fewer layers")
     for size in problem.axes["pipeline_parallel_size"]:
         if shallow % size or deep % size:
@@ -459,6 +462,7 @@ def dump_spec(problem: Problem, named: bool = False) -> str:
         having = (*GIVEN, *dict(trainer.axes))
         values["axes"] = {axis: tried for axis, tried in values["axes"].items() if axis in having}
         values["trainer"] = trainer.name if named else described(trainer)
+    values["axes"] |= {axis: [*values["axes"][axis], AUTO] for axis in problem.placement}
     values |= {
         "model": problem.model if preset else values["shape"],
         "objectives": dict(problem.goals.objectives),
@@ -510,7 +514,9 @@ def explanation(error: ValidationError) -> str:
     path = tuple(
         part
         for part in detail["loc"]
-        if isinstance(part, str) and part not in _BRANCHES and not part.startswith(("function-", "constrained-"))
+        if isinstance(part, str)
+        and part not in _BRANCHES
+        and not part.startswith(("function-", "constrained-", "tuple[", "literal["))
     )
     field = ".".join(path)
     if detail["type"] == "invalid_key":
@@ -542,7 +548,7 @@ def explanation(error: ValidationError) -> str:
         case "too_short" | "string_too_short":
             message = "must not be empty"
         case "tuple_type":
-            message = "must be a list of whole numbers, several such lists, or null"
+            message = f"must be a list of whole numbers, several such lists, {AUTO}, or null"
         case _:
             message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     return f"{field}: {message}{given}"

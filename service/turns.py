@@ -24,8 +24,9 @@ from service.queue.claims import Claim, Grant, Turn
 from service.record.standing import Standing
 from service.remote import call
 from service.step import Wish
+from service.trials.accelerators import resources_per_worker
 from service.trials.bench import Bench
-from service.trials.gang import CLOSE_TIMEOUT_S, Gang, close_gangs, resources_per_worker
+from service.trials.gang import CLOSE_TIMEOUT_S, Gang, close_gangs
 from service.trials.pool import RETRY_S, Lease, Pool, start_pool
 from telemetry.actor import start_telemetry, stop_telemetry
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -21,6 +22,9 @@ COMPILED = "## Call CompiledFxGraph"
 
 STANDIN = "standin"
 """How the names begin of what stands in for collectives: `standin_all_reduce`."""
+
+FEWEST = 3
+"""Steps of which one can be told from the others."""
 
 _COLLECTIVE = re.compile(r"(allreduce)|(allgather)|(reducescatter)|(send|recv)|(alltoall)")
 _OF_NCCL = re.compile(rf"nccl|rccl|nvshmem|^{STANDIN}_")
@@ -69,17 +73,26 @@ class Breakdown:
     exposed_all_to_all_s: float
     exposed_other_communication_s: float
 
+    @property
+    def own_s(self) -> float:
+        """In which the rank did not just communicate, of which waiting for others is a part."""
+        return self.span_s - self.exposed_communication_s
+
 
 @dataclass(frozen=True)
 class Profile:
     """The breakdown of a step, or the `problem` for which there is none, and the seconds that it took to have it.
 
-    Neither where it is another rank that had the problem.
+    Neither where it is another rank that had the problem. Of several steps it is the mean, `own_s` the seconds of each
+    in which the rank did not just communicate, and `interrupted_s` what kernels took longer in a step than the same
+    ones took in most of them; None where that is not known.
     """
 
     breakdown: Breakdown | None
     problem: str | None
     time_s: float
+    own_s: tuple[float, ...] = ()
+    interrupted_s: float | None = None
 
 
 def break_down(
@@ -109,6 +122,32 @@ def break_down(
         **times,
         **exposed,
     )
+
+
+def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
+    """The mean of several steps, one at least."""
+    return Breakdown(
+        **{field.name: statistics.fmean(getattr(one, field.name) for one in breakdowns) for field in fields(Breakdown)}
+    )
+
+
+def interrupted_s(steps: Sequence[Mapping[str, Sequence[float]]]) -> float | None:
+    """What kernels took longer in a step than each of them in most steps, in s, on average.
+
+    `steps` are of the same work, three at least: the durations of each kernel in order, by its name. A slow device
+    takes longer for all kernels, in every step; one that others use for a while for those alone that it has just then.
+    None where that cannot be told: of fewer steps, or such as do not have the same kernels.
+    """
+    if len(steps) < FEWEST or any(
+        {name: len(times) for name, times in step.items()} != {name: len(times) for name, times in steps[0].items()}
+        for step in steps
+    ):
+        return None
+    longer = 0.0
+    for name in steps[0]:
+        times = np.array([step[name] for step in steps])
+        longer += float((times.mean(axis=0) - np.median(times, axis=0)).sum())
+    return max(0.0, longer)
 
 
 def union_ns(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:

@@ -1,11 +1,12 @@
-"""One optimizer step under torch's profiler, for the `Breakdown` of its time."""
+"""Optimizer steps under torch's profiler, for the `Breakdown` of their time."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +17,22 @@ from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from trainables.breakdown import (
     COMPILED,
+    COMPUTE,
     GENERIC,
     Breakdown,
     Profile,
     break_down,
     collective_category,
+    interrupted_s,
     kernel_category,
+    mean,
     own_times,
 )
 from trainables.platforms.base import Platform
+
+PROFILED_S, MOST_STEPS = 0.5, 5
+"""Until steps have taken so many seconds together there is another one, so that also of short ones enough is seen to
+tell one rank from another; never more of them than this."""
 
 
 class Event(NamedTuple):
@@ -66,23 +74,54 @@ def recorded(events: Iterable[Any]) -> list[Event]:
     ]
 
 
-def profile_step(
+def profile_steps(
+    step: Callable[[], object],
+    layout: Layout,
+    platform: Platform,
+    meet: Callable[[int], None],
+    slowest: Callable[[float], float],
+    most: int,
+) -> Profile:
+    """Run `step` under the profiler, again while that is soon done, `most` times at most. Collective over the ranks.
+
+    `meet` returns once all ranks have called it with the number of the step and uses no GPU; `slowest` is the largest
+    of the ranks' seconds. Raises what `step` raises. A profiler that fails is the result's `problem`.
+    """
+    began, span_s = time.monotonic(), 0.0
+    steps: list[_Step] = []
+    while len(steps) < most and (not steps or span_s < PROFILED_S):
+        steps.append(_profile_step(step, layout, platform, lambda: meet(len(steps)), slowest))
+        span_s += steps[-1].span_s
+    problem = next((one.problem for one in steps if one.problem is not None), None)
+    breakdowns = [one.breakdown for one in steps if one.breakdown is not None]
+    if problem is not None:
+        return Profile(None, problem, time.monotonic() - began)
+    own_s = tuple(one.own_s for one in breakdowns)
+    interrupted = interrupted_s([one.kernels_s for one in steps])
+    return Profile(mean(breakdowns), None, time.monotonic() - began, own_s, interrupted)
+
+
+@dataclass
+class _Step:
+    """What a profiled step of `span_s` seconds showed; `kernels_s` are by the names of those that compute, in order."""
+
+    span_s: float
+    problem: str | None = None
+    breakdown: Breakdown | None = None
+    kernels_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def _profile_step(
     step: Callable[[], object],
     layout: Layout,
     platform: Platform,
     meet: Callable[[], None],
     slowest: Callable[[float], float],
-) -> Profile:
-    """Run `step` once under the profiler. Collective over the trial's ranks.
-
-    `meet` returns once all ranks have called it and uses no GPU; `slowest` is the largest of the ranks' seconds.
-    Raises what `step` raises. A profiler that fails is the result's `problem`.
-    """
-    began = time.monotonic()
+) -> _Step:
     device = platform.profiler_device
     exchange = _exchange(layout) if platform.names_kernels else None
     recorder: profile | None = None
-    breakdown, problem = None, None
+    problem = None
     try:
         recorder = profile(use_device=device, use_cpu=device is None or exchange is None, use_kineto=True).__enter__()
     except Exception as error:
@@ -101,10 +140,20 @@ def profile_step(
     try:
         if recorder is not None:
             events = recorded(recorder.kineto_results.events())  # type: ignore[union-attr]
-            breakdown = of_events(events, device, exchange, span_s)
+            return _Step(span_s, problem, of_events(events, device, exchange, span_s), _computing(events))
     except Exception as error:
         problem = _problem(error)
-    return Profile(breakdown, problem, time.monotonic() - began)
+    return _Step(span_s, problem)
+
+
+def _computing(events: Sequence[Event]) -> dict[str, list[float]]:
+    """Seconds of the kernels that compute, in their order, by name; none where the host computes."""
+    kernels = sorted((e for e in events if not e.on_host and not e.is_annotation), key=lambda e: e.start_ns)
+    times: dict[str, list[float]] = defaultdict(list)
+    for e in kernels:
+        if kernel_category(e.name) in COMPUTE:
+            times[e.name].append(e.duration_ns / 1e9)
+    return times
 
 
 def _exchange(layout: Layout) -> str | None:

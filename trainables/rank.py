@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from trainables.engines.base import Job, StepOutput
 from trainables.engines.build import build_engine
 from trainables.losses import check_learning
 from trainables.measure import Stretch, Timing, time_steps
-from trainables.profiling import profile_step
+from trainables.profiling import MOST_STEPS, profile_steps
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
 from trainables.world import GangWorld, World
@@ -69,7 +68,7 @@ class Rank:
         return Job(self.layout, training.model, training.sequence_length, training.seed, world.rank, world.device)
 
     def report(self) -> RankReport:
-        """Time all batches, and profile a step of the first if that is asked for. Collective."""
+        """Time all batches, and profile steps of the first if that is asked for. Collective."""
         report = self.measure()
         if self.request.procedure.breakdown:
             report = replace(report, profile=self.profile(report))
@@ -98,14 +97,24 @@ class Rank:
         )
 
     def profile(self, report: RankReport) -> Profile:
-        """Profile a step of the first batch, once all ranks have handed over their `report` of all else. Collective."""
+        """Profile steps of the first batch, once all ranks have handed over their `report` of all else. Collective."""
         self.progress = replace(self.progress, report=report)
         self.enter("breakdown")
         self.world.meet("measured")
         if self.layout.global_batch_size != self.batches[0]:
             self.change_batch(self.batches[0])
-        return profile_step(
-            self.step, self.layout, self.platform, partial(self.world.meet, "profiling"), self.world.slowest
+        # Where processors compute, which vary by more than a few steps would tell, one says as much.
+        return self.profiled("profiling", 1 if self.platform.profiler_device is None else MOST_STEPS)
+
+    def profiled(self, occasion: str, most: int = MOST_STEPS) -> Profile:
+        """The next steps under the profiler, so many at most; an occasion's name serves once. Collective."""
+        return profile_steps(
+            self.step,
+            self.layout,
+            self.platform,
+            lambda number: self.world.meet(f"{occasion} {number}"),
+            self.world.slowest,
+            most,
         )
 
     def time_steps(self) -> Timing:

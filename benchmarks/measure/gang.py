@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 import ray
 
+from benchmarks import ROOT
 from search_spaces.layout import Layout
 from service.cluster import ray_session
 from service.fitting import network
@@ -43,6 +45,22 @@ def one_gang(spec: Problem, size: int) -> Iterator[RunTrial]:
 def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> Iterator[list[RunTrial]]:
     """Ray, telemetry and as many gangs of `size` workers as there is room for, but at least one and `most` at most, on
     a cluster, for trials of `layouts`; up before the first trial. Each may be used by a thread of its own."""
+    with _up(cluster, size, layouts, most) as (telemetry, gangs):
+        known = slower(Home.locate(), [device["uuid"] for device in described(telemetry)])
+        yield [partial(_run, telemetry, known, gang) for gang in gangs]
+
+
+@contextlib.contextmanager
+def one_bench(spec: Problem, size: int) -> Iterator[Bench]:
+    """Likewise one gang, for requests that no layout alone makes, such as of programs of this package: its workers find
+    them wherever the command was started."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with _up(spec.cluster, size, spec.legal.layouts, most=1) as (telemetry, (gang,)):
+        yield Bench(spec, gang.mailbox, telemetry, {})
+
+
+@contextlib.contextmanager
+def _up(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> Iterator[tuple[Fleet, list[Gang]]]:
     with tempfile.TemporaryDirectory() as storage, ray_session(cluster):
         telemetry, preload = start_telemetry(), Slice.preload(layouts)
         count = max(1, min(most, room(cluster) // size))
@@ -50,8 +68,7 @@ def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int
         for gang in gangs:
             ray.get(gang.mailbox.ready.remote())
         try:
-            known = slower(Home.locate(), [device["uuid"] for device in described(telemetry)])
-            yield [partial(_run, telemetry, known, gang) for gang in gangs]
+            yield telemetry, gangs
         finally:
             close_gangs(gangs)
             stop_telemetry(telemetry)

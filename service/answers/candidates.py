@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from search_spaces.layout import Layout
+from search_spaces.placement import plain
+from service.answers.placements import placements
 from service.metrics import METRICS, Doubt, Method
 from service.result import Purpose
+from service.student import confidence_interval
 from trainables.status import Status
-
-CONFIDENCE = 0.95
 
 
 class Trial(Protocol):
@@ -77,8 +74,12 @@ class Candidate:
 
     @property
     def confirmed(self) -> bool:
-        """Whether it was measured again as a finalist."""
-        return self.purpose == Purpose.FINALIST
+        """Whether it was measured again as a finalist, or in pairs as a placement of one."""
+        return self.purpose in (Purpose.FINALIST, Purpose.PLACEMENT)
+
+    def beaten_by(self, other: Candidate) -> bool:
+        """Whether the other is a placement of this layout that proved better than it, in pairs."""
+        return other.purpose == Purpose.PLACEMENT and plain(other.layout) == self.layout != other.layout
 
     def why_missing(self, metric: str) -> str | None:
         """What the record says of the first of its trials that lacks a metric and says anything."""
@@ -99,13 +100,14 @@ def candidates(trials: Sequence[Trial]) -> list[Candidate]:
     """All that is ranked: the explored trials and, in place of those of layouts that were measured again, the means.
 
     A metric that none of a layout's repeats has stays as it was explored. Trials of other purposes, failed ones and
-    those that were stopped early take no part.
+    those that were stopped early take no part. Placements do that were kept (`service.answers.placements`).
     """
     repeats, once = finalists(trials), explored(trials)
     again = {layout: [trial for trial in runs if trial.status == Status.OK] for layout, runs in repeats.items()}
     first = {one.layout: one for one in once}
     means = [_completed(_mean(runs), first.get(layout)) for layout, runs in again.items() if runs]
-    return [*(one for one in once if not again.get(one.layout)), *means]
+    placed = [_mean(one.trials) for one in placements(trials) if one.kept]
+    return [*(one for one in once if not again.get(one.layout)), *means, *placed]
 
 
 def finalists(trials: Iterable[T]) -> dict[Layout, list[T]]:
@@ -119,37 +121,6 @@ def finalists(trials: Iterable[T]) -> dict[Layout, list[T]]:
         if trial.purpose == Purpose.FINALIST and over and not trial.infrastructure:
             repeats.setdefault(trial.layout, []).append(trial)
     return repeats
-
-
-def confidence_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of some measurements and half the width of its 95% confidence interval, None of a single one.
-
-    By Student's t, as few measurements are all that there are.
-    """
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, None
-    t = student_t(len(values) - 1)
-    return mean, float(t * np.std(values, ddof=1) / math.sqrt(len(values)))
-
-
-@lru_cache
-def student_t(degrees: int) -> float:
-    """The value that the magnitude of Student's t with so many degrees of freedom exceeds by a chance of 5%.
-
-    Of a whole number of degrees the distribution is a finite sum (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4), which
-    is inverted by bisection. SciPy has it too, but takes a third of a second to import.
-    """
-    low, high = 0.0, math.pi / 2
-    while low < (angle := (low + high) / 2) < high:
-        inside = angle if degrees % 2 else 0.0
-        term = math.cos(angle) * math.sin(angle) if degrees % 2 else math.sin(angle)
-        for k in range(1 + degrees % 2, degrees, 2):
-            inside += term
-            term *= math.cos(angle) ** 2 * k / (k + 1)
-        inside *= 2 / math.pi if degrees % 2 else 1.0
-        low, high = (angle, high) if inside < CONFIDENCE else (low, angle)
-    return math.tan(angle) * math.sqrt(degrees)
 
 
 def _mean(trials: Sequence[Trial]) -> Candidate:

@@ -15,12 +15,15 @@ from typing import Any
 
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import AXES, Layout
+from search_spaces.placement import plain
 from service.answers.candidates import Candidate
 from service.answers.change import Value, change
 from service.answers.growth import advances, spent_gpu_hours
+from service.answers.placements import Placement, placements
 from service.answers.ranking import compared, leaders, undecided
 from service.goals import Comparison
-from service.metrics import Direction, with_unit
+from service.metrics import Direction, heading, number, with_unit
+from service.paired import Difference
 from service.record.results import SearchRecord
 from service.result import Straggler
 from trainables.status import Status
@@ -234,6 +237,30 @@ def slowest(found: Found) -> str | None:
     )
 
 
+def placed(found: Found) -> str | None:
+    """What it was worth to place the best layout by how fast its GPUs are, and whether that was kept."""
+    sentences = [_worth(one) for one in placements(found.search.trials) if one.speed is not None]
+    return " ".join(sentences) or None
+
+
+def _worth(one: Placement) -> str:
+    assert one.speed is not None
+
+    def told(saves: Difference) -> str:
+        within = "" if saves.half is None else f" +- {saves.half:.2%}"
+        return f"{saves.saves:.2%}{within}"
+
+    parts = [f"the time of a step {told(one.speed)}"]
+    parts += [f"{heading(metric)} {told(saves)}" for metric, saves in one.costs.items()]
+    text = (
+        f"{one.layout.label}, placed by how fast GPUs are, saves of what {plain(one.layout).label} takes, in "
+        f"{one.speed.pairs} pairs: {', '.join(parts)}"
+    )
+    for metric, (before, after) in one.states.items():
+        text += f"; {heading(metric)} {number(metric, before)} before, {number(metric, after)} after"
+    return f"{text}. It was {'kept' if one.kept else 'not kept: that may be chance'}."
+
+
 def next_hours(found: Found) -> str | None:
     """What the next GPU hours would best be spent on."""
     if found.objective is None:
@@ -274,6 +301,7 @@ FINDINGS: tuple[Callable[[Found], str | None], ...] = (
     overlap,
     hottest,
     slowest,
+    placed,
     next_hours,
 )
 

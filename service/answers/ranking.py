@@ -56,10 +56,11 @@ def rivals(ordered: Sequence[Candidate], metric: str) -> tuple[Candidate, Candid
     single measurements is partly luck; else the second, if it is within noise. None where it is plain which is better,
     and as long as none was measured again.
     """
+    first = ordered[0] if ordered else None
+    ordered = [one for one in ordered if first is None or not one.beaten_by(first)]
     again = [one for one in ordered if one.confirmed]
-    if not again or len(ordered) < 2:
+    if first is None or not again or len(ordered) < 2:
         return None
-    first = ordered[0]
     other = ordered[1] if first.confirmed else again[0]
     if first.metrics[metric] == other.metrics[metric]:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from search_spaces.layout import Layout
 from service.metrics import Part, made_of
 from service.problem import Problem
 from service.result import Purpose, TrialResult
-from service.sampling import drift, finalists
+from service.sampling import drift, finalists, placing
 from service.step import Step, Wish
 from trainables.status import Status
 
@@ -101,6 +101,8 @@ class Agenda:
         self.waiting: list[_Waiting] = []
         self.dry = False
         self.stopped = False
+        self.slower: Mapping[str, float] = {}
+        """By GPU's UUID, how much longer the slowest takes than it, as far as that is known before any trial."""
 
     @property
     def over(self) -> bool:
@@ -234,7 +236,8 @@ class Agenda:
 
 
 class SearchAgenda(Agenda):
-    """Explores by a study, measures the sentinel again every so many trials, and the finalists in the end."""
+    """Explores by a study, measures the sentinel again every so many trials, and in the end the finalists, then the
+    best of them in other places."""
 
     def __init__(
         self,
@@ -248,6 +251,7 @@ class SearchAgenda(Agenda):
         super().__init__(problem, results, spent, workers)
         self.study = study
         self.plan: list[Layout] | None = None
+        self.places: list[Layout] | None = None
         self.since_sentinel = 0
         for result in self.results:
             self._count(result.purpose)
@@ -265,6 +269,7 @@ class SearchAgenda(Agenda):
         left = self.sought - len(self._of(Purpose.SEARCH)) if self.plan is None else 0
         last = chosen.count * chosen.repeats if self.plan is None else len(self.plan) + self._begun(Purpose.FINALIST)
         every = self.problem.sentinel_every
+        last += len(self.places or ()) + self._begun(Purpose.PLACEMENT)
         sentinels = (self.since_sentinel + left + last) // every if every else 0
         return left + last + sentinels
 
@@ -299,7 +304,7 @@ class SearchAgenda(Agenda):
         return replace(step, front=tuple(front))
 
     def choose(self) -> Step | None:
-        step = self._sentinel_due() or self._explore() or self._finalist()
+        step = self._sentinel_due() or self._explore() or self._finalist() or self._placement()
         if step is not None:
             self._count(step.purpose)
         return step
@@ -338,6 +343,13 @@ class SearchAgenda(Agenda):
         if self.plan is None and not self.under_way and not self.waiting:
             self.plan = self._due()
         return Step(self.plan.pop(0), Purpose.FINALIST) if self.plan else None
+
+    def _placement(self) -> Step | None:
+        if self.plan != [] or self.under_way or self.waiting:
+            return None
+        if self.places is None:
+            self.places = placing.due(self.results, self.problem, self.slower, self.workers)
+        return Step(self.places.pop(0), Purpose.PLACEMENT) if self.places else None
 
     def _due(self) -> list[Layout]:
         """The layouts that are measured again next, in their order."""

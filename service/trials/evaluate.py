@@ -176,7 +176,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
     timing = asdict(problem.measurement)
     deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
     sizes = short.sizes(layout, problem.measurement.sliced) if short_trials else ()
-    if purpose == Purpose.FINALIST:
+    if purpose in (Purpose.FINALIST, Purpose.PLACEMENT):
         timing["window_s"] = problem.finalists.window_s
         deadline_s *= layout.global_batch_size / max(sizes, default=layout.global_batch_size)
         sizes = ()

@@ -28,6 +28,8 @@ def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRe
             coordinates=report.coordinates,
             peak_memory_gib=report.peak_memory_gib,
             breakdown=report.profile.breakdown if report.profile else None,
+            own_s=report.profile.own_s if report.profile else (),
+            interrupted_s=report.profile.interrupted_s if report.profile else None,
         )
         for outcome, member in zip(outcomes, members, strict=False)
         if (report := outcome.report) is not None

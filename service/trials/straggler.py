@@ -2,20 +2,22 @@
 
 In a step that all ranks end together, a rank that waits for nobody is the one that the others wait for. Of ranks with
 the same work, those of one pipeline stage, that is the one with most time of its own: the step less the communication
-that nothing hides, of which waiting is a part. The profiled step tells it; what telemetry saw of the whole window tells
-why.
+that nothing hides, of which waiting is a part. The profiled steps tell it, the more surely the more of them there are,
+for what befalls one of them does not befall all; what telemetry saw of the whole window tells why. What ranks were
+seen to differ by while all was well can be taken off, and a rank without another is held against itself, as it was.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause, Straggler
+from service.student import below
 from telemetry.windows.device import THERMAL, DeviceWindow
-from trainables.breakdown import Breakdown
+from trainables.breakdown import FEWEST, Breakdown
 
 COST = 0.01
 """Share of a step from which on a GPU is worth a word."""
@@ -23,6 +25,13 @@ COST = 0.01
 NOISE, NOISE_OF_COMMUNICATION = 0.002, 0.02
 """Standard deviation of a rank's own time in one step, taken to be this share of the step, where whole windows repeat
 within 0.0012, and this share of the communication beside it, of which each piece takes now more, now less."""
+
+WEIGHT = 4
+"""As many degrees of freedom this has beside what several steps are measured to vary by (the moderated t-test of Smyth
+2004, section 3): a few steps that happen to be alike prove less than they seem to."""
+
+LEAST_NOISE = 0.001
+"""That of the mean of several steps is not taken to be less: ranks begin them apart by as much, in one order."""
 
 NOISE_OF_HOSTS = 0.05
 """Likewise where processors compute, which ranks share with each other and with whatever else runs there."""
@@ -32,70 +41,155 @@ CONFIDENT = 0.99
 SLOWER_CLOCK, HOT, CAPPED = 0.005, 0.01, 0.1
 """Shares from which on a clock is lower than that of the others, and heat or the power limit is what held it down."""
 
+EXPLAINS = 0.5
+"""A cause is one that this share of what the GPU takes longer is due to."""
 
-def straggler(ranks: Sequence[RankRecord], windows: Sequence[DeviceWindow], layout: Layout) -> Straggler | None:
+Profiled = tuple[RankRecord, Breakdown]
+
+
+def straggler(
+    ranks: Sequence[RankRecord],
+    windows: Sequence[DeviceWindow],
+    layout: Layout,
+    usual: Mapping[int, float] | None = None,
+) -> Straggler | None:
     """The slowest rank of those that have others to be held against; None where none costs `COST`, beyond doubt.
 
-    `windows` are of the devices that worked.
+    `windows` are of the devices that worked. `usual`: by rank, by which share of a step it takes longer than others
+    when all is well, as `service.result.behind` tells it; only what exceeds it counts.
     """
-    stages: dict[int, list[tuple[RankRecord, Breakdown]]] = {}
+    stages: dict[int, list[Profiled]] = {}
     for rank in ranks:
         if rank.breakdown is not None:
             stages.setdefault(rank.coordinates["pp"], []).append((rank, rank.breakdown))
-    found = [_slowest(stage) for stage in stages.values() if len(stage) > 1]
+    found = [_slowest(stage, usual or {}) for stage in stages.values() if len(stage) > 1]
     if not found:
         return None
-    cost, (rank, breakdown), others = max(found, key=lambda one: one[0])
+    cost, slow, others = max(found, key=lambda one: one[0])
+    confidence = _confidence(cost, _apart(slow, others[0]), others)
+    of_others = [usual.get(other.rank, 0.0) for other, _ in others] if usual else [0.0]
+    more = (usual or {}).get(slow[0].rank, 0.0) - statistics.median(of_others)
+    return _told(cost, confidence, slow, others, windows, windows, layout, more * slow[1].span_s)
+
+
+def slowed(
+    rank: RankRecord,
+    window: Sequence[DeviceWindow],
+    before: Sequence[RankRecord],
+    windows: Sequence[DeviceWindow],
+    layout: Layout,
+) -> Straggler | None:
+    """A rank that takes longer than the same one `before`, in as many measurements of the same work, three at least;
+    None where that costs less than `COST`, or is in doubt.
+
+    `window` is of its device now, `windows` are as they were then.
+    """
+    then = [(one, one.breakdown) for one in before if one.breakdown is not None]
+    if rank.breakdown is None or len(then) < FEWEST:
+        return None
+    usual = [breakdown.own_s for _, breakdown in then]
+    own_s = rank.breakdown.own_s
+    cost = (own_s - statistics.median(usual)) / rank.breakdown.span_s
+    apart = [(own_s - each) / rank.breakdown.span_s for each in usual]
+    # One more draw from what was seen before: its deviation is theirs, and that of their mean.
+    noise = max(LEAST_NOISE, statistics.stdev(apart) * math.sqrt(1 + 1 / len(apart)))
+    confidence = below(cost / noise, len(apart) - 1)
+    return _told(cost, confidence, (rank, rank.breakdown), then, window, windows, layout)
+
+
+def _slowest(stage: Sequence[Profiled], usual: Mapping[int, float]) -> tuple[float, Profiled, list[Profiled]]:
+    """The rank that waits least, by what share of a step the next one waits more, and the others, the next one first.
+
+    Each waits as if it were not slower than usual.
+    """
+
+    def share(one: Profiled) -> float:
+        rank, breakdown = one
+        return breakdown.exposed_communication_s / breakdown.span_s + usual.get(rank.rank, 0.0)
+
+    first, second, *rest = sorted(stage, key=share)
+    return share(second) - share(first), first, [second, *rest]
+
+
+def _apart(slow: Profiled, next_one: Profiled) -> list[float]:
+    """By what share of a step one rank takes longer than the other, step by step; empty where steps were not kept."""
+    span_s = slow[1].span_s
+    return [(mine - other) / span_s for mine, other in zip(slow[0].own_s, next_one[0].own_s, strict=False)]
+
+
+def _confidence(cost: float, apart: Sequence[float], others: Sequence[Profiled]) -> float:
+    """The probability that a rank is slower at all which takes longer than the `others` by a share `cost` of a step, in
+    single steps as `apart` says."""
+    if others[0][0].device is None:
+        return _normal(cost / (math.sqrt(2) * NOISE_OF_HOSTS))
     usual = statistics.median(one.exposed_communication_s / one.span_s for _, one in others)
-    noise = NOISE + NOISE_OF_COMMUNICATION * usual if rank.device is not None else NOISE_OF_HOSTS
-    confidence = _normal(cost / (math.sqrt(2) * noise))
+    expected = math.sqrt(2) * (NOISE + NOISE_OF_COMMUNICATION * usual)
+    if len(apart) < FEWEST:
+        return _normal(cost / expected)
+    freedom = len(apart) - 1 + WEIGHT
+    variance = ((len(apart) - 1) * statistics.variance(apart) + WEIGHT * expected**2) / freedom
+    return below(cost / max(LEAST_NOISE, math.sqrt(variance / len(apart))), freedom)
+
+
+def _told(
+    cost: float,
+    confidence: float,
+    slow: Profiled,
+    others: Sequence[Profiled],
+    windows: Sequence[DeviceWindow],
+    others_windows: Sequence[DeviceWindow],
+    layout: Layout,
+    usual_s: float = 0.0,
+) -> Straggler | None:
     if cost < COST or confidence < CONFIDENT:
         return None
-    seen = {window.device: window for window in windows}
-    mine = None if rank.device is None else seen.get(rank.device)
-    theirs = [seen[other.device] for other, _ in others if other.device is not None and other.device in seen]
-    cause = _cause(breakdown, [one for _, one in others], mine, theirs, layout)
-    return Straggler(rank.rank, rank.node_id, rank.device, cost, cause, confidence)
-
-
-Placed = tuple[RankRecord, Breakdown]
-
-
-def _slowest(stage: Sequence[Placed]) -> tuple[float, Placed, list[Placed]]:
-    """The rank that waits least, by what share of a step the next one waits more, and the others."""
-    first, second, *rest = sorted(stage, key=lambda one: one[1].exposed_communication_s)
-    waits = second[1].exposed_communication_s - first[1].exposed_communication_s
-    return waits / first[1].span_s, first, [second, *rest]
+    rank, device = slow[0], slow[0].device
+    mine = next((window for window in windows if window.device == device), None) if device is not None else None
+    of_others = {other.device for other, _ in others}
+    theirs = [window for window in others_windows if window.device in of_others]
+    cause = _cause(slow, others, mine, theirs, layout, usual_s)
+    return Straggler(rank.rank, rank.node_id, device, cost, cause, confidence)
 
 
 def _cause(
-    slow: Breakdown,
-    others: Sequence[Breakdown],
+    slow: Profiled,
+    others: Sequence[Profiled],
     mine: DeviceWindow | None,
     theirs: Sequence[DeviceWindow],
     layout: Layout,
+    usual_s: float,
 ) -> SlowCause:
-    """What takes the slow rank longer than the others: on the GPU, before it has work, or on the way to it."""
+    """What takes the slow rank longer than the others: on the GPU, before it has work, or on the way to it.
+
+    Of what the GPU itself takes longer, `usual_s` is nothing new.
+    """
+    rank, breakdown = slow
 
     def more(seconds: Callable[[Breakdown], float]) -> float:
-        return seconds(slow) - statistics.median(map(seconds, others))
+        return seconds(breakdown) - statistics.median(seconds(one) for _, one in others)
 
-    if mine is None:
+    if rank.device is None:
         return SlowCause.HOST  # which is what computes
     parts = {
         SlowCause.HOST: more(lambda one: one.idle_s),
         SlowCause.LINK: more(lambda one: one.memory_copy_s),
-        SlowCause.UNKNOWN: more(lambda one: one.compute_s),
+        SlowCause.UNKNOWN: more(lambda one: one.compute_s) - usual_s,
     }
     most = max(parts, key=parts.__getitem__)
     if most is not SlowCause.UNKNOWN:
         return most
+    interruptions = [one.interrupted_s for one, _ in others if one.interrupted_s is not None]
+    interrupted_s = rank.interrupted_s or 0.0
+    if interruptions and interrupted_s - statistics.median(interruptions) > EXPLAINS * parts[most]:
+        return SlowCause.SHARED
     clocks = [one.mean_sm_clock_mhz for one in theirs if one.mean_sm_clock_mhz is not None]
-    clock = mine.mean_sm_clock_mhz
-    if clock is not None and clocks and clock < (1 - SLOWER_CLOCK) * statistics.median(clocks):
-        if max(_share(mine, cause) for cause in THERMAL) > HOT:
-            return SlowCause.HEAT
-        return SlowCause.POWER_CAP if _share(mine, "power_cap") > CAPPED else SlowCause.CLOCK
+    clock = None if mine is None else mine.mean_sm_clock_mhz
+    if mine is not None and clock is not None and clocks:
+        lower = 1 - clock / statistics.median(clocks)
+        if lower > max(SLOWER_CLOCK, EXPLAINS * parts[most] / breakdown.compute_s):
+            if max(_share(mine, cause) for cause in THERMAL) > HOT:
+                return SlowCause.HEAT
+            return SlowCause.POWER_CAP if _share(mine, "power_cap") > CAPPED else SlowCause.CLOCK
     return SlowCause.EXPERT if layout.expert_parallel_size > 1 else SlowCause.UNKNOWN
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.answers.candidates import Candidate, confidence_interval
+from service.answers.candidates import Candidate
 from service.answers.change import Value
 from service.answers.ranking import compared, ranked
 from service.errors import InputError, NoAnswerError
 from service.goals import Comparison
 from service.metrics import DIRECTIONS, Direction, with_unit
 from service.record.results import SearchRecord
+from service.student import confidence_interval
 from service.watch.findings import Finding
 
 SPEED = "tokens_per_s"

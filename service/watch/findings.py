@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.answers.candidates import student_t
 from service.result import SlowCause
+from service.student import student_t
 from service.watch.stamps import Pace
 from telemetry.windows.device import THERMAL, DeviceWindow
 

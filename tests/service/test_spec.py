@@ -19,12 +19,12 @@ from search_spaces.hardware import ACCELERATORS, NETWORKS
 from search_spaces.layout import AXES, SCHEDULES
 from search_spaces.models import PRESETS
 from search_spaces.workload import Workload
-from service.axes import SpaceSpec
+from service.axes import AUTO, SpaceSpec
 from service.errors import InputError
 from service.goals import Limit, parse_constraint
 from service.metrics import METRICS
 from service.problem import Interconnect, Problem
-from service.spec import AUTO, SECTIONS, SearchSpec, dump_spec, load_spec, make_problem, parse_spec
+from service.spec import SECTIONS, SearchSpec, dump_spec, load_spec, make_problem, parse_spec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

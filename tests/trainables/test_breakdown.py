@@ -16,7 +16,9 @@ from trainables.breakdown import (
     Breakdown,
     break_down,
     collective_category,
+    interrupted_s,
     kernel_category,
+    mean,
     operator_category,
     own_times,
     union_ns,
@@ -167,3 +169,22 @@ def test_a_breakdown_goes_through_json() -> None:
     found = break_down(["matmul"], np.array([0]), np.array([500_000_000]), 2.0)
     assert (found.matmul_s, found.idle_s) == (0.5, 1.5)
     assert Breakdown(**json.loads(json.dumps(asdict(found)))) == found
+
+
+def test_what_interrupts_kernels_is_told_from_what_slows_them() -> None:
+    usual = {"gemm": [0.010, 0.020], "norm": [0.001]}
+    slow = {name: [1.1 * seconds for seconds in times] for name, times in usual.items()}
+    hit = [usual, usual | {"gemm": [0.010, 0.023]}, usual, usual | {"gemm": [0.012, 0.020]}]
+    assert interrupted_s([slow] * 4) == pytest.approx(0)
+    assert interrupted_s(hit) == pytest.approx((0.003 + 0.002) / 4)
+    assert interrupted_s(hit[:2]) is None, "of two steps neither is the usual one"
+    assert interrupted_s([*hit, {"gemm": [0.010]}]) is None, "other work"
+    assert interrupted_s([{}, {}, {}]) == 0
+
+
+def test_the_mean_of_steps_is_that_of_each_time() -> None:
+    one = break_down(["matmul"], np.array([0]), np.array([10**9]), 2.0)
+    other = break_down(["matmul"], np.array([0]), np.array([3 * 10**9]), 4.0)
+    found = mean([one, other])
+    assert (found.span_s, found.matmul_s, found.compute_s, found.idle_s) == (3.0, 2.0, 2.0, 1.0)
+    assert found.own_s == 3.0

@@ -25,7 +25,7 @@ from trainables.measure import Procedure
 from trainables.platforms.base import Platform
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.platforms.cuda import PLATFORM as CUDA
-from trainables.profiling import Event, profile_step
+from trainables.profiling import Event, profile_steps
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.slice import Slice
 from trainables.training import Training
@@ -40,7 +40,7 @@ REQUEST = TrialRequest("profiled", LAYOUT, TRAINING, PROCEDURE, deadline_s=120)
 def alone(step: Callable[[], object], platform: Platform = CPU) -> Profile:
     """Profile a step of a trial on one rank."""
     layout = replace(LAYOUT, num_gpus=1)
-    return profile_step(step, layout, platform, meet=lambda: None, slowest=lambda seconds: seconds)
+    return profile_steps(step, layout, platform, meet=lambda number: None, slowest=lambda seconds: seconds, most=5)
 
 
 def train(device: str) -> None:
@@ -141,8 +141,8 @@ def test_a_profiler_that_fails_leaves_the_step_and_its_reason(method: str, monke
     monkeypatch.setattr(profiling, "profile", Broken)
     done: list[str] = []
     try:
-        found = profile_step(
-            lambda: done.append("step"), LAYOUT, CPU, lambda: done.append("meet"), lambda seconds: seconds
+        found = profile_steps(
+            lambda: done.append("step"), LAYOUT, CPU, lambda number: done.append("meet"), lambda seconds: 1.0, 5
         )
     finally:
         if method == "__exit__":
@@ -274,3 +274,19 @@ def test_the_kernels_of_a_gpu_are_seen() -> None:
     busy = times.compute_s + times.memory_copy_s
     assert busy <= times.span_s * 1.01
     assert times.idle_s == pytest.approx(times.span_s - busy, rel=0.05)
+
+
+def test_short_steps_are_profiled_until_they_tell_enough() -> None:
+    done: list[int] = []
+
+    def told(seconds: float, most: int) -> Profile:
+        done.clear()
+        layout = replace(LAYOUT, num_gpus=1)
+        found = profile_steps(lambda: train("cpu"), layout, CPU, done.append, lambda own: seconds, most)
+        assert done == list(range(len(done))), "each has a number of its own to meet by"
+        assert found.breakdown is not None
+        assert found.breakdown.own_s == pytest.approx(sum(found.own_s) / len(found.own_s))
+        return found
+
+    assert [len(told(seconds, 5).own_s) for seconds in (1.0, 0.3, 0.01)] == [1, 2, 5]
+    assert len(told(0.01, 1).own_s) == 1

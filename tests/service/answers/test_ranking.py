@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import stdtrit
 
 from search_spaces.layout import Layout
+from service import student
 from service.answers import candidates, overview, ranking
 from service.answers.candidates import Candidate
 from service.answers.front import choose, front
@@ -227,13 +228,13 @@ def test_a_finalist_is_the_mean_of_its_repeats_without_its_search_trial() -> Non
 
 
 def test_a_single_measurement_has_no_interval() -> None:
-    assert candidates.confidence_interval([7.0]) == (7.0, None)
+    assert student.confidence_interval([7.0]) == (7.0, None)
     assert candidates.candidates(search(*again(TP, 80)).trials)[0].intervals == {}
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 30, 999])
 def test_student_s_t_is_that_of_scipy(degrees: int) -> None:
-    assert candidates.student_t(degrees) == pytest.approx(stdtrit(degrees, 0.975), rel=1e-9)
+    assert student.student_t(degrees) == pytest.approx(stdtrit(degrees, 0.975), rel=1e-9)
 
 
 def test_repeats_are_averaged_over_what_is_the_least_in_doubt() -> None:

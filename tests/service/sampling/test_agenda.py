@@ -70,7 +70,9 @@ def run(
 
 def purposes(results: list[TrialResult]) -> str:
     """One letter a trial: s for search, w for the sentinel that watches, f for finalist."""
-    return "".join({"search": "s", "sentinel": "w", "finalist": "f"}[result.purpose] for result in results)
+    return "".join(
+        {"search": "s", "sentinel": "w", "finalist": "f", "placement": "p"}[result.purpose] for result in results
+    )
 
 
 def test_ends_when_the_trials_are_used_up() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from search_spaces.layout import Layout
-from service.result import RankRecord, SlowCause, Straggler, TrialResult
-from service.trials.straggler import straggler
+from service.result import RankRecord, SlowCause, Straggler, TrialResult, behind
+from service.trials.straggler import slowed, straggler
 from telemetry.windows.device import DeviceWindow
 from tests.service.trials.test_evaluate import device_window
 from trainables.breakdown import Breakdown
@@ -111,6 +111,67 @@ def test_stages_of_a_pipeline_are_not_held_against_each_other() -> None:
 )
 def test_what_does_not_stand_out_is_no_straggler(ranks: list[RankRecord]) -> None:
     assert straggler(ranks, windows(), LAYOUT) is None
+
+
+def stepped(waits: list[list[float]], interrupted: float = 0.0) -> list[RankRecord]:
+    """Ranks that wait for so many seconds of each of some steps of 2 s; the third's kernels are interrupted."""
+    ranks = []
+    for number, each in enumerate(waits):
+        one = rank(number, sum(each) / len(each))
+        own_s = tuple(2.0 - wait for wait in each)
+        ranks.append(replace(one, own_s=own_s, interrupted_s=interrupted if number == 2 else 0.0))
+    return ranks
+
+
+def test_one_step_that_halted_is_no_slow_gpu_and_a_few_per_cent_of_all_are() -> None:
+    """In one step of five the third held the others up for a tenth of it, or in each for a fiftieth."""
+    usual = [[0.10, 0.101, 0.099, 0.10, 0.102], [0.10, 0.10, 0.101, 0.099, 0.10]]
+    once = [0.10, 0.10, -0.10, 0.10, 0.10]
+    always = [0.06, 0.059, 0.061, 0.06, 0.06]
+    assert straggler(stepped([*usual, once]), windows(), LAYOUT) is None
+    found = straggler(stepped([*usual, always]), windows(), LAYOUT)
+    assert found is not None
+    assert (found.rank, found.cause) == (2, SlowCause.UNKNOWN)
+    assert found.cost == pytest.approx(0.02, abs=0.001)
+
+
+def test_kernels_that_are_interrupted_now_and_then_tell_of_other_programs() -> None:
+    waits = [[0.10] * 5, [0.10] * 5, [0.06, 0.059, 0.061, 0.06, 0.06]]
+    found = straggler(stepped(waits, interrupted=0.04), windows(mean_sm_clock_mhz=1440.0), LAYOUT)
+    assert found is not None
+    assert found.cause is SlowCause.SHARED, "whatever the clock is"
+
+
+def test_a_clock_that_does_not_explain_the_time_is_no_cause() -> None:
+    waits = [[0.20] * 5, [0.20] * 5, [0.10] * 5]
+    found = straggler(stepped(waits), windows(mean_sm_clock_mhz=1485.0), LAYOUT)
+    assert found is not None
+    assert found.cause is SlowCause.UNKNOWN
+
+
+def test_what_ranks_differ_by_when_all_is_well_is_taken_off() -> None:
+    always = stepped([[0.10] * 5, [0.10] * 5, [0.06] * 5])
+    usual = behind(always)
+    assert usual == {0: pytest.approx(0), 1: pytest.approx(0), 2: pytest.approx(0.02)}
+    assert straggler(always, windows(), LAYOUT, usual) is None
+    slow = stepped([[0.10] * 5, [0.04] * 5, [0.06] * 5])
+    found = straggler(slow, windows(), LAYOUT, usual)
+    assert found is not None
+    assert found.rank == 1
+    assert found.cost == pytest.approx(0.03)
+
+
+def test_a_rank_alone_is_held_against_itself() -> None:
+    def alone(compute: float) -> RankRecord:
+        return rank(0, 2.0 - compute)
+
+    before = [alone(1.5 + 0.001 * number) for number in range(-5, 5)]
+    assert slowed(alone(1.503), windows(), before, windows(), LAYOUT) is None
+    found = slowed(alone(1.55), windows(), before, windows(), LAYOUT)
+    assert found is not None
+    assert (found.rank, found.cause) == (0, SlowCause.UNKNOWN)
+    assert found.cost == pytest.approx(0.025, abs=0.001)
+    assert slowed(alone(1.55), windows(), before[:2], windows(), LAYOUT) is None, "nothing is known of it"
 
 
 def measured() -> Iterator[tuple[Layout, list[RankRecord]]]:

@@ -1,0 +1,135 @@
+"""What cuts a pipeline anew while it trains, and measures what that saves: a program for the ranks of a trial.
+
+In each window it sees how slow each rank is, by what computing takes it in what it took in the first windows, has
+`search_spaces.placement` cut the layers by that, and trains by turns with the plain stages and with these.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure.slowing import Board, Draws, introduce
+from search_spaces.placement import layers_by_speed
+from trainables.engines.build import build_engine
+from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
+from trainables.rank import Rank
+from trainables.training import Training
+from trainables.world import GangWorld
+
+if TYPE_CHECKING:
+    from trainables.engines.base import TrainingEngine
+
+Cut = tuple[int, ...]
+
+SETTLING = 1
+"""Steps before the first pair, of each of the two."""
+
+KEPT = 4
+"""Engines that are kept in memory."""
+
+
+@dataclass(frozen=True)
+class Recut(Training):
+    """Trains, and after its own window by turns with the layout's stages and uneven ones; told in `folder`.
+
+    A window for each of the first `draws.first` and each of `draws.listed`, of as many `pairs` of steps.
+    """
+
+    folder: str
+    draws: Draws
+    pairs: int
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        """Raises `InvalidTrial` where a step cannot be profiled, and what `Training.run` does."""
+        return RecutRank(self, request, place, on_progress, GangWorld).recut(place)
+
+
+class RecutRank(Rank):
+    """One rank of a pipeline whose stages change."""
+
+    training: Recut
+
+    def recut(self, place: Place) -> RankReport:
+        """What `Rank.report` is, and FOLDER/RANK.jsonl: a line for each window. Collective."""
+        folder, rank, draws = Path(self.training.folder), self.world.rank, self.training.draws
+        introduce(folder, rank, place)
+        report = super().report()
+        layers, stages = self.training.model.layers, self.layout.pipeline_stages
+        self.plain: Cut = (layers // stages,) * stages
+        self.engines: dict[Cut, TrainingEngine] = {self.plain: self.engine}
+        board, usual = Board(folder), []
+        self.enter("recut")
+        with (folder / f"{rank}.jsonl").open("w") as file:
+            for window in range(draws.first + len(draws.listed)):
+                if rank == 0:
+                    board.begin(window)
+                self.step()  # partly as it was before
+                self.platform.synchronize()
+                profile = self.profiled(f"window {window}")
+                if profile.breakdown is None:
+                    raise InvalidTrial(profile.problem or "another rank's profiler failed")
+                compute_s = profile.breakdown.compute_s
+                if window < draws.history:
+                    usual.append(compute_s)
+                told: dict[str, object] = {"window": window, "compute_s": compute_s}
+                if window >= draws.first:
+                    slower = self.of_all(compute_s / sorted(usual)[len(usual) // 2])
+                    cut = layers_by_speed(layers, [one / min(slower) for one in slower])
+                    plain_s, other_s = self.in_turns(cut)
+                    told |= {"slower": slower, "cut": cut, "plain_s": plain_s, "other_s": other_s}
+                file.write(json.dumps(told) + "\n")
+                board.tell(rank, window, compute_s)
+        self.world.slowest(0.0)
+        if rank == 0:
+            board.end()
+        return report
+
+    def of_all(self, number: float) -> list[float]:
+        """The numbers of all ranks. Collective."""
+        numbers = torch.zeros(self.world.size, device=self.world.device, dtype=torch.float64)
+        numbers[self.world.rank] = number
+        dist.all_reduce(numbers)
+        return [float(one) for one in numbers]
+
+    def in_turns(self, cut: Cut) -> tuple[list[float], list[float]]:
+        """Seconds of steps with the plain stages and with those of `cut`, in pairs. Collective."""
+        for each in (self.plain, cut):
+            self.use(each)
+            for _ in range(SETTLING):
+                self.seconds()
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(self.training.pairs):
+            for other in (False, True) if number % 2 else (True, False):
+                self.use(cut if other else self.plain)
+                taken[other].append(self.seconds())
+        self.use(self.plain)
+        return taken[False], taken[True]
+
+    def use(self, cut: Cut) -> None:
+        """Train with these stages from now on. Collective where there is no engine for them yet."""
+        if cut not in self.engines:
+            if len(self.engines) == KEPT:
+                del self.engines[next(one for one in self.engines if one != self.plain)]
+                self.engine = self.engines[self.plain]
+                gc.collect()
+                torch.cuda.empty_cache()
+            self.layout = replace(self.request.layout, stage_layers=cut)
+            self.engines[cut] = build_engine(self.job())
+        self.engine = self.engines[cut]
+
+    def seconds(self) -> float:
+        """Of a step, on the slowest rank. Collective."""
+        self.platform.synchronize()
+        began = time.monotonic()
+        self.step()
+        self.platform.synchronize()
+        return self.world.slowest(time.monotonic() - began)

@@ -1,0 +1,232 @@
+"""What uneven stages recover where one GPU of a pipeline is slow, and whether they leave alone what is well.
+
+    python -m benchmarks.measure.remedy [SPEC] [--pairs 6] [--out FILE.json]
+    python -m benchmarks.measure.remedy FILE.json...
+
+The spec's first legal layout, of two pipeline stages, trains on two devices in windows. In some of them one device is
+slowed by a program beside the trial (`benchmarks.measure.slowing`), in `CALM` windows none is. In each window the ranks
+are profiled, layers are cut by what that shows, as `stage_layers: auto` does, and steps with the plain stages and with
+these are timed by turns (`benchmarks.measure.recutting`). They are adopted where the 95% interval of what they save
+excludes zero; where the cut comes out as the plain one, nothing is adopted, and that is held against itself.
+
+What they can recover in theory is what the best of all cuts saves of a step that is played by its schedule
+(`search_spaces.playing`), with layers as long as they were measured to be on either device in that window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import SPECS
+from benchmarks.measure.gang import one_bench, require_ok
+from benchmarks.measure.recutting import Recut
+from benchmarks.measure.slowing import Draws, competing
+from search_spaces.layout import Layout
+from search_spaces.messages import scripts
+from search_spaces.playing import play
+from search_spaces.schedules import Action, Pass
+from service.answers.tables import render
+from service.paired import Difference, difference
+from service.problem import Problem
+from service.spec import load_spec
+from service.trials.evaluate import make_request
+
+SLOW = (0.05, 0.1, 0.2)
+TIMES = 4
+"""Windows of each slowness, half of them on either device."""
+
+CALM = 20
+
+HISTORY, CALIBRATING = 10, 4
+
+STARTED_S = 500.0
+
+BACKWARD = 2 / 3
+"""The backward pass's share of a layer's time: twice the matrix products of the forward pass."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window: who was `meant` to be slow by how much, how many times as long as usual each rank took (`slower`),
+    the `cut` by that, whether it is the `plain` one, what it was `measured` to save, and what it (`foretold`) and the
+    best one save in theory."""
+
+    rank: int | None
+    meant: float
+    slower: tuple[float, ...]
+    cut: tuple[int, ...]
+    plain: bool
+    measured: Difference
+    foretold: float
+    theory: float
+
+    @property
+    def adopted(self) -> bool:
+        return self.measured.proven and not self.plain
+
+
+def turns(slow: Sequence[float], times: int, calm: int) -> list[tuple[int | None, float]]:
+    """Who is slow in which window: calm ones between the others, so that what drifts is no matter."""
+    some = [(number % 2, share) for share in slow for number in range(times)]
+    slots: list[tuple[float, tuple[int | None, float]]] = [((i + 0.5) / len(some), one) for i, one in enumerate(some)]
+    slots += [((i + 0.5) / calm, (None, 0.0)) for i in range(calm)]
+    return [one for _, one in sorted(slots, key=lambda slot: slot[0])]
+
+
+def while_training(spec: Problem, draws: Draws, pairs: int) -> dict[str, Any]:
+    """All that is recorded of one trial."""
+    layout = spec.legal.layouts[0]
+    with competing(draws) as folder, one_bench(spec, layout.num_gpus) as bench:
+        request = make_request("remedy", layout, spec)
+        program = Recut(**vars(request.program), folder=str(folder), draws=draws, pairs=pairs)
+        result = bench.run(replace(request, program=program, deadline_s=STARTED_S))
+        require_ok(result)
+        by_rank = [
+            [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+            for rank in range(layout.num_gpus)
+        ]
+    return {
+        "environment": result.environment,
+        "layout": layout.to_dict(),
+        "layers": spec.workload.shape.layers,
+        "draws": asdict(draws),
+        "windows": [
+            {**ranks[0], "compute_s": [one["compute_s"] for one in ranks]} for ranks in zip(*by_rank, strict=True)
+        ],
+    }
+
+
+def step_s(layout: Layout, cut: Sequence[int], layer_s: Sequence[float]) -> float:
+    """Seconds of a step by its schedule, of a layer's as they are on each pipeline rank for a microbatch."""
+
+    def seconds(rank: int, action: Action) -> float:
+        share = {Pass.FORWARD: 1 - BACKWARD, Pass.BACKWARD: BACKWARD}[action.step]
+        return cut[action.stage] * layer_s[rank] * share
+
+    return play(scripts(layout), seconds, lambda sender, receiver: 0.0).seconds
+
+
+def best_s(layout: Layout, cut: tuple[int, ...], layer_s: Sequence[float]) -> float:
+    """Of all cuts into two stages, by moving layers from one to the other for as long as that helps: a step takes the
+    less the nearer the cut is to the best one."""
+    best = step_s(layout, cut, layer_s)
+    for way in (-1, 1):
+        moved = cut
+        while min(moved := (moved[0] + way, moved[1] - way)) > 0 and (seconds := step_s(layout, moved, layer_s)) < best:
+            best = seconds
+    return best
+
+
+def read_windows(record: Mapping[str, Any]) -> list[Window]:
+    """The windows of a record in which anything was tried."""
+    layout, layers = Layout.from_dict(record["layout"]), record["layers"]
+    draws, windows = Draws(**record["draws"]), record["windows"]
+    plain = tuple(layout.layers_of(rank, layers) for rank in range(2))
+    history = windows[: draws.history]
+    usual = [statistics.median(one["compute_s"][rank] for one in history) for rank in range(2)]
+    usual_layer_s = [usual[rank] / plain[rank] / layout.gradient_accumulation_steps for rank in range(2)]
+    found = []
+    for one in windows[draws.first :]:
+        layer_s = [usual_layer_s[rank] * one["slower"][rank] for rank in range(2)]
+        before = step_s(layout, plain, layer_s)
+        best = best_s(layout, plain, layer_s)
+        rank, meant = draws.drawn(one["window"])
+        found.append(
+            Window(
+                rank,
+                meant,
+                tuple(one["slower"]),
+                tuple(one["cut"]),
+                tuple(one["cut"]) == plain,
+                difference(one["plain_s"], one["other_s"]),
+                1 - step_s(layout, one["cut"], layer_s) / before,
+                1 - best / before,
+            )
+        )
+    return found
+
+
+def table(windows: Sequence[Window]) -> str:
+    rows = []
+    for meant in sorted({one.meant for one in windows}):
+        those = [one for one in windows if one.meant == meant]
+        theory = statistics.fmean(one.theory for one in those)
+        kept = statistics.fmean(one.measured.saves if one.adopted else 0.0 for one in those)
+        rows.append(
+            [
+                f"{meant:.0%}",
+                str(len(those)),
+                f"{statistics.median(max(one.slower) / min(one.slower) - 1 for one in those):.1%}",
+                " ".join(sorted({"-".join(map(str, one.cut)) for one in those})),
+                str(sum(one.adopted for one in those)),
+                str(sum(one.measured.proven and one.plain for one in those)),
+                f"{statistics.fmean(one.measured.saves for one in those):.2%}",
+                f"{statistics.median(one.measured.half or 0.0 for one in those):.2%}",
+                f"{statistics.fmean(one.foretold for one in those):.2%}",
+                f"{theory:.2%}",
+                f"{kept:.2%}",
+                f"{kept / theory:.0%}" if meant and theory else "",
+            ]
+        )
+    header = (
+        "slower by",
+        "windows",
+        "measured",
+        "stages",
+        "adopted",
+        "told from itself",
+        "saves",
+        "+-",
+        "foretold",
+        "best in theory",
+        "kept",
+        "recovered",
+    )
+    return render(header, rows)
+
+
+def show(records: Sequence[Mapping[str, Any]]) -> None:
+    windows = [one for record in records for one in read_windows(record)]
+    print(records[0]["environment"], Layout.from_dict(records[0]["layout"]).label, f"{records[0]['layers']} layers")
+    steps = [second for record in records for one in record["windows"] for second in one.get("plain_s", ())]
+    print(f"steps of {statistics.median(steps):.4f} s, of which shares are saved; kept is what was adopted\n")
+    print(table(windows))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="*",
+        default=[SPECS / "remedy_2gpu.yaml"],
+        help="a spec to measure with (default: remedy_2gpu.yaml), or files of earlier runs",
+    )
+    parser.add_argument("--pairs", type=int, default=6, help="of steps a window")
+    parser.add_argument("--slow", type=float, nargs="+", default=SLOW, help="shares by which a device is slowed")
+    parser.add_argument("--times", type=int, default=TIMES, help="windows of each")
+    parser.add_argument("--calm", type=int, default=CALM, help="windows without a slow device")
+    parser.add_argument("--out", type=Path, help="the file of this run")
+    given = parser.parse_args(argv)
+    if given.out is None:
+        show([json.loads(path.read_text()) for path in given.paths])
+        return
+    if len(given.paths) > 1:
+        parser.error("--out takes one spec")
+    spec = load_spec(given.paths[0]).located()
+    calibrating = 0 if spec.cluster.accelerator == "cpu" else CALIBRATING
+    listed = turns(given.slow, given.times, given.calm)
+    draws = Draws(0, 2, min(given.slow), max(given.slow), HISTORY, calibrating, listed)
+    record = while_training(spec, draws, given.pairs)
+    given.out.write_text(json.dumps(record))
+    show([record])
+
+
+if __name__ == "__main__":
+    main()

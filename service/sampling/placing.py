@@ -1,0 +1,85 @@
+"""Which placements of the best layout are tried, by how fast GPUs were seen to be, and in which order."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from search_spaces.layout import Layout
+from search_spaces.placement import placements, plain
+from search_spaces.rules import refusal
+from service.answers.candidates import candidates
+from service.answers.ranking import leaders
+from service.problem import Problem
+from service.result import Purpose, TrialResult, behind
+from service.sampling.finalists import rounds
+from trainables.status import Status
+
+PAIRS = 5
+"""Trials of each placement, and as many of the plain layout between them: fewer prove nothing of a per cent or two."""
+
+OFTEN = 0.5
+"""Share of trials in which a GPU must have held the others up to be a slow one."""
+
+
+def due(results: Sequence[TrialResult], problem: Problem, known: Mapping[str, float], workers: int) -> list[Layout]:
+    """What is to be run next to hold the best layout on the first objective against its placements, in this order.
+
+    In rounds of all of them. Which are tried is settled with the first of their trials: later ones see no other GPUs.
+    None where the problem asks for none, the layout has no pipeline or leaves workers idle, or GPUs are alike.
+    `known`: by UUID, how much longer the slowest GPU takes than each, from examinations before the search.
+    """
+    tried = [result for result in results if result.purpose == Purpose.PLACEMENT]
+    layouts = list(dict.fromkeys(result.layout for result in tried)) or _chosen(results, problem, known, workers)
+    batch = rounds(layouts, PAIRS, problem.seed)
+    for done in tried:
+        if done.layout in batch:
+            batch.remove(done.layout)
+    return batch
+
+
+def _chosen(results: Sequence[TrialResult], problem: Problem, known: Mapping[str, float], workers: int) -> list[Layout]:
+    if not problem.placement:
+        return []
+    best = next(iter(leaders(problem.goals.among(candidates(results))).values()), None)
+    if best is None or best.layout != plain(best.layout) or best.layout.num_gpus != workers:
+        return []
+    times = slow_workers(results, known, workers)
+    others = placements(best.layout, problem.workload, times, problem.placement)
+    legal = [one for one in others if refusal(one, problem.workload) is None]
+    return [best.layout, *legal] if legal else []
+
+
+def slow_workers(results: Sequence[TrialResult], known: Mapping[str, float], workers: int) -> dict[int, float]:
+    """By worker, how many times as long as the fastest its GPU takes; those of which nothing is known are left out.
+
+    By the trials that had all workers and no pipeline, in which all ranks have the same to do, each rank's median; of
+    a search that has none, or of which the record has no more, by which GPU mostly held others up; else by
+    examinations.
+    """
+    all_had = [one for one in results if one.status == Status.OK and one.layout.num_gpus == workers]
+    seen = [
+        {rank.worker: share[rank.rank] for rank in one.ranks if rank.rank in share}
+        for one in all_had
+        if one.layout.pipeline_parallel_size == 1 and len(share := behind(one.ranks)) == workers
+    ]
+    if seen:
+        lost = {worker: statistics.median(share[worker] for share in seen) for worker in seen[0]}
+        fastest = 1 - max(lost.values())  # of a step in which the slowest waits for nobody
+        return {worker: (fastest + share) / fastest for worker, share in lost.items()}
+    costs: dict[int, list[float]] = {}
+    comparable = [one for one in all_had if workers > one.layout.pipeline_parallel_size]
+    for one in comparable:
+        if one.straggler is not None:
+            order = one.layout.rank_order or range(workers)
+            costs.setdefault(order[one.straggler.rank], []).append(one.straggler.cost)
+    held_up = {
+        worker: 1 / (1 - statistics.median(each))
+        for worker, each in costs.items()
+        if len(each) > OFTEN * len(comparable)
+    }
+    if held_up:
+        return held_up
+    device_of = {rank.worker: rank.device for one in all_had for rank in one.ranks}
+    attained = {worker: known[device] for worker, device in device_of.items() if device is not None and device in known}
+    return {worker: max(attained.values()) / each for worker, each in attained.items()}
