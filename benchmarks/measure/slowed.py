@@ -9,8 +9,9 @@ trials have to find stragglers, `service.trials.straggler`, looks at each window
 ranks alone, as in a trial of a search, and against what they differed by in windows in which nothing was found, as one
 that watches a run can. A rank without others is held against itself.
 
-What is true is measured: what the rank's own time is over the median of its clean windows. Of files of earlier runs the
-same is printed of all of them together.
+What is true is measured, over all windows: a rank's own time, over what it is in clean windows, against the other's.
+Single windows scatter, so each counts with what it was meant to cost times the median ratio of what windows of the rank
+did cost to what they were meant to. Of files of earlier runs the same is printed of all of them together.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ from telemetry.windows.device import DeviceWindow
 from trainables.breakdown import FEWEST
 
 LEAST, MOST = 0.005, 0.2
-HISTORY, CALIBRATING = 20, 4
+HISTORY, CALIBRATING = 20, 8
 SLOW = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 """Of these the curve tells; what was measured counts as the nearest, by its ratio."""
 
 KEPT = 50
 """Windows of a rank's history that it is held against, the latest ones."""
+
+SURE = 0.01
+"""What it costs to slow a rank is told from windows that are to cost this share of its time or more."""
 
 FEWEST_DRAWN = 8
 
@@ -159,8 +163,7 @@ def judge(record: Mapping[str, Any]) -> list[Judged]:
     """The windows of a record that were drawn, with what was found in them."""
     layout, draws = Layout.from_dict(record["layout"]), Draws(**record["draws"])
     windows = list(read_windows(record))
-    calm = [window for window in windows if window.number and _undisturbed(window.number, draws)]
-    usual = [statistics.median(_own_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
+    ratios = _ratios(windows, draws)
     cause = SlowCause.HOST if record["ranks"][0]["device"] is None else SlowCause.SHARED
     judged = []
     looked = [one for one in windows if draws.calibrated(one.number) is None]
@@ -168,9 +171,28 @@ def judge(record: Mapping[str, Any]) -> list[Judged]:
         if window.number < draws.first:
             continue
         rank, meant = draws.drawn(window.number)
-        was = 0.0 if rank is None else _own_s(window.ranks[rank]) / usual[rank] - 1
+        was = 0.0 if rank is None else meant * ratios[rank]
         judged.append(Judged(window.seconds, rank, meant, was, found, alone, cause))
     return judged
+
+
+def _ratios(windows: Sequence[Seen], draws: Draws) -> dict[int, float]:
+    """What slowing a rank did cost over what it was meant to, by rank: the median of windows that were to cost `SURE`
+    or more, of all if there are none."""
+    calm = [window for window in windows if window.number and _undisturbed(window.number, draws)]
+    usual = [statistics.median(_own_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
+    costs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(draws.ranks)}
+    for window in windows:
+        rank, meant = draws.drawn(window.number)
+        if rank is not None and window.number >= draws.first:
+            own = [_own_s(one) / usual[one.rank] for one in window.ranks]
+            others = [share for other, share in enumerate(own) if other != rank] or [1.0]
+            costs[rank].append((meant, (own[rank] / statistics.median(others) - 1) / meant))
+    return {
+        rank: statistics.median([ratio for meant, ratio in of_rank if meant >= SURE] or [ratio for _, ratio in of_rank])
+        for rank, of_rank in costs.items()
+        if of_rank
+    }
 
 
 def _undisturbed(number: int, draws: Draws) -> bool:

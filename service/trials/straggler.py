@@ -30,6 +30,11 @@ WEIGHT = 4
 """As many degrees of freedom this has beside what several steps are measured to vary by (the moderated t-test of Smyth
 2004, section 3): a few steps that happen to be alike prove less than they seem to."""
 
+WANDER = 0.003
+"""Standard deviation of what two GPUs at their power limit take apart in a second of steps, as a share of it, and less
+by the root of a longer time: their clocks wander, from one half second to the next, which a few steps in a row do not
+show (benchmarks/results/slowed_2xh200.txt: 0.0052 in 0.33 s, 0.0019 in 4 s)."""
+
 LEAST_NOISE = 0.001
 """That of the mean of several steps is not taken to be less: ranks begin them apart by as much, in one order."""
 
@@ -124,11 +129,12 @@ def _confidence(cost: float, apart: Sequence[float], others: Sequence[Profiled])
         return _normal(cost / (math.sqrt(2) * NOISE_OF_HOSTS))
     usual = statistics.median(one.exposed_communication_s / one.span_s for _, one in others)
     expected = math.sqrt(2) * (NOISE + NOISE_OF_COMMUNICATION * usual)
+    wander = WANDER / math.sqrt(others[0][1].span_s * max(1, len(apart)))
     if len(apart) < FEWEST:
-        return _normal(cost / expected)
+        return _normal(cost / max(expected, wander))
     freedom = len(apart) - 1 + WEIGHT
     variance = ((len(apart) - 1) * statistics.variance(apart) + WEIGHT * expected**2) / freedom
-    return below(cost / max(LEAST_NOISE, math.sqrt(variance / len(apart))), freedom)
+    return below(cost / max(LEAST_NOISE, wander, math.sqrt(variance / len(apart))), freedom)
 
 
 def _told(

@@ -20,7 +20,7 @@ from service.spec import load_spec
 from tests.service.trials.test_straggler import BLANK
 
 LAYOUT = Layout("megatron", 2, 2, zero_stage=2)
-STEP_S, STEPS, APART, HOST = 0.07, 5, 0.02, 0.001
+STEP_S, STEPS, APART, HOST = 0.07, 15, 0.02, 0.001
 """The second GPU is slower by nature by `APART`, and begins later by `HOST` of a step."""
 
 
