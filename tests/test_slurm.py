@@ -30,7 +30,7 @@ ip route add default dev eth0
 
 SRUN = f"""#!/bin/bash
 export SLURM_STEP_ID=$$
-trap 'kill $(jobs -p)' TERM
+trap 'kill -KILL $(jobs -p)' TERM
 while [[ $1 == --* ]]; do shift; done
 for ((node = 2; node <= SLURM_JOB_NUM_NODES; node++)); do
     {" ".join(APART)} bash -c '
@@ -46,13 +46,13 @@ for ((node = 2; node <= SLURM_JOB_NUM_NODES; node++)); do
     ip link add "v$!" type veth peer name eth0 netns $!
     ip link set "v$!" master eth0 up
 done
-"$@" &
+unshare --mount --pid --fork --kill-child --mount-proc bash -c '"$@"; exit $?' task "$@" &
 wait $!
 code=$?
 wait
 exit $code
 """
-"""A task on each node: here, on the first, and on others, which are made for it."""
+"""A task on each node: here, on the first, and on others, which are made for it. What a task started ends with it."""
 
 SCANCEL = """#!/bin/bash
 kill "${1#*.}"
