@@ -41,12 +41,14 @@ KEPT = 4
 class Recut(Training):
     """Trains, and after its own window by turns with the layout's stages and uneven ones; told in `folder`.
 
-    A window for each of the first `draws.first` and each of `draws.listed`, of as many `pairs` of steps.
+    A window for each of the first `draws.first` and each of `draws.listed`, of as many `pairs` of steps, as far as
+    `seconds` go.
     """
 
     folder: str
     draws: Draws
     pairs: int
+    seconds: float
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Raises `InvalidTrial` where a step cannot be profiled, and what `Training.run` does."""
@@ -66,10 +68,12 @@ class RecutRank(Rank):
         layers, stages = self.training.model.layers, self.layout.pipeline_stages
         self.plain: Cut = (layers // stages,) * stages
         self.engines: dict[Cut, TrainingEngine] = {self.plain: self.engine}
-        board, usual = Board(folder), []
+        board, usual, began = Board(folder), [], time.monotonic()
         self.enter("recut")
         with (folder / f"{rank}.jsonl").open("w") as file:
             for window in range(draws.first + len(draws.listed)):
+                if self.world.slowest(time.monotonic() - began) > self.training.seconds:
+                    break
                 if rank == 0:
                     board.begin(window)
                 self.step()  # partly as it was before

@@ -1,6 +1,6 @@
 """What uneven stages recover where one GPU of a pipeline is slow, and whether they leave alone what is well.
 
-    python -m benchmarks.measure.remedy [SPEC] [--pairs 6] [--out FILE.json]
+    python -m benchmarks.measure.remedy [SPEC] [--pairs 6] [--seconds 280] [--out FILE.json]
     python -m benchmarks.measure.remedy FILE.json...
 
 The spec's first legal layout, of two pipeline stages, trains on two devices in windows. In some of them one device is
@@ -45,7 +45,8 @@ CALM = 20
 
 HISTORY, CALIBRATING = 10, 4
 
-STARTED_S = 500.0
+STARTED_S = 180.0
+"""Beyond the windows' own time, until a trial is taken to hang."""
 
 BACKWARD = 2 / 3
 """The backward pass's share of a layer's time: twice the matrix products of the forward pass."""
@@ -73,19 +74,19 @@ class Window:
 
 def turns(slow: Sequence[float], times: int, calm: int) -> list[tuple[int | None, float]]:
     """Who is slow in which window: calm ones between the others, so that what drifts is no matter."""
-    some = [(number % 2, share) for share in slow for number in range(times)]
+    some = [(number % 2, share) for number in range(times) for share in slow]
     slots: list[tuple[float, tuple[int | None, float]]] = [((i + 0.5) / len(some), one) for i, one in enumerate(some)]
     slots += [((i + 0.5) / calm, (None, 0.0)) for i in range(calm)]
     return [one for _, one in sorted(slots, key=lambda slot: slot[0])]
 
 
-def while_training(spec: Problem, draws: Draws, pairs: int) -> dict[str, Any]:
+def while_training(spec: Problem, draws: Draws, pairs: int, seconds: float) -> dict[str, Any]:
     """All that is recorded of one trial."""
     layout = spec.legal.layouts[0]
     with competing(draws) as folder, one_bench(spec, layout.num_gpus) as bench:
         request = make_request("remedy", layout, spec)
-        program = Recut(**vars(request.program), folder=str(folder), draws=draws, pairs=pairs)
-        result = bench.run(replace(request, program=program, deadline_s=STARTED_S))
+        program = Recut(**vars(request.program), folder=str(folder), draws=draws, pairs=pairs, seconds=seconds)
+        result = bench.run(replace(request, program=program, deadline_s=seconds + STARTED_S))
         require_ok(result)
         by_rank = [
             [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
@@ -209,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="a spec to measure with (default: remedy_2gpu.yaml), or files of earlier runs",
     )
     parser.add_argument("--pairs", type=int, default=6, help="of steps a window")
+    parser.add_argument("--seconds", type=float, default=280.0, help="of windows; those left by then are left out")
     parser.add_argument("--slow", type=float, nargs="+", default=SLOW, help="shares by which a device is slowed")
     parser.add_argument("--times", type=int, default=TIMES, help="windows of each")
     parser.add_argument("--calm", type=int, default=CALM, help="windows without a slow device")
@@ -223,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     calibrating = 0 if spec.cluster.accelerator == "cpu" else CALIBRATING
     listed = turns(given.slow, given.times, given.calm)
     draws = Draws(0, 2, min(given.slow), max(given.slow), HISTORY, calibrating, listed)
-    record = while_training(spec, draws, given.pairs)
+    record = while_training(spec, draws, given.pairs, given.seconds)
     given.out.write_text(json.dumps(record))
     show([record])
 

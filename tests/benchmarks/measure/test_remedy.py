@@ -83,7 +83,7 @@ def test_calm_windows_lie_between_the_others() -> None:
 def test_a_worker_that_is_halted_half_of_the_time_gets_fewer_layers() -> None:
     """A real trial on two workers of CPU, whatever else the machine does."""
     draws = Draws(0, 2, 3.0, 3.0, 4, 0, turns([3.0], 4, 1))
-    record = while_training(load_spec(SPECS / "remedy_cpu.yaml").located(), draws, 3)
+    record = while_training(load_spec(SPECS / "remedy_cpu.yaml").located(), draws, 3, 600.0)
     slow = [one for one in read_windows(json.loads(json.dumps(record))) if one.rank is not None]
     assert len(slow) == 4
     right = [one for one in slow if one.rank is not None and one.cut[one.rank] < 6]
