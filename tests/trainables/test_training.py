@@ -101,7 +101,7 @@ def test_training_that_does_not_learn_is_invalid(run_ranks: RunRanks, tmp_path: 
 
 def count_objects(request: TrialRequest, place: Place, connection: Connection) -> None:
     """Objects before the trial, and, from the second step on, the most that a collection would go through."""
-    before, counts = len(gc.get_objects()), []
+    before, counts = gc.get_freeze_count() + len(gc.get_objects()), []
 
     def count(progress: Progress) -> None:
         if progress.tokens_per_s:
