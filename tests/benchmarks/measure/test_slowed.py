@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +103,9 @@ def test_draws_are_their_seeds_and_hidden_windows_have_clean_ones_among_them() -
     )
 
 
-def test_a_worker_that_is_halted_most_of_the_time_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_is_halted_most_of_the_time_is_found(
+    ray_session: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A real trial on two workers of CPU, whatever else the machine does."""
     draws = Draws(0, 2, 3.0, 4.0, 3, 0)
     record = while_training(load_spec(SPECS / "slowed_cpu.yaml").located(), 0.0, draws)
