@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.network import Network
+from search_spaces.operators import NONE_MEASURED, Timings
 
 LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.51, 0.8, 0.985
 """What is attained of the bandwidth of links and adapters, and at what share of the power limit mean power is held: on
@@ -37,6 +38,8 @@ class Coefficients:
     - `contention`: share of the time of communication beside computation by which the step is longer for it.
     - `expert_imbalance`: tokens that come to the experts of the busiest rank, in those of an even share.
     - `offloaded_per_s`: parameters of one GPU that the CPU updates, their transfers included.
+    - `operators`: what was measured of operators, which counts in place of what the others say of them;
+      `operators_in_step`: what these take within a step, in what they were measured to take alone.
     - `idle_w`: power of a GPU that waits for others within a step; `power_limit_w`: what its mean is held at.
     - `joules_per_flop`: of bf16, at the full clock; `joules_per_byte`: of memory; `joules_per_link_byte`: sent.
     """
@@ -67,6 +70,14 @@ class Coefficients:
     contention: float = 0.4
     expert_imbalance: float = 1.1
     offloaded_per_s: float = 5e8
+    operators_in_step: float = 1.0
+    operators: Timings = NONE_MEASURED
+
+    @property
+    def told(self) -> str:
+        """Where they come from, and how many operators were measured, for readers."""
+        count = len(self.operators.rows)
+        return f"{self.source}; {count} operators measured" if count else self.source
 
     def network(
         self,

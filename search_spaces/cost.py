@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from search_spaces.blocks import Cut, Places, update_of
 from search_spaces.coefficients import IDLE_SHARE, POWER_SHARE, Coefficients, data_sheet
 from search_spaces.engines import facts_of
+from search_spaces.engines.base import EngineFacts
+from search_spaces.launches import launch_of
 from search_spaces.layout import Layout
 from search_spaces.network import Collective
 from search_spaces.parameters import held
-from search_spaces.roofline import Cut, Load, Places, communicate, network, passes, spread
+from search_spaces.roofline import Load, communicate, network, passes, spread
 from search_spaces.workload import Workload
 
 __all__ = ["Coefficients", "Prediction", "data_sheet", "predict", "predicted_metrics"]
@@ -49,12 +52,12 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     c, rounds = calibration, layout.gradient_accumulation_steps
     layers = [layout.layers_of(rank, work.shape.layers) for rank in range(layout.pipeline_parallel_size)]
     loads = _loads(layout, work, layers, c)
-    launch = _launch_s(layout, work, c)
+    launch = launch_s(layout, work, c)
     times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
     upkeep = _upkeep(layout, work, slow, times[slow], c)
-    updating = upkeep.moved / c.states_bytes_per_s
+    updating = upkeep.updating
 
     clocked = rounds * (load.matmul + load.attention)
     steady = rounds * times[slow] - clocked + updating + upkeep.exposed
@@ -136,17 +139,27 @@ def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -
     return loads
 
 
-def _launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
+def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Time of the CPU for a block and a microbatch."""
+    if c.operators.rows and (timing := c.operators.of(launch_of(layout, work))) is not None:
+        return c.operators_in_step * timing.forward_s
     seconds = c.compiled_launch_s if layout.compile else c.eager_launch_s
     seconds += facts_of(layout, work).launch_s(layout, c)
     return seconds * (1.0 if layout.recompute == "none" else LAUNCHED_AGAIN)
 
 
-class _Upkeep(NamedTuple):
-    """What is done with gradients, parameters and optimizer states in a step: bytes that a GPU moves and sends, seconds
-    of communication that nothing hides, and parameters that the CPU updates."""
+def update_s(engine: EngineFacts, parameters: float, c: Coefficients) -> float:
+    """Time of the GPU for the update of so many parameters."""
+    if c.operators.rows and (timing := c.operators.of(update_of(engine, parameters))) is not None:
+        return c.operators_in_step * timing.forward_s
+    return engine.update_bytes * parameters / c.states_bytes_per_s
 
+
+class _Upkeep(NamedTuple):
+    """What is done with gradients, parameters and optimizer states in a step: seconds that it takes a GPU, bytes that
+    it moves and sends, seconds of communication that nothing hides, and parameters that the CPU updates."""
+
+    updating: float
     moved: float
     sent: float
     exposed: float
@@ -191,9 +204,11 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     copied = width + summed + (AUTOCAST_BYTES if engine.autocasts(layout) else 0)
     added = (rounds - 1) * summed if zero < 2 else 0
     moved = (gathers * 2.0 * width + rounds * copied + added) * whole
+    updating = moved / c.states_bytes_per_s
     if layout.offload_optimizer:
-        return _Upkeep(moved, sent, exposed, shard)
-    return _Upkeep(moved + engine.update_bytes * shard, sent, exposed, 0.0)
+        return _Upkeep(updating, moved, sent, exposed, shard)
+    updated = update_s(engine, shard, c)
+    return _Upkeep(updating + updated, moved + engine.update_bytes * shard, sent, exposed, 0.0)
 
 
 def _exposed(seconds: float, beside: float, hidden: bool, c: Coefficients) -> float:

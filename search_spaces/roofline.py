@@ -1,20 +1,20 @@
 """What one GPU does for a microbatch in each part of the model, in seconds, FLOPs and bytes; see docs/cost.md.
 
-Matrix products and memory traffic by the roofline (Williams et al. 2009), collectives by `search_spaces.network`.
+Each operator of which a part consists takes the seconds that it was measured to take, or else those of the roofline
+(Williams et al. 2009); collectives those of `search_spaces.network`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from search_spaces.blocks import Cut, Places, Used, parts_of
 from search_spaces.coefficients import Coefficients
-from search_spaces.engines import facts_of
-from search_spaces.engines.base import EngineFacts
-from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Group, Network, group_of
-from search_spaces.workload import Workload
+from search_spaces.operators import Kind, Operator
 
 LOSS_TRAFFIC = 40
 """Bytes that kernels move for a logit and its gradient, in fp32 and kernel by kernel."""
@@ -61,71 +61,11 @@ class Load(NamedTuple):
     def times(self, factor: float) -> Load:
         return Load(*[factor * mine for mine in self])
 
-
-class Places(NamedTuple):
-    """The GPUs that ranks take, those of their own number where `order` is None, and the switches between their nodes.
-    `num_gpus` is 0 within one node."""
-
-    num_gpus: int
-    gpus_per_node: int
-    gpus_per_switch: int | None
-    oversubscription: float
-    order: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, layout: Layout, work: Workload) -> Places:
-        if layout.num_gpus <= work.gpus_per_node:
-            return ONE_NODE
-        switches = work.gpus_per_switch, work.oversubscription
-        return cls(layout.num_gpus, work.gpus_per_node, *switches, layout.rank_order)
-
-
-ONE_NODE = Places(0, 1, None, 1.0, None)
-
-
-class Cut(NamedTuple):
-    """All of a layout that a pass through a part of the model depends on. `width`: bytes of a weight or an
-    activation."""
-
-    engine: EngineFacts
-    micro_batch_size: int
-    tensor: int
-    context: int
-    experts: int
-    sequence_parallel: bool
-    async_tensor_parallel: bool
-    recompute: str
-    compile: bool
-    precision: str
-    width: int
-    autocast: bool
-    attention_time: float
-    places: Places
-
-    @classmethod
-    def of(cls, layout: Layout, work: Workload) -> Cut:
-        engine = facts_of(layout, work)
-        return cls(
-            engine,
-            layout.micro_batch_size,
-            layout.tensor_parallel_size,
-            layout.context_parallel_size,
-            layout.expert_parallel_size,
-            layout.splits_sequence,
-            layout.async_tensor_parallel,
-            layout.recompute,
-            layout.compile,
-            layout.precision,
-            layout.width,
-            engine.autocasts(layout),
-            engine.attention_time(work.accelerator),
-            Places.of(layout, work),
-        )
-
-    @property
-    def tables(self) -> int:
-        """GPUs over which embedding and head are split."""
-        return self.tensor if self.engine.splits_tables else 1
+    def lasting(self, seconds: float) -> Load:
+        """The same work in so many seconds."""
+        slower = seconds / self.seconds
+        clocked, moved = (slower * self.matmul, slower * self.attention), slower * self.elementwise
+        return self._replace(matmul=clocked[0], attention=clocked[1], elementwise=moved)
 
 
 class Passes(NamedTuple):
@@ -139,25 +79,39 @@ class Passes(NamedTuple):
 @lru_cache(maxsize=4096)  # a fit of the coefficients goes through many
 def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -> Passes:
     """For a microbatch of sequences of `sequence_length` tokens."""
-    tokens = cut.micro_batch_size * sequence_length // cut.context
-    forward, backward = _block(cut, model, sequence_length, tokens, c)
+    parts, tokens = parts_of(cut, model, sequence_length), cut.tokens(sequence_length)
+    forward, backward = _together(parts.block, cut, c)
+    there, back = _tensor_sums(cut, model, tokens, c)
+    spread = _spread(cut, model, tokens, c)
+    forward, backward = forward.plus(there).plus(spread), backward.plus(back).plus(spread)
     block = forward.plus(backward)
     if cut.recompute == "full":
         block = block.plus(forward)
     elif cut.recompute == "selective":
         block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
-    embedding = _traffic(3.0 * cut.width * tokens * model.hidden, cut.compile, c)
-    shared = cut.tables > 1
-    fused = cut.compile and not shared
-    loss = cut.engine.shared_loss_traffic if shared else COMPILED_LOSS_TRAFFIC if fused else LOSS_TRAFFIC
-    head = _traffic(tokens * model.vocab / cut.tables * loss, fused, c)
-    product = _products(tokens, [(model.hidden, model.vocab // cut.tables, 1)], cut, c, _speed(cut, c, fp8=False))
-    head = head.plus(product, 3)
-    if shared:
+    embedding, head = (there.plus(back) for there, back in (_together(part, cut, c) for part in parts[1:]))
+    if cut.tables > 1:
         state = cut.width * tokens * model.hidden
         seconds, sent = communicate(Collective.ALL_REDUCE, state, 1, cut.tensor, 1, cut.places, c)
         embedding, head = (part.plus(Load(tensor=seconds, sent=sent)) for part in (embedding, head))
     return Passes(block, embedding, head)
+
+
+def priced(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """An operator forward and backward: by what it was measured to take, or else by the formula of its kind."""
+    forward, backward = _FORMULAS[operator.kind](operator, cut, c)
+    if (timing := c.operators.of(operator)) is None:
+        return forward, backward
+    fullest = c.expert_imbalance if operator.kind == Kind.EXPERTS and cut.experts > 1 else 1.0
+    factor = fullest * c.operators_in_step
+    return forward.lasting(factor * timing.forward_s), backward.lasting(factor * (timing.backward_s or 0.0))
+
+
+def _together(used: Iterable[Used], cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """All of some operators, forward and backward."""
+    loads = [(priced(operator, cut, c), count) for operator, count in used]
+    forward, backward = ([load[way].times(count) for load, count in loads] for way in (0, 1))
+    return Load(*map(sum, zip(*forward, strict=True))), Load(*map(sum, zip(*backward, strict=True)))
 
 
 def communicate(
@@ -202,51 +156,150 @@ def _sharing(ranks: int, stride: int, size: int) -> int:
     return ranks if ranks * stride <= size else max(1, size // stride)
 
 
-def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficients) -> tuple[Load, Load]:
-    """A transformer block forward, and backward, which takes twice the products and two and a half times attention
-    (Dao 2023, section 3)."""
-    products, spread = _matmuls(cut, model, tokens, c)
-    attention = _attention(cut, model, sequence, tokens, c)
-    elementwise = _traffic(cut.width * tokens * _values(cut, model), cut.compile, c)
-    if cut.sequence_parallel:
-        # torch gathers and scatters along the first dimension, and copies from and to the second, four times.
-        copies = 8.0 if cut.compile else EAGER_COPIES
-        elementwise = elementwise.plus(_traffic(copies * cut.width * tokens * model.hidden, cut.compile, c))
-    there, back = _tensor_sums(cut, model, tokens, c)
-    forward = products.plus(attention).plus(elementwise).plus(spread).plus(there)
-    backward = products.times(2).plus(attention, 2.5).plus(elementwise, 2).plus(spread).plus(back)
-    if cut.precision == "fp8" and not cut.compile:
-        casts, gradient_casts = _casts(cut, model, tokens, c)
-        forward, backward = forward.plus(casts), backward.plus(gradient_casts)
-    return forward, backward
+def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """A backward pass takes twice the products."""
+    rows, inside, outside = operator.dims
+    forward = _products(rows, [(inside, outside, 1)], operator, c)
+    casts, gradient_casts = _casts(rows, [(inside, outside, 1)], operator, c)
+    return forward.plus(casts), forward.times(2).plus(gradient_casts)
 
 
-def _casts(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
+def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients) -> Load:
+    """Products of `rows` rows with matrices (width in, width out, how many)."""
+    seconds = flops = 0.0
+    speed = {"fp32": c.fp32_speed, "fp8": c.fp8_speed}.get(of.precision, 1.0)
+    for inside, outside, count in shapes:
+        work = 2.0 * rows * inside * outside / speed
+        traffic = of.width * (rows * inside + inside * outside + rows * outside)
+        computed = work / c.matmul_flops * (1 + c.matmul_half / min(rows, inside, outside))
+        seconds += count * max(computed, traffic / c.memory_bytes_per_s)
+        flops += count * work
+    return Load(matmul=seconds, flops=flops)
+
+
+def _casts(rows: int, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients) -> tuple[Load, Load]:
     """To fp8, forward and backward, in a block that is not compiled: each product casts what it is given for itself.
 
     Two bytes a value are read twice, for the scale and for the cast, and one is written. Backward that is done to
     gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written.
     """
-    projections, network = _widths(cut, model)
-    products = projections + network
-    given = sum(count * (tokens * inside + inside * outside) for inside, outside, count in products)
-    gradients = sum(count * tokens * outside for _, outside, count in products)
+    if of.precision != "fp8" or of.compiled:
+        return Load(), Load()
+    given = sum(count * (rows * inside + inside * outside) for inside, outside, count in shapes)
+    gradients = sum(count * rows * outside for _, outside, count in shapes)
     return _traffic(5.0 * given, True, c), _traffic(5.0 * gradients + 2.0 * (gradients + given), True, c)
 
 
-def _widths(cut: Cut, model: ModelShape) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """Width in, width out and how many, of the products of attention, and of one feed-forward network."""
-    hidden, inner, heads, keys = _shares(cut, model)
-    projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
-    network = [(hidden, inner, 2 if model.family == "llama" else 1), (inner, hidden, 1)]
-    return projections, network
+def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """Causal attention: half of all pairs of tokens, of which context-parallel ranks have equal shares. A backward pass
+    takes two and a half times as long (Dao 2023, section 3)."""
+    sequences, queries, heads, keys, width, times = operator.dims
+    engine, tokens, compiled = cut.engine, sequences * queries, operator.compiled
+    speed = c.fp32_speed if operator.precision == "fp32" else 1.0
+    work = 2.0 * tokens * queries * times * heads / speed
+    gathers = times > 1 and not engine.rings_keys
+    # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
+    rotary = 0 if "rotary" not in operator.form else 2 if compiled else EAGER_ROTARY
+    values = rotary * (heads + keys) + 2 * heads + (2 * times * (keys + 2 * heads) if gathers else 0)
+    values += 2 * heads if operator.precision == "fp8" else 0
+    copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
+    if engine.scores_traffic:  # of all pairs
+        moved = 1.0 * engine.scores_traffic * tokens * queries * times * heads / width
+        attention = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
+    else:
+        slower = cut.attention_time * _padded(width) / width * (engine.gathered_attention if times > 1 else 1.0)
+        attention = Load(attention=slower * work / c.attention_flops, flops=work)
+    return attention.plus(copies), attention.times(2.5).plus(copies, 2)
 
 
-def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
-    """The matrix products of a block forward, and the exchanges of tokens and of keys and values among their GPUs."""
-    hidden, _, heads, keys = _shares(cut, model)
-    projections, network = _widths(cut, model)
-    speed = _speed(cut, c)
+def _padded(width: int) -> int:
+    """The width of a head that kernels really have."""
+    return width if width % 8 == 0 else next((wide for wide in HEAD_WIDTHS if wide >= width), width)
+
+
+def _norm(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """A norm and the sum with what came in, fused into one and a half passes or not."""
+    rows, width = operator.dims
+    values = 4.5 if operator.compiled else 5.0
+    if "autocast" in operator.form and not operator.compiled:
+        values += AUTOCAST_NORMS / 2
+    if operator.precision == "fp8":  # of all that goes into products
+        values += 2.0 * (cut.tensor if cut.sequence_parallel else 1)
+    return _moving(operator, values * rows * width, c)
+
+
+def _activation(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    rows, width = operator.dims
+    return _moving(operator, rows * width * _activated(operator), c)
+
+
+def _activated(operator: Operator) -> float:
+    """Values that the activation function, with its gate, reads and writes for one of its own."""
+    values = 2.0 if "gpt" in operator.form else 3.0 if operator.compiled else 5.0
+    return values + (2.0 if operator.precision == "fp8" and operator.compiled else 0.0)
+
+
+def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """The busiest rank has more tokens than an even share. Those that are `masked` are dealt out and collected by
+    products with masks of each token, expert and place there; the others are sorted by expert, and back."""
+    tokens, hidden, inner, here, chosen = operator.dims
+    rows = tokens * chosen * (c.expert_imbalance if cut.experts > 1 else 1.0)
+    network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
+    products = _products(max(1.0, rows / here), network, operator, c).times(here)
+    if "masked" in operator.form:
+        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], operator, c))
+    there, back = _moving(operator, tokens * chosen * (inner * _activated(operator) + 6.0 * hidden), c)
+    casts, gradient_casts = _casts(tokens, network, operator, c)
+    return products.plus(there).plus(casts), products.times(2).plus(back).plus(gradient_casts)
+
+
+def _copies(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """torch gathers and scatters along the first dimension, and copies from and to the second, four times."""
+    rows, width = operator.dims
+    return _moving(operator, (8.0 if operator.compiled else EAGER_COPIES) * rows * width, c)
+
+
+def _embedding(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    tokens, width, _ = operator.dims
+    return _moving(operator, 1.0 * tokens * width, c)
+
+
+def _loss(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """A third of its traffic is forward, as that of all else."""
+    tokens, entries = operator.dims
+    shared = "shared" in operator.form
+    moved = cut.engine.shared_loss_traffic if shared else COMPILED_LOSS_TRAFFIC if operator.compiled else LOSS_TRAFFIC
+    forward = _traffic(tokens * entries * moved / 3, operator.compiled, c)
+    return forward, forward.times(2)
+
+
+_FORMULAS: dict[Kind, Callable[[Operator, Cut, Coefficients], tuple[Load, Load]]] = {
+    Kind.PRODUCT: _product,
+    Kind.ATTENTION: _attention,
+    Kind.NORM: _norm,
+    Kind.ACTIVATION: _activation,
+    Kind.EXPERTS: _experts,
+    Kind.COPIES: _copies,
+    Kind.EMBEDDING: _embedding,
+    Kind.LOSS: _loss,
+}
+"""Of the kinds of which passes consist."""
+
+
+def _moving(operator: Operator, values: float, c: Coefficients) -> tuple[Load, Load]:
+    """Kernels that read and write so many values forward, and twice as many backward."""
+    forward = _traffic(operator.width * values, operator.compiled, c)
+    return forward, forward.times(2)
+
+
+def _traffic(moved: float, compiled: bool, c: Coefficients) -> Load:
+    """Kernels that move so many bytes and hardly compute."""
+    return Load(elementwise=moved / (c.memory_bytes_per_s if compiled else c.eager_bytes_per_s), moved=moved)
+
+
+def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """The exchanges of tokens and of keys and values of a block among their GPUs, one way."""
+    hidden, _, heads, keys = cut.shares(model)
     spread = Load()
     if cut.context > 1:
         # Ulysses's four exchanges, or keys and values of the whole sequence.
@@ -256,66 +309,11 @@ def _matmuls(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple
         seconds, sent = communicate(kind, size, count, cut.context, cut.tensor, cut.places, c)
         spread = Load(context=c.contention * seconds if cut.engine.rings_keys else seconds, sent=sent)
     if not model.num_experts:
-        return _products(tokens, projections + network, cut, c, speed), spread
+        return spread
     rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.experts > 1 else 1.0)
-    here = model.num_experts // cut.experts
-    products = _products(tokens, projections, cut, c, speed)
-    products = products.plus(_products(max(1.0, rows / here), network, cut, c, speed), here)
-    if cut.engine.masks_experts:
-        # Tokens are dealt out and collected by products with masks of each token, expert and place there.
-        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], cut, c, speed))
     size = 2 * cut.width * rows * hidden
     seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
-    return products, spread.plus(Load(experts=seconds, sent=sent))
-
-
-def _products(rows: float, shapes: list[tuple[int, int, int]], cut: Cut, c: Coefficients, speed: float) -> Load:
-    """Products of `rows` rows with matrices (width in, width out, how many), at `speed` in that of bf16."""
-    seconds = flops = 0.0
-    for inside, outside, count in shapes:
-        work = 2.0 * rows * inside * outside / speed
-        traffic = cut.width * (rows * inside + inside * outside + rows * outside)
-        computed = work / c.matmul_flops * (1 + c.matmul_half / min(rows, inside, outside))
-        seconds += count * max(computed, traffic / c.memory_bytes_per_s)
-        flops += count * work
-    return Load(matmul=seconds, flops=flops)
-
-
-def _attention(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficients) -> Load:
-    """Causal attention forward: half of all pairs of tokens, of which context-parallel ranks have equal shares."""
-    engine, work = cut.engine, 2.0 * tokens * sequence * model.hidden / cut.tensor / _speed(cut, c, fp8=False)
-    if engine.scores_traffic:  # of all pairs
-        moved = 1.0 * engine.scores_traffic * tokens * sequence * model.heads / cut.tensor
-        return Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
-    slower = cut.attention_time * _padded(model.head_dim) / model.head_dim
-    if cut.context > 1 and not engine.exchanges_heads:
-        slower *= engine.gathered_attention
-    return Load(attention=slower * work / c.attention_flops, flops=work)
-
-
-def _padded(width: int) -> int:
-    """The width of a head that kernels really have."""
-    return width if width % 8 == 0 else next((wide for wide in HEAD_WIDTHS if wide >= width), width)
-
-
-def _values(cut: Cut, model: ModelShape) -> float:
-    """Values that the kernels between the products of a block read and write for a token, forward."""
-    hidden, inner, heads, keys = _shares(cut, model)
-    outside = hidden / (cut.tensor if cut.sequence_parallel else 1)
-    chosen = model.experts_per_token if model.num_experts else 1
-    rotary = 0 if model.family == "gpt" else 2 if cut.compile else EAGER_ROTARY
-    # Norms and sums with what came in, fused into three passes or not; the activation function, with its gate.
-    values = (9 if cut.compile else 10) * outside + rotary * (heads + keys) + 2 * heads
-    values += chosen * inner * (2 if model.family == "gpt" else 3 if cut.compile else 5)
-    if model.num_experts:
-        values += 6 * chosen * hidden  # sorted by expert, and back
-    if cut.context > 1 and not (cut.engine.exchanges_heads or cut.engine.rings_keys):
-        values += 2 * cut.context * (keys + 2 * heads)  # keys and values put in order, and once for each head
-    if cut.autocast and not cut.compile:
-        values += AUTOCAST_NORMS * hidden
-    if cut.precision == "fp8" and cut.compile:
-        values += 2 * (2 * hidden + heads + chosen * inner)
-    return values
+    return spread.plus(Load(experts=seconds, sent=sent))
 
 
 def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
@@ -331,21 +329,3 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
     inputs = 4 if model.family == "gpt" else 5
     more = inputs / 2 if cut.engine.sums_inputs_apart else 1.0
     return Load(tensor=seconds, sent=sent), Load(tensor=more * seconds, sent=more * sent)
-
-
-def _shares(cut: Cut, model: ModelShape) -> tuple[int, int, int, int]:
-    """The width of hidden states, and a GPU's share of that of the feed-forward network, of queries, and of keys."""
-    keys = model.kv_heads * model.head_dim
-    return model.hidden, model.ffn_hidden // cut.tensor, model.hidden // cut.tensor, keys // cut.tensor
-
-
-def _traffic(moved: float, compiled: bool, c: Coefficients) -> Load:
-    """Kernels that move so many bytes and hardly compute."""
-    return Load(elementwise=moved / (c.memory_bytes_per_s if compiled else c.eager_bytes_per_s), moved=moved)
-
-
-def _speed(cut: Cut, c: Coefficients, fp8: bool = True) -> float:
-    """Of matrix products, in that of bf16; attention and the head are not computed in fp8."""
-    if cut.precision == "fp32":
-        return c.fp32_speed
-    return c.fp8_speed if cut.precision == "fp8" and fp8 else 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.layout import Layout
 from search_spaces.network import Curve, Network
+from search_spaces.operators import OperatorTiming, Timings
 from search_spaces.workload import Workload
 from service.errors import InputError
 from service.home import Home
@@ -48,8 +49,12 @@ SPREADS = {
     "contention": 0.7,
     "expert_imbalance": 0.3,
     "offloaded_per_s": 1.0,
+    "operators_in_step": 0.05,
 }
 """By how much a coefficient may be off, as standard deviation of its logarithm, before anything was measured."""
+
+KEPT = ("source", *SPREADS)
+"""What is kept of coefficients in the file of a calibration. Operators have a file of their own."""
 
 MISFIT = 0.03
 """By how much the model itself is taken to be off a measurement, likewise."""
@@ -177,22 +182,57 @@ def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
     """Keep `calibration` for all later searches on `accelerator`."""
     file = home.calibration(accelerator)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
+    file.write_text(json.dumps({name: getattr(calibration, name) for name in KEPT}, indent=2) + "\n")
 
 
 def load(home: Home, cluster: Cluster) -> Coefficients | None:
-    """What is known of a cluster: the accelerator's calibration, else its data sheet, else nothing; and what is stated.
+    """What is known of a cluster: the accelerator's calibration, else its data sheet, else nothing; what was measured
+    of operators there, and what is stated.
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    file = home.calibration(cluster.accelerator)
+    known = _fitted(home.calibration(cluster.accelerator)) or data_sheet(cluster.accelerator)
+    if known is None:
+        return None
+    return cluster.as_stated(replace(known, operators=timings(home, cluster.accelerator)))
+
+
+def _fitted(file: Path) -> Coefficients | None:
     if not file.exists():
-        return expected(cluster)
+        return None
     try:
         values = json.loads(file.read_text())
-        return cluster.as_stated(Coefficients(**{field.name: values[field.name] for field in fields(Coefficients)}))
+        return Coefficients(**{name: values[name] for name in KEPT if name in values})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
+        raise _unreadable(file, error) from None
+
+
+def save_timings(home: Home, accelerator: str, measured: Iterable[OperatorTiming]) -> None:
+    """Keep what operators take for all later searches on `accelerator`, in place of what was measured of them before.
+
+    Raises `InputError` if what there is cannot be read.
+    """
+    file, kept = home.operators(accelerator), timings(home, accelerator).updated(measured)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([row.to_dict() for row in kept.rows], indent=1) + "\n")
+
+
+def timings(home: Home, accelerator: str) -> Timings:
+    """What operators were measured to take on `accelerator`.
+
+    Raises `InputError` if what there is cannot be read.
+    """
+    file = home.operators(accelerator)
+    if not file.exists():
+        return Timings()
+    try:
+        return Timings(tuple(map(OperatorTiming.from_dict, json.loads(file.read_text()))))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: Exception) -> InputError:
+    return InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again")
 
 
 def save_curves(home: Home, accelerator: str, curves: Sequence[Curve]) -> None:
@@ -240,7 +280,7 @@ def _curves(file: Path) -> list[Curve]:
     try:
         return [Curve.from_dict(each) for each in json.loads(file.read_text())]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again") from None
+        raise _unreadable(file, error) from None
 
 
 def _slopes(layout: Layout, work: Workload, calibration: Coefficients) -> np.ndarray:

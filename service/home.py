@@ -109,6 +109,10 @@ class Home:
         """The cost model's coefficients as trials on these machines have them: see `service.fitting`."""
         return self.path / "calibration" / f"{accelerator}.json"
 
+    def operators(self, accelerator: str) -> Path:
+        """What operators take on these machines, as it was measured: see `service.fitting`."""
+        return self.path / "calibration" / f"{accelerator}-operators.json"
+
     def collectives(self, accelerator: str) -> Path:
         """What collectives take on these machines, as it was measured: see `service.fitting`."""
         return self.path / "calibration" / f"{accelerator}-collectives.json"

@@ -145,7 +145,7 @@ def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: 
     if calibration is None or problem.shape is None:
         return Plan(problem, forecasts, None, slices, told, tuple(notices))
     doubts = _doubts(problem.cluster.accelerator, calibration)
-    return Plan(problem, forecasts, calibration.source, slices, told, (*doubts, *notices))
+    return Plan(problem, forecasts, calibration.told, slices, told, (*doubts, *notices))
 
 
 def _slices(problem: Problem, several: Sequence[Forecast]) -> Slices:

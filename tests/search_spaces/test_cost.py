@@ -313,4 +313,5 @@ def test_every_accelerator_that_is_known_has_a_labelled_calibration() -> None:
         else:
             assert calibration is not None
             assert name in calibration.source.lower()
-            assert all(getattr(calibration, field.name) > 0 for field in fields(Coefficients)[1:])
+            numbers = [field.name for field in fields(Coefficients) if field.type == "float"]
+            assert all(getattr(calibration, name) > 0 for name in numbers)

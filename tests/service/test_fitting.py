@@ -12,15 +12,30 @@ import pytest
 
 from benchmarks.judge import cost as benchmark
 from search_spaces import memory
+from search_spaces.blocks import Cut, parts_of
+from search_spaces.coefficients import is_fitted
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.network import Collective, Curve
+from search_spaces.operators import Kind, Operator, OperatorTiming, Timings
+from search_spaces.roofline import priced
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 from service.errors import InputError
-from service.fitting import SPREADS, Observation, design, fit, load, network, observations, save, save_curves
+from service.fitting import (
+    SPREADS,
+    Observation,
+    design,
+    fit,
+    load,
+    network,
+    observations,
+    save,
+    save_curves,
+    save_timings,
+)
 from service.home import Home
 from service.metrics import Method
 from service.problem import Cluster, Interconnect
@@ -72,7 +87,7 @@ def error(observed: list[Observation], calibration: Coefficients) -> float:
 
 def test_every_coefficient_has_a_spread() -> None:
     assert list(SPREADS) == [name for name in (f.name for f in fields(Coefficients)) if name in SPREADS]
-    assert set(SPREADS) == {field.name for field in fields(Coefficients)} - {"source"}
+    assert set(SPREADS) == {field.name for field in fields(Coefficients)} - {"source", "operators"}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -188,6 +203,69 @@ def test_what_is_stated_of_a_cluster_counts_in_place_of_its_calibration(home: Ho
     assert preset.link_bytes_per_s == pytest.approx(SHEET.link_bytes_per_s * 300 / 450)
     assert preset.network_bytes_per_s == pytest.approx(SHEET.network_bytes_per_s)
     assert preset.network_latency_s == SHEET.network_latency_s
+
+
+PRODUCT = Operator(Kind.PRODUCT, (8192, 4096, 14_336), "bf16", False)
+TAKEN = [OperatorTiming(PRODUCT, 1e-3, 2e-3), OperatorTiming(Operator(Kind.LAUNCH, (), "bf16", True), 1e-3)]
+
+
+def test_measured_operators_are_kept_and_newer_ones_count(home: Home) -> None:
+    save_timings(home, "h200", TAKEN)
+    found = load(home, cluster("h200", power_limit_w=500.0))
+    assert found is not None
+    assert found.operators.rows == tuple(TAKEN)
+    assert found.told == "data sheet of h200; as the spec states: power limit; 2 operators measured"
+    assert not is_fitted("h200", found)
+    save(home, "h200", replace(found, source="16 trials", operators_in_step=1.1))
+    slower = OperatorTiming(PRODUCT, 1.5e-3, 2e-3)
+    save_timings(home, "h200", [slower])
+    again = load(home, cluster("h200"))
+    assert again is not None
+    assert again.operators.rows == (slower, TAKEN[1])
+    assert (again.told, again.operators_in_step) == ("16 trials; 2 operators measured", 1.1)
+    assert load(home, cluster("h100")) == data_sheet("h100")
+    save_timings(home, "gpu", TAKEN)
+    assert load(home, cluster("gpu")) is None
+
+
+@pytest.mark.parametrize("text", ["{", "7", "[1]", '[{"operator": {}}]', '[{"operator": {"kind": "gossip"}}]'])
+def test_operators_that_cannot_be_read_are_refused(home: Home, text: str) -> None:
+    save_timings(home, "h200", TAKEN)
+    home.operators("h200").write_text(text)
+    for use in (lambda: load(home, cluster("h200")), lambda: save_timings(home, "h200", TAKEN)):
+        with pytest.raises(InputError, match=r"h200-operators\.json: not a calibration"):
+            use()
+    assert home.operators("h200").read_text() == text
+
+
+def test_the_fit_goes_on_with_what_operators_leave_open() -> None:
+    """Products of a machine that are a third slower than its data sheet, and links that are half as fast."""
+    truth = replace(SHEET, matmul_flops=SHEET.matmul_flops / 1.3, link_bytes_per_s=SHEET.link_bytes_per_s / 2)
+    found = [
+        OperatorTiming(operator, forward.seconds, backward.seconds)
+        for point in POINTS
+        for cut in [Cut.of(point, WORK)]
+        for part in parts_of(cut, WORK.shape, WORK.sequence_length)
+        for operator, _ in part
+        for forward, backward in [priced(operator, cut, truth)]
+    ]
+    start = replace(SHEET, operators=Timings().updated(found))
+    observed = [measured(point, truth) for point in POINTS]
+    fitted = fit(observed[::10], start)
+    assert fitted.operators is start.operators
+    assert fitted.matmul_flops == pytest.approx(SHEET.matmul_flops)
+    assert fitted.operators_in_step == pytest.approx(1.0, abs=0.01)
+    assert fitted.link_bytes_per_s == pytest.approx(truth.link_bytes_per_s, rel=0.1)
+    assert error(observed, fitted) < 0.01 < 0.05 < error(observed, SHEET)
+
+
+def test_a_calibration_from_before_operators_is_read(home: Home) -> None:
+    save(home, "h200", replace(SHEET, source="16 trials"))
+    file = home.calibration("h200")
+    older = json.loads(file.read_text())
+    del older["operators_in_step"]
+    file.write_text(json.dumps(older))
+    assert load(home, cluster("h200")) == replace(SHEET, source="16 trials")
 
 
 GATHER = Curve(Collective.ALL_GATHER, 4, 4, (2**10, 2**30), (1e-5, 3e-3), (1e-5, 4e-3), (0.0, 0.25))

@@ -169,7 +169,7 @@ def foretold(search: SearchRecord, problem: Problem | None, calibration: cost.Co
         return Evidence(search, problem)
     layouts = dict.fromkeys(trial.layout for trial in search.trials)
     predicted = {layout: cost.predicted_metrics(layout, problem.workload, calibration) for layout in layouts}
-    return Evidence(search, problem, predicted, calibration.source)
+    return Evidence(search, problem, predicted, calibration.told)
 
 
 def device_means(samples: pa.Table, windows: Sequence[NodeWindow]) -> tuple[DeviceMeans, ...]:

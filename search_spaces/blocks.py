@@ -1,0 +1,166 @@
+"""Of which operators a pass through each part of the model consists, on one GPU of a layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from search_spaces.engines import facts_of
+from search_spaces.engines.base import EngineFacts
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.operators import Kind, Operator
+from search_spaces.workload import Workload
+
+
+class Places(NamedTuple):
+    """The GPUs that ranks take, those of their own number where `order` is None, and the switches between their nodes.
+    `num_gpus` is 0 within one node."""
+
+    num_gpus: int
+    gpus_per_node: int
+    gpus_per_switch: int | None
+    oversubscription: float
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, layout: Layout, work: Workload) -> Places:
+        if layout.num_gpus <= work.gpus_per_node:
+            return ONE_NODE
+        switches = work.gpus_per_switch, work.oversubscription
+        return cls(layout.num_gpus, work.gpus_per_node, *switches, layout.rank_order)
+
+
+ONE_NODE = Places(0, 1, None, 1.0, None)
+
+
+class Cut(NamedTuple):
+    """All of a layout that a pass through a part of the model depends on. `width`: bytes of a weight or an
+    activation."""
+
+    engine: EngineFacts
+    micro_batch_size: int
+    tensor: int
+    context: int
+    experts: int
+    sequence_parallel: bool
+    async_tensor_parallel: bool
+    recompute: str
+    compile: bool
+    precision: str
+    width: int
+    autocast: bool
+    attention_time: float
+    places: Places
+
+    @classmethod
+    def of(cls, layout: Layout, work: Workload) -> Cut:
+        engine = facts_of(layout, work)
+        return cls(
+            engine,
+            layout.micro_batch_size,
+            layout.tensor_parallel_size,
+            layout.context_parallel_size,
+            layout.expert_parallel_size,
+            layout.splits_sequence,
+            layout.async_tensor_parallel,
+            layout.recompute,
+            layout.compile,
+            layout.precision,
+            layout.width,
+            engine.autocasts(layout),
+            engine.attention_time(work.accelerator),
+            Places.of(layout, work),
+        )
+
+    @property
+    def tables(self) -> int:
+        """GPUs over which embedding and head are split."""
+        return self.tensor if self.engine.splits_tables else 1
+
+    def tokens(self, sequence_length: int) -> int:
+        """Tokens of a microbatch that a GPU has between the parts."""
+        return self.micro_batch_size * sequence_length // self.context
+
+    def shares(self, model: ModelShape) -> tuple[int, int, int, int]:
+        """The width of hidden states, and a GPU's share of that of the feed-forward network, of queries, and of
+        keys."""
+        keys = model.kv_heads * model.head_dim
+        tensor = self.tensor
+        return model.hidden, model.ffn_hidden // tensor, model.hidden // tensor, keys // tensor
+
+
+Used = tuple[Operator, int]
+"""An operator, and how many of it there are."""
+
+
+class Parts(NamedTuple):
+    """What a microbatch goes through once in each part."""
+
+    block: tuple[Used, ...]
+    embedding: tuple[Used, ...]
+    head: tuple[Used, ...]
+
+
+@lru_cache(maxsize=4096)
+def parts_of(cut: Cut, model: ModelShape, sequence_length: int) -> Parts:
+    """For a microbatch of sequences of `sequence_length` tokens."""
+    tokens = cut.tokens(sequence_length)
+    plain = "bf16" if cut.precision == "fp8" else cut.precision
+    entries, shared = model.vocab // cut.tables, ("shared",) * (cut.tables > 1)
+    embedding = Operator(Kind.EMBEDDING, (tokens, model.hidden, entries), plain, cut.compile, shared)
+    product = Operator(Kind.PRODUCT, (tokens, model.hidden, entries), plain, False)
+    loss = Operator(Kind.LOSS, (tokens, entries), plain, cut.compile and not shared, shared)
+    return Parts(_block(cut, model, sequence_length, plain), ((embedding, 1),), ((product, 1), (loss, 1)))
+
+
+def update_of(engine: EngineFacts, parameters: float) -> Operator:
+    """The update of so many parameters, once a step."""
+    return Operator(Kind.UPDATE, (round(parameters),), "fp32", False, (engine.name,))
+
+
+def _block(cut: Cut, model: ModelShape, sequence_length: int, plain: str) -> tuple[Used, ...]:
+    """What lies between products is cast to fp8 by the same kernels where the block is compiled, else by those of the
+    product."""
+    tokens, (hidden, inner, heads, keys) = cut.tokens(sequence_length), cut.shares(model)
+    between = cut.precision if cut.compile else plain
+    outside = tokens // (cut.tensor if cut.sequence_parallel else 1), hidden
+
+    def product(inside: int, wide: int) -> Operator:
+        biased, alone = ("bias",) * (model.family == "gpt"), cut.precision != "fp8"
+        return Operator(Kind.PRODUCT, (tokens, inside, wide), cut.precision, cut.compile and not alone, biased)
+
+    used: Counter[Operator] = Counter()  # several may be alike
+    used[Operator(Kind.NORM, outside, between, cut.compile, (model.family, *["autocast"] * cut.autocast))] = 2
+    used[_attention(cut, model, sequence_length, between)] = 1
+    projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
+    network = [(hidden, inner, 2 if model.family == "llama" else 1), (inner, hidden, 1)]
+    for inside, wide, count in projections if model.num_experts else projections + network:
+        used[product(inside, wide)] += count
+    if model.num_experts:
+        here, form = model.num_experts // cut.experts, "masked" if cut.engine.masks_experts else "grouped"
+        dims = (tokens, hidden, inner, here, model.experts_per_token)
+        used[Operator(Kind.EXPERTS, dims, cut.precision, cut.compile, (model.family, form))] = 1
+    else:
+        used[Operator(Kind.ACTIVATION, (tokens, inner), between, cut.compile, (model.family,))] = 1
+    if cut.sequence_parallel:
+        used[Operator(Kind.COPIES, (tokens, hidden), plain, cut.compile)] = 1
+    return tuple(used.items())
+
+
+def _attention(cut: Cut, model: ModelShape, sequence_length: int, precision: str) -> Operator:
+    """Ranks that exchange heads for tokens have whole sequences of fewer heads."""
+    _, _, heads, keys = cut.shares(model)
+    exchanged = cut.context if cut.engine.exchanges_heads else 1
+    times = cut.context // exchanged
+    dims = (
+        cut.micro_batch_size,
+        sequence_length // times,
+        heads // exchanged,
+        keys // exchanged,
+        model.head_dim,
+        times,
+    )
+    rotary = ("rotary",) * (model.family == "llama")
+    return Operator(Kind.ATTENTION, dims, precision, cut.compile, rotary)

@@ -1,0 +1,84 @@
+"""How long the CPU takes for a block, by engine and mode, as an operator: which modes differ, and a layout of each.
+
+What decides is how many kernels, hooks and collectives a block has, and in which of torch's ways they are called, not
+how large they are. So one tiny model tells it of all layouts that train in the same mode.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from search_spaces.engines import facts_of
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.operators import Kind, Operator
+from search_spaces.workload import Workload
+
+ROUNDS = 4
+"""Microbatches that a step has more than another of which the time is taken off."""
+
+
+class Specimen(NamedTuple):
+    """A tiny model to be trained as a layout says: by one of its ranks, once with each of two global batches, in
+    sequences, of which the later has `ROUNDS` microbatches more."""
+
+    layout: Layout
+    model: ModelShape
+    sequence_length: int
+    batches: tuple[int, int]
+
+    def launch_s(self, step_s: tuple[float, float]) -> float:
+        """The time of a block and a microbatch, by that of a step with each of the batches."""
+        few, many = step_s
+        return (many - few) / (ROUNDS * self.model.layers)
+
+
+def launch_of(layout: Layout, work: Workload) -> Operator:
+    """The launch of a block of a layout."""
+    model, engine = work.shape, facts_of(layout, work)
+    modes = {
+        "tensor": layout.tensor_parallel_size > 1,
+        "sequence": layout.splits_sequence,
+        "context": layout.context_parallel_size > 1,
+        "experts": layout.expert_parallel_size > 1,
+        "gathers": layout.zero_stage == 3,
+        "autocast": engine.autocasts(layout),
+    }
+    here = model.num_experts // layout.expert_parallel_size
+    dims = (here, model.experts_per_token) if model.num_experts else ()
+    form = (layout.engine, model.family, layout.recompute, *(name for name, holds in modes.items() if holds))
+    return Operator(Kind.LAUNCH, dims, layout.precision, layout.compile, form)
+
+
+def specimen_of(launch: Operator) -> Specimen:
+    """What to train for the time of a launch: two ranks of whatever the mode has several of."""
+    engine, family, recompute, *modes = launch.form
+    tensor, context, experts = (2 if name in modes else 1 for name in ("tensor", "context", "experts"))
+    data = 2 if {"gathers", "autocast"} & set(modes) or experts > context else 1
+    layout = Layout(
+        engine,
+        tensor * context * data,
+        data,
+        tensor_parallel_size=tensor,
+        context_parallel_size=context,
+        expert_parallel_size=experts,
+        zero_stage=3 if "gathers" in modes else int(context * data > 1 and "autocast" not in modes),
+        sequence_parallel="sequence" in modes,
+        recompute=recompute,
+        compile=launch.compiled,
+        precision=launch.precision,
+    )
+    here, chosen = launch.dims or (0, 2)
+    model = ModelShape(
+        family,
+        layers=8,
+        hidden=64,
+        heads=8,
+        kv_heads=8 if family == "gpt" else 4,
+        ffn_hidden=128,
+        vocab=128,
+        max_sequence_length=64,
+        num_experts=here * experts,
+        experts_per_token=chosen,
+    )
+    return Specimen(layout, model, 64, (data, data * (1 + ROUNDS)))

@@ -1,0 +1,196 @@
+"""Of what layouts consist, and that predictions are of just that, with what was measured in its place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.blocks import Cut, Parts, parts_of, update_of
+from search_spaces.cost import Coefficients, data_sheet, predict
+from search_spaces.engines import engine_of
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.inventory import operators_of
+from search_spaces.launches import ROUNDS, launch_of, specimen_of
+from search_spaces.layout import Layout
+from search_spaces.models import PRESETS
+from search_spaces.operators import Kind, Operator, OperatorTiming, Timings
+from search_spaces.parameters import held
+from search_spaces.roofline import passes, priced
+from search_spaces.space import enumerate_space
+from search_spaces.workload import Workload
+
+AXES: dict[str, list[Any]] = {
+    "engine": ["megatron", "deepspeed"],
+    "num_gpus": [1, 4],
+    "tensor_parallel_size": [1, 2],
+    "context_parallel_size": [1, 2],
+    "expert_parallel_size": [1, 2],
+    "zero_stage": [0, 1, 3],
+    "sequence_parallel": [False, True],
+    "recompute": ["none", "selective", "full"],
+    "compile": [False, True],
+    "precision": ["bf16", "fp32", "fp8"],
+}
+WORKS = [
+    Workload(replace(PRESETS[name], layers=4), length, 16, ACCELERATORS["h100"])
+    for name, length in (("llama3-8b", 8192), ("gpt3-1.3b", 2048), ("mixtral-8x7b", 4096))
+]
+
+
+def sheet() -> Coefficients:
+    found = data_sheet("h100")
+    assert found is not None
+    return found
+
+
+SHEET = sheet()
+
+
+@cache
+def legal() -> list[tuple[Workload, Layout]]:
+    return [(work, layout) for work in WORKS for layout in enumerate_space(AXES, work).layouts]
+
+
+LAYOUTS = st.deferred(lambda: st.sampled_from(legal()))
+PARTS = ("matmul", "attention", "elementwise")
+
+
+def consists(layout: Layout, work: Workload) -> Parts:
+    return parts_of(Cut.of(layout, work), work.shape, work.sequence_length)
+
+
+def with_timings(*rows: OperatorTiming) -> Coefficients:
+    return replace(SHEET, operators=Timings(rows))
+
+
+def as_priced(operator: Operator, cut: Cut, factor: float) -> OperatorTiming:
+    """What a machine would show on which an operator takes so many times what it is foretold to."""
+    forward, backward = priced(operator, cut, SHEET)
+    return OperatorTiming(operator, factor * forward.seconds, factor * backward.seconds)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LAYOUTS)
+def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layout]) -> None:
+    work, layout = drawn
+    cut, found = Cut.of(layout, work), consists(layout, work)
+    priced_parts = passes(cut, work.shape, work.sequence_length, SHEET)
+    for part, through in zip(found, priced_parts, strict=True):
+        forward, backward = (
+            [
+                sum(count * getattr(priced(operator, cut, SHEET)[way], name) for operator, count in part)
+                for name in PARTS
+            ]
+            for way in (0, 1)
+        )
+        again = [0.0, 0.0, 0.0]
+        if part is found.block and layout.recompute != "none":
+            again = forward if layout.recompute == "full" else [0.0, 0.0, forward[2]]
+        total = [sum(seconds) for seconds in zip(forward, backward, again, strict=True)]
+        assert [getattr(through, name) for name in PARTS] == pytest.approx(total)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LAYOUTS, st.data())
+def test_what_was_measured_of_an_operator_counts_in_place_of_its_formula_alone(
+    drawn: tuple[Workload, Layout], data: st.DataObject
+) -> None:
+    work, layout = drawn
+    layout = replace(layout, recompute="none")
+    cut, found = Cut.of(layout, work), consists(layout, work)
+    operator, count = data.draw(st.sampled_from(found.block))
+    plain, measured = (
+        passes(cut, work.shape, work.sequence_length, c) for c in (SHEET, with_timings(as_priced(operator, cut, 3.0)))
+    )
+    fullest = SHEET.expert_imbalance if operator.kind == Kind.EXPERTS and layout.expert_parallel_size > 1 else 1.0
+    took = sum(load.seconds for load in priced(operator, cut, SHEET))
+    assert measured.block.seconds - plain.block.seconds == pytest.approx(count * took * (3 * fullest - 1))
+    for name in ("flops", "moved", "sent", "tensor", "context", "experts"):
+        assert getattr(measured.block, name) == getattr(plain.block, name)
+    assert (measured.embedding, measured.head) == (plain.embedding, plain.head)
+
+
+def test_what_was_measured_of_another_shape_counts_for_nothing() -> None:
+    work, layout = WORKS[0], Layout("megatron", 1, 16)
+    other = replace(layout, micro_batch_size=2)
+    cut = Cut.of(other, work)
+    shapes = {operator for operator, _ in consists(layout, work).block}
+    rows = [as_priced(operator, cut, 3.0) for operator, _ in consists(other, work).block]
+    assert not shapes & {row.operator for row in rows}
+    assert predict(layout, work, with_timings(*rows)) == predict(layout, work, SHEET)
+    assert predict(other, work, with_timings(*rows)).step_time_s > 1.5 * predict(other, work, SHEET).step_time_s
+
+
+def test_measured_launches_and_updates_count_in_place_of_theirs() -> None:
+    work, layout = WORKS[1], Layout("deepspeed", 1, 16, recompute="full")
+    plain = predict(layout, work, SHEET)
+    launch = OperatorTiming(launch_of(layout, work), 1.0)
+    waits = predict(layout, work, with_timings(launch))
+    assert waits.step_time_s > 16 * work.shape.layers > plain.step_time_s
+    shard = held(layout, work.shape, 0, splits_tables=False).sharded(layout)
+    update = OperatorTiming(update_of(engine_of(layout), shard), 5.0)
+    slow = predict(layout, work, with_timings(update))
+    assert slow.parts["model_states"] > 5.0 > plain.parts["model_states"]
+    assert {name for name in slow.parts if slow.parts[name] != plain.parts[name]} == {"model_states"}
+    within = replace(with_timings(launch, update), operators_in_step=2.0)
+    assert predict(layout, work, within).step_time_s > 2 * 16 * work.shape.layers
+
+
+@settings(deadline=None, max_examples=60)
+@given(LAYOUTS)
+def test_a_tiny_model_is_launched_in_the_mode_that_it_stands_for(drawn: tuple[Workload, Layout]) -> None:
+    work, layout = drawn
+    launch = launch_of(layout, work)
+    specimen = specimen_of(launch)
+    few, many = (replace(specimen.layout, global_batch_size=batch) for batch in specimen.batches)
+    assert launch_of(few, replace(work, model=specimen.model)) == launch
+    assert many.gradient_accumulation_steps - few.gradient_accumulation_steps == ROUNDS
+    assert few.gradient_accumulation_steps == 1
+    assert specimen.launch_s((0.5, 0.5 + 0.001 * ROUNDS * specimen.model.layers)) == pytest.approx(0.001)
+
+
+def test_an_inventory_has_each_operator_once_and_what_takes_most_first() -> None:
+    work = WORKS[0]
+    layouts = [layout for drawn, layout in legal() if drawn is work and layout.num_gpus == 1]
+    found = operators_of(layouts, work, SHEET)
+    assert len(set(found)) == len(found)
+    used = {operator for layout in layouts for part in consists(layout, work) for operator, _ in part}
+    assert used < set(found)
+    assert {operator.kind for operator in set(found) - used} == {Kind.LAUNCH, Kind.UPDATE}
+    model = work.shape
+    widest = {(8192, model.hidden, model.ffn_hidden), (8192, model.ffn_hidden, model.hidden)}
+    assert found[0].kind == Kind.PRODUCT
+    assert found[0].dims in widest | {(8192, model.hidden, model.vocab)}
+    faster = replace(SHEET, matmul_flops=1e6 * SHEET.matmul_flops, memory_bytes_per_s=1e6 * SHEET.memory_bytes_per_s)
+    assert operators_of(layouts, work, faster)[0].kind != Kind.PRODUCT
+
+
+PRODUCT = Operator(Kind.PRODUCT, (8, 4, 2), "bf16", False, ("bias",))
+FAST, SLOW = OperatorTiming(PRODUCT, 1e-6, 2e-6), OperatorTiming(PRODUCT, 1e-5, 2e-5)
+LAUNCHED = OperatorTiming(PRODUCT._replace(kind=Kind.LAUNCH, dims=()), 1e-3)
+
+
+def test_timings_are_values_and_newer_ones_count() -> None:
+    for row in (FAST, LAUNCHED):
+        assert OperatorTiming.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+    before = Timings((SLOW, LAUNCHED))
+    after = before.updated([FAST])
+    assert after.rows == (FAST, LAUNCHED)
+    assert (after.of(PRODUCT), before.of(PRODUCT)) == (FAST, SLOW)
+    assert after.of(PRODUCT._replace(compiled=True)) is None
+    assert {after, Timings((FAST, LAUNCHED))} == {after}
+    assert with_timings(FAST, LAUNCHED).told == f"{SHEET.source}; 2 operators measured"
+    assert SHEET.told == SHEET.source
+    assert PRODUCT.label == "product 8x4x2 bias bf16"
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), "1", None])
+def test_what_is_no_time_is_refused(seconds: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        OperatorTiming.from_dict(FAST.to_dict() | {"forward_s": seconds})
