@@ -63,14 +63,16 @@ class Attention(nn.Module):
         self.wo = nn.Linear(shape.hidden, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projected in (self.wq(x), self.wk(x), self.wv(x))
-        )
+        output: Tensor = self.wo(self.mixed(self.wq(x), self.wk(x), self.wv(x)))
+        return output
+
+    def mixed(self, *projected: Tensor) -> Tensor:
+        """All between the products: queries, keys and values (batch, sequence, width of the heads) to the shape of the
+        first."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
-        output: Tensor = self.wo(self.attend(q, k, v).transpose(1, 2).flatten(-2))
-        return output
+        return self.attend(q, k, v).transpose(1, 2).flatten(-2)
 
 
 class SwiGLU(nn.Module):

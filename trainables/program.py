@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from search_spaces.layout import Layout
 from search_spaces.network import Collective, Curve
+from search_spaces.operators import OperatorTiming
 from trainables.breakdown import Profile
 from trainables.measure import Procedure, Stretch, Timing
 from trainables.passes import PassTimes
@@ -82,9 +83,9 @@ class RankReport:
     `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. `timings` are by global
     batch size in the order of time. Losses are those of the global batch; `profile` is that of one more step of the
     first size, None if none was asked for. `environment` are names of devices and versions of libraries. `slice` is of
-    ranks that ran alone; their losses are their own contributions. `curves`: of collectives, by a program that measures
-    these. `tokens_per_step`: of all ranks in the window on average, by a program that counts them. `problems`: why what
-    it measured wants looking at, a line each.
+    ranks that ran alone; their losses are their own contributions. `curves`: of collectives, and `operators`, by
+    programs that measure these. `tokens_per_step`: of all ranks in the window on average, by a program that counts
+    them. `problems`: why what it measured wants looking at, a line each.
     """
 
     rank: int
@@ -98,6 +99,7 @@ class RankReport:
     profile: Profile | None = None
     slice: SliceReport | None = None
     curves: tuple[Curve, ...] = ()
+    operators: tuple[OperatorTiming, ...] = ()
     tokens_per_step: float | None = None
     problems: tuple[str, ...] = ()
 

@@ -56,9 +56,14 @@ class GatheredAttention:
 
     def _gather(self, local: Tensor) -> Tensor:
         """(2, batch, heads, sequence / size, head_dim) of every rank to (2, batch, heads, sequence, head_dim)."""
+        halves = [pieces.chunk(2, dim=3) for pieces in self._exchanged(local)]
+        return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=3)
+
+    def _exchanged(self, local: Tensor) -> tuple[Tensor, ...]:
+        """What each rank has. Collective."""
         gather = getattr(_functional_collectives, "all_gather_single_autograd", None)
         if gather is None:  # its name before torch 2.13
             gather = _functional_collectives.all_gather_tensor_autograd
         gathered = _functional_collectives.wait_tensor(gather(local.contiguous(), 0, self.group))
-        halves = [pieces.chunk(2, dim=3) for pieces in gathered.unflatten(0, (self.size, 2)).unbind(0)]
-        return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=3)
+        pieces: tuple[Tensor, ...] = gathered.unflatten(0, (self.size, 2)).unbind(0)
+        return pieces

@@ -1,0 +1,140 @@
+"""Operators are measured as a training runs them, on the host, and whatever cannot be is left out with its cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from search_spaces.coefficients import data_sheet
+from search_spaces.hardware import ACCELERATORS
+from search_spaces.inventory import operators_of
+from search_spaces.launches import specimen_of
+from search_spaces.layout import Layout
+from search_spaces.models import PRESETS
+from search_spaces.network import Network
+from search_spaces.operators import Kind, Operator
+from search_spaces.workload import Workload
+from tests.trainables.conftest import RunRanks
+from trainables.measure import Procedure
+from trainables.operators import Operators
+from trainables.program import RankReport, TrialRequest
+from trainables.slice import Slice
+from trainables.training import Training
+
+QUICK = Procedure(2, 0.5, 0.1, 0.01, 2)
+ALONE = Layout("megatron", 1, 1)
+
+
+def report_of(run_ranks: RunRanks, request: TrialRequest) -> RankReport:
+    (outcome,) = run_ranks(request)
+    assert (outcome.status, outcome.cause) == ("ok", None)
+    assert outcome.report is not None
+    return outcome.report
+
+
+def consisting(name: str, *layouts: Layout) -> list[Operator]:
+    """The operators of layouts of a preset."""
+    sheet = data_sheet("cpu")
+    assert sheet is not None
+    return operators_of(layouts, Workload(PRESETS[name], 64, 4, ACCELERATORS["cpu"]), sheet)
+
+
+SPLIT = Layout("megatron", 4, 4, tensor_parallel_size=2, context_parallel_size=2, zero_stage=1)
+SPACE = (
+    Layout("megatron", 1, 4, precision="fp32"),
+    Layout("megatron", 1, 4, micro_batch_size=2),
+    Layout("deepspeed", 1, 4, precision="fp32"),
+    replace(SPLIT, precision="fp32"),
+    Layout("deepspeed", 2, 4, context_parallel_size=2, zero_stage=1, precision="fp32"),
+)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt", "tiny-moe"])
+def test_all_operators_of_a_small_space_are_measured(run_ranks: RunRanks, name: str) -> None:
+    wanted = [operator for operator in consisting(name, *SPACE) if operator.kind != Kind.LAUNCH]
+    report = report_of(
+        run_ranks, TrialRequest(f"operators-{name}", ALONE, Operators(tuple(wanted), 100.0), QUICK, 120.0)
+    )
+    measured = {row.operator for row in report.operators}
+    left = set(wanted) - measured
+    assert all(row.forward_s > 0 for row in report.operators)
+    assert all((row.backward_s is None) == (row.operator.kind == Kind.UPDATE) for row in report.operators)
+    # What tensor-parallel ranks share, and what DeepSpeed's optimizer does.
+    assert {operator.kind for operator in left} == {Kind.COPIES, Kind.EMBEDDING, Kind.LOSS, Kind.UPDATE}
+    assert all("shared" in operator.form or operator.kind in (Kind.COPIES, Kind.UPDATE) for operator in left)
+    assert len(report.problems) == len(left)
+    kinds = {operator.kind for operator in measured}
+    assert kinds >= {Kind.PRODUCT, Kind.ATTENTION, Kind.NORM, Kind.EMBEDDING, Kind.LOSS, Kind.UPDATE}
+    assert (Kind.EXPERTS in kinds) == (name == "tiny-moe")
+    assert (Kind.ACTIVATION in kinds) == (name != "tiny-moe")
+    assert {operator.dims[-1] for operator in measured if operator.kind == Kind.ATTENTION} == {1, 2}
+
+
+def test_larger_operators_take_longer(run_ranks: RunRanks) -> None:
+    shapes = [(2**5, 2**5, 2**5), (2**10, 2**10, 2**10)]
+    program = Operators(tuple(Operator(Kind.PRODUCT, dims, "fp32", False) for dims in shapes), 100.0)
+    small, large = report_of(run_ranks, TrialRequest("sizes", ALONE, program, QUICK, 120.0)).operators
+    assert large.forward_s > 10 * small.forward_s
+    assert large.backward_s is not None
+    assert large.backward_s > large.forward_s
+
+
+def test_what_fails_or_comes_too_late_is_left_out(run_ranks: RunRanks) -> None:
+    fits = Operator(Kind.PRODUCT, (8, 8, 8), "fp32", False)
+    huge = Operator(Kind.PRODUCT, (8, 2**30, 2**30), "fp32", False)
+    fused = fits._replace(precision="fp8", compiled=True)
+    program = Operators((huge, fused, fits), 100.0)
+    report = report_of(run_ranks, TrialRequest("failing", ALONE, program, QUICK, 120.0))
+    assert [row.operator for row in report.operators] == [fits]
+    first, second = report.problems
+    assert first.startswith(f"{huge.label}: measuring: ")
+    assert "allocate" in first
+    assert second == f"{fused.label}: the compiler makes casts to fp8 part of others' kernels"
+    late = report_of(run_ranks, TrialRequest("late", ALONE, Operators((fits,), -1.0), QUICK, 120.0))
+    assert (late.operators, late.problems) == ((), ())
+
+
+@pytest.mark.slow
+def test_compiled_operators_are_measured(run_ranks: RunRanks) -> None:
+    layouts = [Layout("megatron", 1, 4, compile=True, precision="fp32")]
+    for name in ("tiny-llama", "tiny-gpt", "tiny-moe"):
+        wanted = [
+            operator for operator in consisting(name, *layouts) if operator.compiled and operator.kind != Kind.LAUNCH
+        ]
+        program = Operators(tuple(wanted), 300.0)
+        report = report_of(run_ranks, TrialRequest(f"compiled-{name}", ALONE, program, QUICK, 300.0))
+        assert [row.operator for row in report.operators] == wanted
+        assert report.problems == ()
+
+
+FREE = Network("collectives that take no time", 8, 1e30, 1e30, 1e-30, 1e-30)
+MODES = [
+    ("tiny-llama", Layout("megatron", 1, 4, precision="fp32")),
+    ("tiny-moe", Layout("deepspeed", 1, 4, precision="fp32")),
+    pytest.param("tiny-gpt", replace(SPLIT, recompute="full"), marks=pytest.mark.slow),
+    pytest.param("tiny-llama", replace(SPLIT, zero_stage=3, sequence_parallel=True), marks=pytest.mark.slow),
+    pytest.param("tiny-moe", replace(SPLIT, expert_parallel_size=2), marks=pytest.mark.slow),
+    pytest.param("tiny-llama", Layout("deepspeed", 4, 4, tensor_parallel_size=2, zero_stage=1), marks=pytest.mark.slow),
+    pytest.param(
+        "tiny-llama", Layout("deepspeed", 4, 4, context_parallel_size=2, zero_stage=3), marks=pytest.mark.slow
+    ),
+    pytest.param("tiny-gpt", Layout("deepspeed", 4, 4, zero_stage=0), marks=pytest.mark.slow),
+    pytest.param("tiny-moe", Layout("deepspeed", 4, 4, expert_parallel_size=2, zero_stage=1), marks=pytest.mark.slow),
+    pytest.param("tiny-llama", Layout("megatron", 1, 4, compile=True), marks=pytest.mark.slow),
+    pytest.param("tiny-llama", Layout("deepspeed", 1, 4, compile=True, recompute="full"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), MODES)
+def test_launches_are_told_by_a_tiny_model_of_which_one_rank_is_there(
+    run_ranks: RunRanks, name: str, layout: Layout
+) -> None:
+    (launch,) = (operator for operator in consisting(name, layout) if operator.kind == Kind.LAUNCH)
+    specimen = specimen_of(launch)
+    training = Training(specimen.model, "synthetic", specimen.sequence_length, seed=0)
+    program = Slice(training, rank=0, network=FREE)
+    request = TrialRequest(f"launch {launch.label}", specimen.layout, program, QUICK, 240.0, specimen.batches)
+    report = report_of(run_ranks, request)
+    few, many = (min(report.timings[batch].window_steps_s) for batch in specimen.batches)
+    assert specimen.launch_s((few, many)) > 0
