@@ -17,9 +17,20 @@ from service.checks import check_data, check_machine, check_power_limits
 from service.cluster import check_cluster, ray_session
 from service.driver import Driver
 from service.errors import InputError, NoAnswerError
-from service.fitting import Observation, design, expected, fit, observations, ratios, save, save_curves
+from service.fitting import (
+    Observation,
+    design,
+    expected,
+    fit,
+    observations,
+    ratios,
+    save,
+    save_curves,
+    timings,
+)
 from service.home import Home
 from service.home import tracking_uri as store_uri
+from service.operators import MeasuredOperators, measure_operators
 from service.problem import Measurement, Problem
 from service.queue.actor import Member
 from service.queue.admission import admit
@@ -58,18 +69,21 @@ class Error:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What a calibration came to: its record, its file, the trials it rests on, and its errors on just these trials."""
+    """What a calibration came to: its record, its file, the trials it rests on, and its errors on just these trials,
+    and what was measured besides."""
 
     search_id: str
     path: Path
     trials: int
     before: Error
     after: Error
+    operators: MeasuredOperators
     collectives: Measured | None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         values = asdict(self) | {"path": str(self.path)}
+        values["operators"]["path"] = str(self.operators.path)
         if self.collectives is not None:
             values["collectives"]["path"] = str(self.collectives.path)
         return values
@@ -97,10 +111,10 @@ class Measured:
 def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
-    Where there are several GPUs, their collectives are measured as well. The coefficients and the curves are kept in
-    the state directory, for all searches on the problem's accelerator. Raises `InputError`
-    for an accelerator of which no data sheet is known and for whatever `service.search.run` does, `NoAnswerError` if no
-    trial ended well.
+    The operators of which the layouts consist are measured as well, and the collectives of several GPUs. The
+    coefficients and what was measured are kept in the state directory, for all searches on the problem's accelerator.
+    Raises `InputError` for an accelerator of which no data sheet is known and for whatever `service.search.run` does,
+    `NoAnswerError` if no trial ended well.
     """
     accelerator = problem.cluster.accelerator
     if problem.trainer is not None:
@@ -116,6 +130,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     if not layouts:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
     home = Home.locate().create()
+    timings(home, accelerator)  # which may not be readable: then nothing is to be run
     store.check(store_uri(tracking_uri))
     search_id = new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
@@ -124,14 +139,15 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         tracker = Tracker(store_uri(tracking_uri), home)
         admission = admit(queue, store_uri(tracking_uri))
         Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts), None, admission).run()
+        operators = measure_operators(search_id, problem, problem.legal.layouts, start, home, queue)
         collectives = measure_collectives(search_id, problem, home, queue) if problem.cluster.size > 1 else None
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
-    fitted = fit(observed, start)
+    fitted = fit(observed, replace(start, operators=timings(home, accelerator)))
     save(home, accelerator, fitted)
     before, after = errors(observed, start), errors(observed, fitted)
-    return Calibrated(search_id, home.calibration(accelerator), len(observed), before, after, collectives)
+    return Calibrated(search_id, home.calibration(accelerator), len(observed), before, after, operators, collectives)
 
 
 def measure_collectives(name: str, problem: Problem, home: Home, queue: Member) -> Measured:

@@ -95,7 +95,8 @@ class Wattune:
         return run(problem, self.tracking_uri, search_id, allow_trainer, allow_power_limits)
 
     def calibrate(self, spec: Problem | str | Path) -> Calibrated:
-        """Fit the cost model to the machines here, by trials of some of the spec's layouts, and time their collectives.
+        """Fit the cost model to the machines here, by trials of some of the spec's layouts, and time operators and
+        collectives.
 
         See `service.calibrate`.
         """

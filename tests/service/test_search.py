@@ -21,6 +21,7 @@ import yaml
 from click.testing import CliRunner
 
 from benchmarks.measure.busy import busy
+from search_spaces.operators import Kind
 from service.answers import overview
 from service.answers.overview import contests
 from service.answers.page import draw
@@ -390,6 +391,10 @@ def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, to
     assert done.after.step_time is not None
     assert done.after.step_time < done.before.step_time
     assert done.after.power is None, "power of a CPU machine is estimated"
+    assert 0 < done.operators.measured <= done.operators.wanted
+    assert done.operators.path == home.operators("cpu")
+    assert {row.operator.kind for row in fitted.operators.rows} >= {Kind.PRODUCT, Kind.ATTENTION, Kind.LAUNCH}
+    assert len(fitted.operators.rows) == done.operators.measured
     assert done.collectives is not None
     assert (done.collectives.cause, done.collectives.path) == (None, home.collectives("cpu"))
     found = network(home, Cluster(**cluster))
