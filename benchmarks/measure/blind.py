@@ -1,13 +1,16 @@
-"""Layouts that nobody has measured, foretold by slices first and measured on all their GPUs after.
+"""Layouts that nobody has measured, foretold by slices or by operators first and measured on all their GPUs after.
 
     python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--not-in TABLE.csv]
         [--seconds S]
+    python -m benchmarks.measure.blind operators SPEC... --layouts N --seed SEED --out FILE.jsonl
     python -m benchmarks.measure.blind measure FILE.jsonl [--out MEASURED.jsonl] [--seconds S]
     python -m benchmarks.measure.blind tell FILE.jsonl[.xz] MEASURED.jsonl[.xz]...
 
 `predict` draws N legal layouts of each spec, on several GPUs, spread over all axes, which a table of a sweep does not
 have if one is named, and runs slices of each on the GPUs at hand, several at once where there are several. A line of
-FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `measure` runs the
+FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `operators` draws
+layouts on any number of GPUs, has the operators of which they consist measured on one, as `wattune calibrate` does, and
+writes what the cost model foretells of them with these and without. `measure` runs the
 same layouts by all their ranks, on as many GPUs, and prints every point, worst first: by how much slices were off, by
 how much the cost model, and which layouts wait for the CPU; then means and largest errors by model and of all. `tell`
 prints the same of what is there.
@@ -36,11 +39,15 @@ from benchmarks.measure.gang import RunTrial, some_gangs, spread
 from benchmarks.measure.off import errors, over, percent, worst_first
 from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
+from search_spaces.operators import NONE_MEASURED
 from service.answers.tables import render
+from service.cluster import ray_session
 from service.fitting import load as load_calibration
 from service.home import Home
 from service.metrics import heading
+from service.operators import measure_operators
 from service.problem import Problem
+from service.queue.actor import Member
 from service.result import TrialResult
 from service.spec import load_spec
 
@@ -50,7 +57,8 @@ IDLE = 0.1
 """Share of a profiled step in which a GPU has nothing to do, from which on its layout is told to wait for the CPU."""
 
 Row = dict[str, Any]
-"""A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `measure` `full`."""
+"""A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `operators`
+`foretold` and what it was `before`, of `measure` `full`."""
 
 
 def draw(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
@@ -104,6 +112,28 @@ def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
     """By the cost model as it is on this machine, calibrated or not."""
     calibration = load_calibration(Home.locate(), spec.cluster)
     return {} if calibration is None else predicted_metrics(layout, spec.workload, calibration)
+
+
+def predict_by_operators(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -> None:
+    """Append a line to `out` for each layout that has none there yet, once their operators are measured."""
+    home, done = Home.locate().create(), {_key(row) for row in read(out)}
+    for number, (path, spec) in enumerate(specs.items()):
+        todo = [layout for layout in draw(spec.legal.layouts, layouts, seed) if (path, layout) not in done]
+        known = load_calibration(home, spec.cluster)
+        if not todo or known is None:
+            continue
+        before = replace(known, operators=NONE_MEASURED)
+        with ray_session(spec.cluster):
+            measured = measure_operators(f"operators-{number}", spec, todo, before, home, Member())
+        print(f"{path}: {measured.measured} of {measured.wanted} operators measured", *measured.left_out, sep="\n  ")
+        rows = (
+            _row(path, layout)
+            | {"foretold": foretold(spec, layout), "before": predicted_metrics(layout, spec.workload, before)}
+            for layout in todo
+        )
+        write(
+            out, rows, lambda row: f"{row['before']['step_time_s']:.4g} s, now {row['foretold']['step_time_s']:.4g} s"
+        )
 
 
 def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until: float) -> None:
@@ -160,8 +190,9 @@ def _key(row: Row) -> tuple[str, Layout]:
 
 
 def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
-    """What was foretold and measured, by layout: `error` of slices and `model` of the cost model, as
-    `benchmarks.measure.off.errors` has them, and the share of a step that a GPU was `idle`."""
+    """What was foretold and measured, by layout: `error` of slices and `model` of the cost model, or else of the cost
+    model with operators and without, as `benchmarks.measure.off.errors` has them, and the share of a step that a GPU
+    was `idle`."""
     full = {_key(row): TrialResult.from_dict(row["full"]).metrics for row in measured}
     found = []
     for row in foretold:
@@ -169,14 +200,20 @@ def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
             span_s, idle_s = metrics.get("breakdown_span_s"), metrics.get("breakdown_idle_s")
             found.append(
                 {name: row[name] for name in ("spec", "layout")}
-                | {"error": errors(row["slices"]["metrics"], metrics), "model": errors(row["foretold"], metrics)}
+                | dict(zip(("error", "model"), (errors(figures, metrics) for figures in _foretold(row)), strict=True))
                 | {"idle": idle_s / span_s if span_s and idle_s is not None else None}
             )
     return found
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Every point that has errors, worst first, then means and largest of each spec, and of all."""
+def _foretold(row: Row) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The figures that are told first, and those beside them."""
+    return (row["slices"]["metrics"], row["foretold"]) if "slices" in row else (row["foretold"], row["before"])
+
+
+def table(rows: Sequence[Row], beside: str = "cost model's s/step") -> str:
+    """Every point that has errors, worst first, then means and largest of each spec, and of all. `beside`: what the
+    errors of the `model` are."""
     ok, lines = worst_first(rows), list[list[str]]()
     for row in ok:
         waits = f"waits for the CPU: {row['idle']:.0%} idle" if (row["idle"] or 0.0) >= IDLE else ""
@@ -189,21 +226,21 @@ def table(rows: Sequence[Row]) -> str:
             cells = over([row["error"] for row in group], of, SHOWN)
             model = over([row["model"] for row in group], of, ("step_time_s",))
             lines.append([Path(name).stem, f"{title} of {len(group)}", *cells, *model, ""])
-    return render(["model", "layout", *map(heading, SHOWN), "cost model's s/step", ""], lines)
+    return render(["model", "layout", *map(heading, SHOWN), beside, ""], lines)
 
 
 def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
     """A line for each layout that did not end well, by slices or in full."""
     for how, rows in (("slices", foretold), ("full", measured)):
         for row in rows:
-            if (result := row[how])["status"] != "ok":
+            if (result := row.get(how)) is not None and result["status"] != "ok":
                 yield f"{row['spec']}: {row['layout']}: {how}: {result['status']}: {result['cause']}"
 
 
 def tell(rows: Sequence[Row], measured: Sequence[Row]) -> None:
     """Print every point, and why there is none."""
     if compared := [row for row in points(rows, measured) if row["error"]]:
-        print(table(compared))
+        print(table(compared, *["s/step without operators"] * any("before" in row for row in rows)))
     for line in failures(rows, measured):
         print(line)
 
@@ -220,6 +257,11 @@ def main(argv: list[str] | None = None) -> None:
     second = halves.add_parser("measure")
     second.add_argument("file", type=Path)
     second.add_argument("--out", type=Path)
+    by_operators = halves.add_parser("operators")
+    by_operators.add_argument("specs", nargs="+", metavar="SPEC")
+    by_operators.add_argument("--layouts", type=int, required=True)
+    by_operators.add_argument("--seed", type=int, required=True)
+    by_operators.add_argument("--out", type=Path, required=True)
     third = halves.add_parser("tell")
     third.add_argument("file", type=Path)
     third.add_argument("measured", type=Path, nargs="+")
@@ -228,6 +270,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.half == "tell":
         tell(read(arguments.file), [row for file in arguments.measured for row in read(file)])
+        return
+    if arguments.half == "operators":
+        specs = {path: load_spec(path).located() for path in arguments.specs}
+        predict_by_operators(specs, arguments.layouts, arguments.seed, arguments.out)
         return
     until = time.monotonic() + arguments.seconds
     if arguments.half == "predict":

@@ -14,6 +14,7 @@ from benchmarks import SPECS
 from benchmarks.measure.blind import draw, failures, main, points, read, table
 from benchmarks.measure.slices import part
 from search_spaces.layout import SCHEDULES, Layout
+from service.home import Home
 from service.result import TrialResult
 from service.spec import load_spec
 from trainables.status import Status
@@ -61,6 +62,17 @@ MEASURED = [
     row(ONE, full=result(ONE, 1.0, joules_per_token=2.0)),
     row(OTHER, full=result(OTHER, 2.0, breakdown_span_s=2.0, breakdown_idle_s=0.5)),
 ]
+
+
+def test_points_of_operators_have_what_was_foretold_with_and_without() -> None:
+    foretold = [row(ONE, foretold={"step_time_s": 1.05}, before={"step_time_s": 1.3})]
+    found = points(foretold, MEASURED)
+    assert found[0]["error"] == pytest.approx({"step_time_s": 0.05})
+    assert found[0]["model"] == pytest.approx({"step_time_s": 0.3})
+    text = table(found, "s/step without operators")
+    assert "s/step without operators" in text
+    assert ("+5.00%" in text, "+30.00%" in text) == (True, True)
+    assert list(failures(foretold, MEASURED)) == []
 
 
 def test_every_point_is_told_worst_first_with_means_and_largest() -> None:
@@ -137,3 +149,18 @@ def test_both_halves_run_and_go_on_where_they_ended(
     measured = read(tmp_path / "foretold.measured.jsonl")
     assert [row["layout"] for row in measured] == [row["layout"] for row in foretold]
     assert "mean of 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_layouts_are_foretold_by_operators_that_are_measured_before(
+    ray_session: Any, home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, file = tmp_path / "tiny.yaml", tmp_path / "foretold.jsonl"
+    spec.write_text(TINY.replace("gpus_per_node: 2", "gpus_per_node: 1"))
+    main(["operators", str(spec), "--layouts", "2", "--seed", "0", "--out", str(file)])
+    foretold = read(file)
+    assert foretold
+    assert all(row["foretold"]["step_time_s"] != row["before"]["step_time_s"] for row in foretold)
+    main(["measure", str(file)])
+    assert "s/step without operators" in capsys.readouterr().out
