@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
+from operator import mul
 from typing import NamedTuple
 
-from search_spaces.blocks import Cut, Places, Used, parts_of
+from search_spaces.blocks import Cut, Places, parts_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Group, Network, group_of
@@ -56,16 +57,17 @@ class Load(NamedTuple):
         return self.matmul + self.attention + self.elementwise + self.tensor + self.context + self.experts
 
     def plus(self, other: Load, times: float = 1.0) -> Load:
-        return Load(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
+        return self._make([mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
     def times(self, factor: float) -> Load:
-        return Load(*[factor * mine for mine in self])
+        return self._make([factor * mine for mine in self])
 
     def lasting(self, seconds: float) -> Load:
         """The same work in so many seconds."""
         slower = seconds / self.seconds
-        clocked, moved = (slower * self.matmul, slower * self.attention), slower * self.elementwise
-        return self._replace(matmul=clocked[0], attention=clocked[1], elementwise=moved)
+        return self._replace(
+            matmul=slower * self.matmul, attention=slower * self.attention, elementwise=slower * self.elementwise
+        )
 
 
 class Passes(NamedTuple):
@@ -80,16 +82,19 @@ class Passes(NamedTuple):
 def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -> Passes:
     """For a microbatch of sequences of `sequence_length` tokens."""
     parts, tokens = parts_of(cut, model, sequence_length), cut.tokens(sequence_length)
-    forward, backward = _together(parts.block, cut, c)
     there, back = _tensor_sums(cut, model, tokens, c)
     spread = _spread(cut, model, tokens, c)
-    forward, backward = forward.plus(there).plus(spread), backward.plus(back).plus(spread)
+    ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
+    forward = _total([(there, 1), (spread, 1), *((load, count) for (load, _), count in ways)])
+    backward = _total([(back, 1), (spread, 1), *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
     if cut.recompute == "full":
         block = block.plus(forward)
     elif cut.recompute == "selective":
         block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
-    embedding, head = (there.plus(back) for there, back in (_together(part, cut, c) for part in parts[1:]))
+    embedding, head = (
+        _total((load, count) for operator, count in part for load in priced(operator, cut, c)) for part in parts[1:]
+    )
     if cut.tables > 1:
         state = cut.width * tokens * model.hidden
         seconds, sent = communicate(Collective.ALL_REDUCE, state, 1, cut.tensor, 1, cut.places, c)
@@ -100,18 +105,17 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
 def priced(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """An operator forward and backward: by what it was measured to take, or else by the formula of its kind."""
     forward, backward = _FORMULAS[operator.kind](operator, cut, c)
-    if (timing := c.operators.of(operator)) is None:
+    if not c.operators.rows or (timing := c.operators.of(operator)) is None:
         return forward, backward
     fullest = c.expert_imbalance if operator.kind == Kind.EXPERTS and cut.experts > 1 else 1.0
     factor = fullest * c.operators_in_step
     return forward.lasting(factor * timing.forward_s), backward.lasting(factor * (timing.backward_s or 0.0))
 
 
-def _together(used: Iterable[Used], cut: Cut, c: Coefficients) -> tuple[Load, Load]:
-    """All of some operators, forward and backward."""
-    loads = [(priced(operator, cut, c), count) for operator, count in used]
-    forward, backward = ([load[way].times(count) for load, count in loads] for way in (0, 1))
-    return Load(*map(sum, zip(*forward, strict=True))), Load(*map(sum, zip(*backward, strict=True)))
+def _total(loads: Iterable[tuple[Load, int]]) -> Load:
+    """So many of each."""
+    each, counts = zip(*loads, strict=True)
+    return Load._make([sum(map(mul, column, counts)) for column in zip(*each, strict=True)])
 
 
 def communicate(
@@ -160,8 +164,7 @@ def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     """A backward pass takes twice the products."""
     rows, inside, outside = operator.dims
     forward = _products(rows, [(inside, outside, 1)], operator, c)
-    casts, gradient_casts = _casts(rows, [(inside, outside, 1)], operator, c)
-    return forward.plus(casts), forward.times(2).plus(gradient_casts)
+    return _with_casts(forward, forward.times(2), rows, [(inside, outside, 1)], operator, c)
 
 
 def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients) -> Load:
@@ -177,17 +180,20 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: 
     return Load(matmul=seconds, flops=flops)
 
 
-def _casts(rows: int, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients) -> tuple[Load, Load]:
-    """To fp8, forward and backward, in a block that is not compiled: each product casts what it is given for itself.
+def _with_casts(
+    forward: Load, backward: Load, rows: int, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients
+) -> tuple[Load, Load]:
+    """Products with their casts to fp8, in a block that is not compiled: each casts what it is given for itself.
 
     Two bytes a value are read twice, for the scale and for the cast, and one is written. Backward that is done to
     gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written.
     """
     if of.precision != "fp8" or of.compiled:
-        return Load(), Load()
+        return forward, backward
     given = sum(count * (rows * inside + inside * outside) for inside, outside, count in shapes)
     gradients = sum(count * rows * outside for _, outside, count in shapes)
-    return _traffic(5.0 * given, True, c), _traffic(5.0 * gradients + 2.0 * (gradients + given), True, c)
+    casts, gradient_casts = 5.0 * given, 5.0 * gradients + 2.0 * (gradients + given)
+    return forward.plus(_traffic(casts, True, c)), backward.plus(_traffic(gradient_casts, True, c))
 
 
 def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
@@ -249,8 +255,7 @@ def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     if "masked" in operator.form:
         products = products.plus(_products(tokens, [(hidden, round(rows), 2)], operator, c))
     there, back = _moving(operator, tokens * chosen * (inner * _activated(operator) + 6.0 * hidden), c)
-    casts, gradient_casts = _casts(tokens, network, operator, c)
-    return products.plus(there).plus(casts), products.times(2).plus(back).plus(gradient_casts)
+    return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, c)
 
 
 def _copies(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
