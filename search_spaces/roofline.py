@@ -231,7 +231,15 @@ def _casts(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[L
     products = projections + network
     given = sum(count * (tokens * inside + inside * outside) for inside, outside, count in products)
     gradients = sum(count * tokens * outside for _, outside, count in products)
-    return _traffic(5.0 * given, True, c), _traffic(5.0 * gradients + 2.0 * (gradients + given), True, c)
+    forward, backward = 1.0 * given, 1.0 * gradients
+    if cut.tensor > 1:
+        # What several products are given is cast once, and where tokens are split, a rank's own of them alone, as are
+        # gradients of what is summed.
+        several = 5 if model.family == "llama" else 4
+        own = tokens / cut.tensor if cut.sequence_parallel else tokens
+        forward -= model.hidden * (several * tokens - 2 * own)
+        backward -= 2 * model.hidden * (tokens - own)
+    return _traffic(5.0 * forward, True, c), _traffic(5.0 * backward + 2.0 * (gradients + given), True, c)
 
 
 def _widths(cut: Cut, model: ModelShape) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
@@ -314,7 +322,7 @@ def _values(cut: Cut, model: ModelShape) -> float:
     if cut.autocast and not cut.compile:
         values += AUTOCAST_NORMS * hidden
     if cut.precision == "fp8" and cut.compile:
-        values += 2 * (2 * hidden + heads + chosen * inner)
+        values += 2 * (2 * outside + heads + chosen * inner)
     return values
 
 
@@ -325,11 +333,17 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
         return Load(), Load()
     state = cut.width * tokens * model.hidden
     kind, count = (Collective.ALL_GATHER, 4) if cut.sequence_parallel else (Collective.ALL_REDUCE, 2)
-    seconds, sent = communicate(kind, count * state, count, cut.tensor, 1, cut.places, c)
+    size, agreeing = float(count * state), 0.0
+    if cut.precision == "fp8" and cut.sequence_parallel:
+        # Of a gather and a scatter each, what is gathered is in 8 bits, once its largest magnitude is agreed on.
+        size -= 2.0 * tokens * model.hidden
+        agreeing, _ = communicate(Collective.ALL_REDUCE, 2 * 4, 2, cut.tensor, 1, cut.places, c)
+    seconds, sent = communicate(kind, size, count, cut.tensor, 1, cut.places, c)
     if cut.async_tensor_parallel:
         seconds *= c.contention
     inputs = 4 if model.family == "gpt" else 5
     more = inputs / 2 if cut.engine.sums_inputs_apart else 1.0
+    seconds += agreeing
     return Load(tensor=seconds, sent=sent), Load(tensor=more * seconds, sent=more * sent)
 
 
