@@ -51,7 +51,7 @@ class Cut(NamedTuple):
     precision: str
     width: int
     autocast: bool
-    attention_time: float
+    attention_time: tuple[float, float]
     places: Places
 
     @classmethod
@@ -123,30 +123,39 @@ def update_of(engine: EngineFacts, parameters: float) -> Operator:
 def _block(cut: Cut, model: ModelShape, sequence_length: int, plain: str) -> tuple[Used, ...]:
     """What lies between products is cast to fp8 by the same kernels where the block is compiled, else by those of the
     product."""
-    tokens, (hidden, inner, heads, keys) = cut.tokens(sequence_length), cut.shares(model)
+    tokens, (hidden, inner, _, _) = cut.tokens(sequence_length), cut.shares(model)
     between = cut.precision if cut.compile else plain
     outside = tokens // (cut.tensor if cut.sequence_parallel else 1), hidden
-
-    def product(inside: int, wide: int) -> Operator:
-        biased, alone = ("bias",) * (model.family == "gpt"), cut.precision != "fp8"
-        return Operator(Kind.PRODUCT, (tokens, inside, wide), cut.precision, cut.compile and not alone, biased)
 
     used: Counter[Operator] = Counter()  # several may be alike
     used[Operator(Kind.NORM, outside, between, cut.compile, (model.family, *["autocast"] * cut.autocast))] = 2
     used[_attention(cut, model, sequence_length, between)] = 1
-    projections = [(hidden, heads, 1), (hidden, keys, 2), (heads, hidden, 1)]
-    network = [(hidden, inner, 2 if model.family == "llama" else 1), (inner, hidden, 1)]
-    for inside, wide, count in projections if model.num_experts else projections + network:
-        used[product(inside, wide)] += count
+    used.update(_products(cut, model, tokens))
     if model.num_experts:
         here, form = model.num_experts // cut.experts, "masked" if cut.engine.masks_experts else "grouped"
         dims = (tokens, hidden, inner, here, model.experts_per_token)
         used[Operator(Kind.EXPERTS, dims, cut.precision, cut.compile, (model.family, form))] = 1
     else:
         used[Operator(Kind.ACTIVATION, (tokens, inner), between, cut.compile, (model.family,))] = 1
-    if cut.sequence_parallel:
+    if cut.sequence_parallel and not cut.engine.sequence_first:
         used[Operator(Kind.COPIES, (tokens, hidden), plain, cut.compile)] = 1
     return tuple(used.items())
+
+
+def selected_of(cut: Cut, model: ModelShape, sequence_length: int) -> list[Operator]:
+    """The products of a block that selective recomputation computes again, where an engine has it do so."""
+    products = _products(cut, model, cut.tokens(sequence_length))
+    return products if cut.precision == "fp8" else products[1::2]
+
+
+def _products(cut: Cut, model: ModelShape, tokens: int) -> list[Operator]:
+    """Of a block, in their order, but for those of experts."""
+    hidden, inner, heads, keys = cut.shares(model)
+    shapes = [(hidden, heads), (hidden, keys), (hidden, keys), (heads, hidden)]
+    if not model.num_experts:
+        shapes += [(hidden, inner)] * (2 if model.family == "llama" else 1) + [(inner, hidden)]
+    biased, cast = ("bias",) * (model.family == "gpt"), cut.compile and cut.precision == "fp8"
+    return [Operator(Kind.PRODUCT, (tokens, inside, wide), cut.precision, cast, biased) for inside, wide in shapes]
 
 
 def _attention(cut: Cut, model: ModelShape, sequence_length: int, precision: str) -> Operator:

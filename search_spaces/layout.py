@@ -284,8 +284,8 @@ class Layout:
     precision: str = field(
         default="bf16",
         metadata=axis(
-            "Of matrix products: `bf16` (mixed precision), `fp32` or `fp8` (of `megatron` without tensor parallelism, "
-            "on H100 and H200).",
+            "Of matrix products: `bf16` (mixed precision), `fp32` or `fp8` (of `megatron`, but for mixtures of "
+            "experts, on H100 and H200).",
             settled=13,
             label="{}".format,
             allowed=("bf16", "fp32", "fp8"),

@@ -342,6 +342,7 @@ def _block_activations(
     Korthikanti et al. 2022, equations 1 to 6, for blocks without dropout, mostly with attention that keeps no scores,
     and gated feed-forward networks. Unlike there, most engines keep inputs of split matrix products whole, and do not
     gather them again. A compiled block computes the activation function again, not what goes into a matrix product.
+    In fp8 these inputs are kept in 8 bits, and where nothing is compiled, weights as well.
     """
     tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
     hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
@@ -363,9 +364,15 @@ def _block_activations(
         network, products = (3 if layout.compile else 4) * inner, 2 * inner
     else:
         network, products = 2 * inner, inner
-    inputs = outside if engine.gathers_again else hidden
+    given, cast = 2.0 * layout.width * (outside if engine.gathers_again else hidden), 0.0
+    if layout.precision == "fp8" and not model.num_experts:
+        # A byte a value, of attention's results in addition to them. Where products cast what they are given each for
+        # itself, as they do in one piece and not compiled, they keep it each.
+        given *= (5 if model.family == "llama" else 4) / 4 if tensor == 1 and not layout.compile else 1 / 2
+        given += (0 if layout.compile else heads) - inner
+        cast = 0.0 if layout.compile else model.block_parameters / tensor
     scores = 5.0 * tokens * sequence * model.heads / tensor if engine.scores_traffic else 0.0
-    whole = tokens * (layout.width * (2 * outside + 2 * inputs + attention + network) + masks) + scores
+    whole = tokens * (layout.width * (2 * outside + attention + network) + given + masks) + scores + cast
     if layout.recompute == "none":
         return whole, whole
     if layout.recompute == "full":

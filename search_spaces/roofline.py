@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from operator import mul
 from typing import NamedTuple
 
-from search_spaces.blocks import Cut, Places, parts_of
+from search_spaces.blocks import Cut, Places, parts_of, selected_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Group, Network, group_of
@@ -92,6 +92,9 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
         block = block.plus(forward)
     elif cut.recompute == "selective":
         block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
+        if cut.engine.selects_products:
+            block = block.plus(_total((priced(one, cut, c)[0], 1) for one in selected_of(cut, model, sequence_length)))
+            block = block.plus(_gathers(cut, model, tokens, c) if cut.sequence_parallel else Load())
     embedding, head = (
         _total((load, count) for operator, count in part for load in priced(operator, cut, c)) for part in parts[1:]
     )
@@ -213,9 +216,10 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
         moved = 1.0 * engine.scores_traffic * tokens * queries * times * heads / width
         attention = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
     else:
-        slower = cut.attention_time * _padded(width) / width * (engine.gathered_attention if times > 1 else 1.0)
+        slower = _padded(width) / width * (engine.gathered_attention if times > 1 else 1.0)
         attention = Load(attention=slower * work / c.attention_flops, flops=work)
-    return attention.plus(copies), attention.times(2.5).plus(copies, 2)
+    ahead, back = (attention._replace(attention=time * attention.attention) for time in cut.attention_time)
+    return ahead.plus(copies), back.times(2.5).plus(copies, 2)
 
 
 def _padded(width: int) -> int:
@@ -229,8 +233,8 @@ def _norm(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     values = 4.5 if operator.compiled else 5.0
     if "autocast" in operator.form and not operator.compiled:
         values += AUTOCAST_NORMS / 2
-    if operator.precision == "fp8":  # of all that goes into products
-        values += 2.0 * (cut.tensor if cut.sequence_parallel else 1)
+    if operator.precision == "fp8":
+        values += 2.0
     return _moving(operator, values * rows * width, c)
 
 
@@ -326,11 +330,25 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
     (Korthikanti et al. 2022), or backward one of the gradients of what goes into each product apart."""
     if cut.tensor == 1:
         return Load(), Load()
-    state = cut.width * tokens * model.hidden
-    kind, count = (Collective.ALL_GATHER, 4) if cut.sequence_parallel else (Collective.ALL_REDUCE, 2)
-    seconds, sent = communicate(kind, count * state, count, cut.tensor, 1, cut.places, c)
-    if cut.async_tensor_parallel:
-        seconds *= c.contention
+    if cut.sequence_parallel:
+        sums = _messages(Collective.REDUCE_SCATTER, cut.width, cut, model, tokens, c)
+        sums = sums.plus(_gathers(cut, model, tokens, c))
+    else:
+        sums = _messages(Collective.ALL_REDUCE, cut.width, cut, model, tokens, c)
     inputs = 4 if model.family == "gpt" else 5
-    more = inputs / 2 if cut.engine.sums_inputs_apart else 1.0
-    return Load(tensor=seconds, sent=sent), Load(tensor=more * seconds, sent=more * sent)
+    return sums, sums.times(inputs / 2 if cut.engine.sums_inputs_apart else 1.0)
+
+
+def _gathers(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """Of hidden states that sequence parallelism splits, before attention and before the feed-forward network: for
+    products in fp8 in 8 bits, once their largest magnitude is agreed on."""
+    if cut.precision != "fp8":
+        return _messages(Collective.ALL_GATHER, cut.width, cut, model, tokens, c)
+    agreeing, _ = communicate(Collective.ALL_REDUCE, 2 * 4, 2, cut.tensor, 1, cut.places, c)
+    return _messages(Collective.ALL_GATHER, 1, cut, model, tokens, c).plus(Load(tensor=agreeing))
+
+
+def _messages(kind: Collective, width: int, cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """Two, of hidden states in so many bytes each, over tensor-parallel ranks."""
+    seconds, sent = communicate(kind, 2.0 * width * tokens * model.hidden, 2, cut.tensor, 1, cut.places, c)
+    return Load(tensor=c.contention * seconds if cut.async_tensor_parallel else seconds, sent=sent)

@@ -166,12 +166,11 @@ def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
     if not facts_of(layout, work).fp8:
         having = [name for name, engine in ENGINES.items() if engine.fp8]
         return f"fp8 is in the {' and '.join(having)} engine alone"
-    if size > 1 and not facts_of(layout, work).fp8_everywhere:
-        return "scales of fp8 would have to be agreed on over the tensor-parallel ranks"
-    if model.num_experts and not facts_of(layout, work).fp8_everywhere:
+    if model.num_experts and not facts_of(layout, work).fp8_experts:
         return "grouped matrix products of experts have no fp8 form here"
-    if any(width % 16 for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)):
-        return "fp8 matrix products need widths that are multiples of 16"
+    shares = [width / size for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)]
+    if any(width % 16 for width in (model.hidden, *shares)):
+        return "fp8 matrix products need widths on a GPU that are multiples of 16"
     if layout.micro_batch_size * work.sequence_length // layout.context_parallel_size % 16:
         return "fp8 matrix products need microbatches whose tokens on a GPU are a multiple of 16"
     return None

@@ -65,8 +65,8 @@ class EngineFacts(ABC):
     """Whether it trains models of `search_spaces.models` as `trainables` does: else only what holds for any program
     is a rule for it."""
 
-    fp8_everywhere: ClassVar[bool] = False
-    """Whether it has them with tensor parallelism and in experts, too."""
+    fp8_experts: ClassVar[bool] = False
+    """Whether it has them in experts, too."""
 
     fills_pipelines: ClassVar[bool] = True
     """Whether its pipelines need as many microbatches as ranks."""

@@ -24,6 +24,7 @@ class Foreign(Megatron):
 
     unused: ClassVar[Mapping[str, Condition]] = {}
     same: ClassVar[Mapping[str, Same]] = {}
+    rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8 = True
     is_ours = False
 

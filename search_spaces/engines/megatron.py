@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from search_spaces.coefficients import Coefficients
-from search_spaces.engines.base import Condition, EngineFacts, Same, States
+from search_spaces.engines.base import Condition, EngineFacts, Rule, Same, States
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import Held
+from search_spaces.workload import Workload
 
 
 def _always(layout: Layout) -> bool:
@@ -22,12 +23,20 @@ def _zero_stage(value: int, layout: Layout) -> int:
     return 2 if value == 1 and once else value
 
 
+def megatron_overlaps_no_casts(layout: Layout, work: Workload) -> str | None:
+    """The compiler splits products beside a gather of what they multiply, or a scatter of what they give."""
+    if layout.async_tensor_parallel and layout.precision == "fp8":
+        return "asynchronous tensor parallelism has products in bf16 or fp32 alone: it was never tried with fp8's casts"
+    return None
+
+
 class Megatron(EngineFacts):
     """See `EngineFacts`, whose facts of torch's own primitives are this engine's."""
 
     name = "megatron"
     unused: ClassVar[Mapping[str, Condition]] = {"offload_optimizer": _always, "bucket_size": _always}
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _zero_stage}
+    rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {"async_tensor_parallel": (megatron_overlaps_no_casts,)}
     fp8 = True
     # Such attention is not square, and torch leaves it to FlashAttention-2; the other it has from cuDNN on Hopper.
     # Fitted.

@@ -40,7 +40,7 @@ class MegatronLM(Megatron):
     name = "megatron-lm"
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
-    fp8_everywhere = True
+    fp8_experts = True
     fills_pipelines = False
     empty_ends = True
     rings_keys, gathered_attention = True, 1.0
@@ -86,7 +86,8 @@ class Torchtitan(Megatron):
 
     name = "torchtitan"
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
-    fp8_everywhere = True
+    rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
+    fp8_experts = True
     rings_keys, gathered_attention = True, Megatron.gathered_attention / FLASH_2_ON_HOPPER
 
     def attention_time(self, accelerator: Accelerator) -> float:

@@ -234,6 +234,7 @@ TENSOR: dict[str, Any] = {"tensor_parallel_size": 4, "sequence_parallel": True, 
         ({"zero_stage": 3}, {"zero_stage": 2}),
         ({"zero_stage": 2}, {"zero_stage": 1}),
         (TENSOR, {"async_tensor_parallel": True}),
+        (TENSOR, {"precision": "fp8"}),
         ({"engine": "deepspeed", "tensor_parallel_size": 2}, {"engine": "megatron"}),
         ({"engine": "deepspeed", "zero_stage": 2, "offload_optimizer": True}, {"offload_optimizer": False}),
         ({"engine": "deepspeed", "zero_stage": 2, "bucket_size": 100_000}, {"bucket_size": 500_000_000}),
@@ -243,6 +244,34 @@ TENSOR: dict[str, Any] = {"tensor_parallel_size": 4, "sequence_parallel": True, 
 def test_which_of_two_settings_is_the_faster_one(base: dict[str, Any], faster: dict[str, Any]) -> None:
     slow = replace(layout_of(), **base)
     assert seconds(replace(slow, **faster)) < seconds(slow)
+
+
+def test_gathers_of_split_sequences_are_half_as_long_in_fp8() -> None:
+    """Which are half of what tensor-parallel ranks send; sums are in bf16."""
+    slow = replace(IDEAL, link_bytes_per_s=1e9)
+    for split, share in ((True, 3 / 4), (False, 1.0)):
+        layout = layout_of(**TENSOR | {"sequence_parallel": split})
+        plain, rough = (
+            predict(replace(layout, precision=precision), WORK, slow).parts["tensor_parallel"]
+            for precision in ("bf16", "fp8")
+        )
+        assert rough / plain == pytest.approx(share, rel=0.01)
+
+
+def test_split_products_cast_what_they_share_once() -> None:
+    """And of split sequences their own tokens alone."""
+
+    def casts(layout: Layout) -> float:
+        plain, rough = (predict(replace(layout, precision=name), WORK, SHEET) for name in ("bf16", "fp8"))
+        return rough.parts["elementwise"] - plain.parts["elementwise"]
+
+    split = replace(ALONE, num_gpus=8, tensor_parallel_size=8)
+    for compiled in (True, False):
+        whole, all_of_it, own = (
+            casts(replace(layout, compile=compiled))
+            for layout in (ALONE, replace(split, sequence_parallel=False), split)
+        )
+        assert own < all_of_it < whole
 
 
 def test_hybrid_shards_gather_within_the_node() -> None:

@@ -22,6 +22,7 @@ INTERLEAVED = {
     "virtual_pipeline_stages": 2,
     "pipeline_schedule": "interleaved_1f1b",
 }
+ASYNC = {"tensor_parallel_size": 2, "sequence_parallel": True, "compile": True, "async_tensor_parallel": True}
 EXPERTS = {"num_experts": 8}
 H200 = {"accelerator": ACCELERATORS["h200"]}
 PROXIES = {"model": PRESETS["llama3-70b"], "depths": (2, 6)}
@@ -222,7 +223,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"precision": "fp8", "tensor_parallel_size": 2},
             {"precision": "fp8", "context_parallel_size": 2},
-            "tensor-parallel ranks",
+            "widths on a GPU",
             work=H200,
         ),
         Case({"precision": "fp8"}, {}, "experts", model=EXPERTS, work=H200),
@@ -235,11 +236,11 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "async_tensor_parallel_is_supported": [
-        Case(
-            {"tensor_parallel_size": 2, "sequence_parallel": True, "async_tensor_parallel": True, "compile": True},
-            {"tensor_parallel_size": 2, "sequence_parallel": True, "compile": True},
-            "each other's memory",
-        )
+        Case(ASYNC, ASYNC | {"async_tensor_parallel": False}, "each other's memory")
+    ],
+    "megatron_overlaps_no_casts": [
+        Case(ASYNC | {"precision": "fp8"}, ASYNC | allowed, "never tried", model={"ffn_hidden": 192}, work=H200)
+        for allowed in ({"precision": "bf16"}, {"precision": "fp8", "async_tensor_parallel": False})
     ],
     "segments_expand_on_cuda": [
         Case({"expandable_segments": True}, {}, "NVIDIA's GPUs", work={"accelerator": ACCELERATORS["mi250"]})

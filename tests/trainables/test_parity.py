@@ -31,6 +31,7 @@ from trainables.program import RankReport, TrialRequest
 from trainables.training import Training
 
 LLAMA = ModelShape("llama", 2, 64, 4, 2, 176, 512, 64)  # four heads share two key-value heads
+WIDER = replace(LLAMA, ffn_hidden=192)  # of which two ranks have a multiple of 16 each, as fp8 needs it
 GPT = ModelShape("gpt", 2, 64, 4, 4, 256, 512, 64)
 MIXTURE = ModelShape("llama", 4, 64, 4, 2, 96, 512, 64, num_experts=4)
 SEQUENCE_LENGTH = 32
@@ -448,12 +449,40 @@ FP8 = changed(
     [
         *cases(LLAMA, megatron(2, zero=3, recompute="selective"), megatron(2, cp=2, zero=1)),
         *cases(deep(GPT), megatron(2, **ZERO_BUBBLE)),
+        *cases(WIDER, megatron(2, tp=2)),
+        *cases(tied(GPT), megatron(2, tp=2, sp=True)),
         *cases(
             LLAMA,
             megatron(2, zero=1, recompute="full", compile=True),
             megatron(2, zero=2, recompute="selective", compile=True),
             slow=True,
         ),
+        *cases(
+            WIDER,
+            megatron(2, tp=2, sp=True),
+            megatron(2, tp=2, recompute="selective"),
+            megatron(2, tp=2, sp=True, recompute="full", mbs=1),
+            megatron(4, tp=2, zero=1),
+            megatron(4, tp=2, sp=True, zero=2, recompute="selective", overlap_grad_reduce=False),
+            megatron(4, tp=2, sp=True, zero=3),
+            megatron(4, tp=2, cp=2, sp=True, zero=3, recompute="full", reduce_precision="bf16"),
+            megatron(2, tp=2, compile=True),
+            megatron(2, tp=2, sp=True, compile=True),
+            megatron(2, tp=2, sp=True, recompute="selective", compile=True, mbs=1),
+            megatron(4, tp=2, sp=True, zero=3, recompute="full", compile=True),
+            slow=True,
+        ),
+        *cases(GPT, megatron(2, tp=2), megatron(2, tp=2, sp=True, compile=True), slow=True),
+        *cases(
+            deep(WIDER),
+            megatron(4, pp=2, tp=2, sp=True),
+            megatron(4, **GPIPE, tp=2),
+            megatron(4, **INTERLEAVED, tp=2, sp=True, recompute="selective"),
+            megatron(4, **V_SHAPED, tp=2, sp=True),
+            slow=True,
+        ),
+        *cases(deep(GPT), megatron(4, **ZERO_BUBBLE, tp=2, sp=True, recompute="full"), slow=True),
+        *cases(deep(WIDER), megatron(4, **INTERLEAVED, tp=2, sp=True, compile=True), slow=True),
     ],
     precision="fp8",
 )

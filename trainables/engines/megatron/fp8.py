@@ -1,19 +1,23 @@
-"""Linear layers whose matrix products run in 8-bit floats, each tensor scaled anew for every product.
+"""Linear layers whose matrix products run in 8-bit floats, each tensor scaled anew for every product; sums and outputs
+keep the input's precision.
 
-E4M3 forward and E5M2 for gradients, as in Micikevicius et al. 2022; sums and outputs keep the input's precision.
+Tensor-parallel ranks scale each their own part of a weight, and what they sum is in the input's precision already, so
+that only tokens which they gather need a scale in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-FORWARD = torch.float8_e4m3fn
-GRADIENT = torch.float8_e5m2
+from trainables.engines.megatron.fp8_casts import FORWARD, GRADIENT, quantize, transposed
+from trainables.engines.megatron.fp8_ranks import TensorRanks
 
 COMPILER_OPTIONS = {"triton.mix_order_reduction": False}
 """For compiled blocks with these layers and RMS norms. torch 2.11 to 2.13 would join the two sums of a norm's backward
@@ -21,64 +25,63 @@ pass, over the width and over the tokens, and with them all that leads to the sc
 that takes 7 times as long as several. On H200 blocks of Llama-3-8B are 4% faster without; those of GPT-3, whose layer
 norms are not joined with as much, 2% slower."""
 
-T = TypeVar("T")
 
+class Scaled(NamedTuple):
+    """What products are given, in 8 bits: `values` (batch, tokens, width) times the fp32 scalar `scale`.
 
-def _fused(function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, as few kernels also in blocks that are not compiled: its many small ones take as long there as the
-    products. A compiled block makes it part of its own graph."""
+    Autograd follows `source`, of the same shape and of the products' precision, whose own values nobody reads.
+    """
 
-    @cache
-    def compiled() -> Callable[..., T]:
-        return torch.compile(function, dynamic=True)  # imports the compiler, which takes as long as the engine itself
-
-    @wraps(function)
-    def run(x: Tensor, *arguments: Any) -> T:
-        plain = torch.compiler.is_compiling() or not x.is_cuda
-        return function(x, *arguments) if plain else compiled()(x, *arguments)
-
-    return run
-
-
-@_fused
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` in 8 bits so that its largest magnitude is the type's, and the fp32 scalar that undoes the scaling."""
-    largest = x.abs().amax().float().clamp(min=1e-12)
-    scale = torch.finfo(dtype).max / largest
-    return (x.float() * scale).to(dtype), scale.reciprocal()
+    values: Tensor
+    scale: Tensor
+    source: Tensor
 
 
 class _Product(torch.autograd.Function):
-    """x (tokens, in) times the transpose of weight (out, in)."""
+    """The fields of a `Scaled` (batch, tokens, in) times the transpose of weight (out, in); summed over `ranks`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x_scale = quantize(x, FORWARD)
+    def forward(
+        ctx: Any, values: Tensor, scale: Tensor, source: Tensor, weight: Tensor, ranks: TensorRanks | None
+    ) -> Tensor:
+        x8 = values.flatten(0, -2)
         w8, w_scale = quantize(weight, FORWARD)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.dtype = x.dtype
-        return _multiply(x8, w8.t(), x_scale, w_scale, x.dtype)
+        ctx.save_for_backward(x8, scale, w8, w_scale)
+        ctx.ranks, ctx.dtype = ranks, source.dtype
+        y = _multiply(x8, w8.t(), scale, w_scale, source.dtype).unflatten(0, values.shape[:-1])
+        return y if ranks is None else ranks.summed(y)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
-        g8, g_scale = quantize(gradients[0], GRADIENT)
-        for_x = _multiply(g8, _by_columns(w8), g_scale, w_scale, ctx.dtype)
-        for_weight = _multiply(_transposed(g8), _by_columns(x8), g_scale, x_scale, ctx.dtype)
-        return for_x, for_weight
+        (gradient,) = gradients
+        whole, g_scale = (quantize if ctx.ranks is None else ctx.ranks.whole)(gradient, GRADIENT)
+        g8 = whole.flatten(0, -2)
+        for_x = _multiply(g8, _by_columns(w8), g_scale, w_scale, ctx.dtype).unflatten(0, whole.shape[:-1])
+        for_weight = _multiply(transposed(g8), _by_columns(x8), g_scale, x_scale, ctx.dtype)
+        return None, None, for_x, for_weight, None
 
 
-_product: Callable[[Tensor, Tensor], Tensor] = _Product.apply
+class _Source(torch.autograd.Function):
+    """Stands for what `ranks` have of x together, without memory of its own; gradients of it are summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return x.new_empty(()).expand(ranks.whole_shape(x))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.summed(gradients[0]), None
 
 
-@_fused
-def _transposed(x: Tensor) -> Tensor:
-    return x.t().contiguous()
+_product: Callable[[Tensor, Tensor, Tensor, Tensor, TensorRanks | None], Tensor] = _Product.apply
+_source: Callable[[Tensor, TensorRanks], Tensor] = _Source.apply
 
 
 def _by_columns(x: Tensor) -> Tensor:
     """`x` (rows, columns) laid out by columns, as the hardware wants the right-hand side of a product."""
-    return _transposed(x).t()
+    return transposed(x).t()
 
 
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,11 +89,33 @@ def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: tor
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` in 8-bit floats; widths and the number of tokens must be multiples of 16."""
+    """`nn.Linear` in 8-bit floats; widths and the number of tokens must be multiples of 16.
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _product(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias
+    `ranks`: those that each compute a summand of the result; None where this rank has all of it.
+    """
+
+    ranks: TensorRanks | None = None
+
+    def forward(self, x: Tensor | Scaled) -> Tensor:
+        given = x if isinstance(x, Scaled) else _scaled(x, None)
+        y = _product(*given, _local(self.weight), self.ranks)
+        if self.bias is None:
+            return y
+        # Where a rank adds it to its own tokens alone, so is its gradient of them alone.
+        own = self.ranks is not None and self.ranks.sequence_parallel
+        return y + _local(self.bias, Partial() if own else None)
+
+
+def _scaled(x: Tensor, ranks: TensorRanks | None) -> Scaled:
+    """Of x (batch, tokens, width), or of what `ranks` have of it together."""
+    with torch.no_grad():
+        values, scale = quantize(x, FORWARD) if ranks is None else ranks.whole(x, FORWARD)
+    return Scaled(values, scale, x if ranks is None else _source(x, ranks))
+
+
+def _local(x: Tensor, gradient: Placement | None = None) -> Tensor:
+    """This rank's part of what is a DTensor where ranks split it; its gradient is laid out likewise, or as said."""
+    return x.to_local(grad_placements=None if gradient is None else [gradient]) if isinstance(x, DTensor) else x
 
 
 def use_fp8(module: nn.Module) -> None:
@@ -98,3 +123,40 @@ def use_fp8(module: nn.Module) -> None:
     for child in module.modules():
         if type(child) is nn.Linear:
             child.__class__ = Float8Linear
+
+
+class WholeInput(ParallelStyle):
+    """Gives a module `Scaled` what `ranks` have of its input together, cast once for all of its products."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = self.ranks
+
+        def gather(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Scaled]:
+            return (_scaled(_local(inputs[0]), ranks),)
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class Columns(ColwiseParallel):
+    """A `Float8Linear` whose outputs are split over ranks, given what all of them have."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._partition_linear_fn)
+
+
+class Rows(RowwiseParallel):
+    """A `Float8Linear` whose inputs are split over `ranks`, which sum what comes out."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Float8Linear)
+        module.ranks = self.ranks
+        return distribute_module(module, device_mesh, self._partition_linear_fn)

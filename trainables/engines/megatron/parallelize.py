@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -19,7 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 from search_spaces.layout import Layout
 from trainables.engines.megatron.context import GatheredAttention
-from trainables.engines.megatron.fp8 import COMPILER_OPTIONS, use_fp8
+from trainables.engines.megatron.fp8 import COMPILER_OPTIONS, Columns, Rows, WholeInput, use_fp8
+from trainables.engines.megatron.fp8_ranks import TensorRanks
 from trainables.engines.megatron.mesh import Mesh
 from trainables.model import Block, Embedding, Head
 from trainables.moe import Experts, MoE
@@ -100,21 +102,30 @@ class Parallelizer:
             _serialize(module, gradients=not layout.overlap_grad_reduce, parameters=not layout.overlap_param_gather)
 
     def _block_plan(self, block: Block) -> dict[str, Any]:
-        whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
+        whole, columns, rows = self._product_styles()
         plan: dict[str, Any] = {
             "attention": whole,
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=self.hidden),
+            "attention.wq": columns,
+            "attention.wk": columns,
+            "attention.wv": columns,
+            "attention.wo": rows,
         }
         if not isinstance(block.ffn, MoE):  # a mixture of experts is made for its place in the mesh
-            plan |= {"ffn": whole, "ffn.up": ColwiseParallel(), "ffn.down": RowwiseParallel(output_layouts=self.hidden)}
+            plan |= {"ffn": whole, "ffn.up": columns, "ffn.down": rows}
             if hasattr(block.ffn, "gate"):
-                plan["ffn.gate"] = ColwiseParallel()
+                plan["ffn.gate"] = columns
         if self.layout.sequence_parallel:
             plan["attention_norm"] = plan["ffn_norm"] = SequenceParallel()
         return plan
+
+    def _product_styles(self) -> tuple[ParallelStyle, ParallelStyle, ParallelStyle]:
+        """Of what several products are given, of these, and of the one whose results are summed."""
+        if self.layout.precision == "fp8":
+            group = self.mesh.tensor.get_group()
+            ranks = TensorRanks(group.group_name, group.size(), self.layout.sequence_parallel)
+            return WholeInput(ranks), Columns(), Rows(ranks)
+        whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
+        return whole, ColwiseParallel(), RowwiseParallel(output_layouts=self.hidden)
 
     def _shard_experts(self, experts: Experts) -> None:
         """Over the ranks that hold the same experts: whole ones each where there are enough, else a part of each."""
