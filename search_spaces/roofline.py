@@ -123,6 +123,10 @@ class Cut(NamedTuple):
         )
 
     @property
+    def gathers_fp8(self) -> bool:
+        return self.precision == "fp8" and self.sequence_parallel and self.engine.gathers_fp8
+
+    @property
     def tables(self) -> int:
         """GPUs over which embedding and head are split."""
         return self.tensor if self.engine.splits_tables else 1
@@ -146,6 +150,8 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
         block = block.plus(forward)
     elif cut.recompute == "selective":
         block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
+        if cut.engine.selects_products:
+            block = block.plus(_selected(cut, model, tokens, c))
     embedding = _traffic(3.0 * cut.width * tokens * model.hidden, cut.compile, c)
     shared = cut.tables > 1
     fused = cut.compile and not shared
@@ -208,9 +214,9 @@ def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficie
     products, spread = _matmuls(cut, model, tokens, c)
     attention = _attention(cut, model, sequence, tokens, c)
     elementwise = _traffic(cut.width * tokens * _values(cut, model), cut.compile, c)
-    if cut.sequence_parallel:
+    if cut.sequence_parallel and not cut.engine.sequence_first:
         # torch gathers and scatters along the first dimension, and copies from and to the second, four times.
-        copies = 8.0 if cut.compile else EAGER_COPIES
+        copies = (6.0 if cut.gathers_fp8 else 8.0) if cut.compile else EAGER_COPIES
         elementwise = elementwise.plus(_traffic(copies * cut.width * tokens * model.hidden, cut.compile, c))
     there, back = _tensor_sums(cut, model, tokens, c)
     forward = products.plus(attention).plus(elementwise).plus(spread).plus(there)
@@ -219,6 +225,15 @@ def _block(cut: Cut, model: ModelShape, sequence: int, tokens: int, c: Coefficie
         casts, gradient_casts = _casts(cut, model, tokens, c)
         forward, backward = forward.plus(casts), backward.plus(gradient_casts)
     return forward, backward
+
+
+def _selected(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """What selective recomputation computes again of the products, and what it gathers for them."""
+    shapes = [
+        (inside, outside, 1) for some in _widths(cut, model) for inside, outside, count in some for _ in range(count)
+    ]
+    again = _products(tokens, shapes if cut.precision == "fp8" else shapes[1::2], cut, c, _speed(cut, c))
+    return again.plus(_gathers(cut, model, tokens, c)) if cut.sequence_parallel else again
 
 
 def _casts(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
@@ -314,7 +329,7 @@ def _values(cut: Cut, model: ModelShape) -> float:
     if cut.autocast and not cut.compile:
         values += AUTOCAST_NORMS * hidden
     if cut.precision == "fp8" and cut.compile:
-        values += 2 * (2 * hidden + heads + chosen * inner)
+        values += 2 * (2 * (outside if cut.gathers_fp8 else hidden) + heads + chosen * inner)
     return values
 
 
@@ -323,14 +338,26 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
     (Korthikanti et al. 2022), or backward one of the gradients of what goes into each product apart."""
     if cut.tensor == 1:
         return Load(), Load()
-    state = cut.width * tokens * model.hidden
-    kind, count = (Collective.ALL_GATHER, 4) if cut.sequence_parallel else (Collective.ALL_REDUCE, 2)
-    seconds, sent = communicate(kind, count * state, count, cut.tensor, 1, cut.places, c)
-    if cut.async_tensor_parallel:
-        seconds *= c.contention
+    if cut.sequence_parallel:
+        sums = _gathers(cut, model, tokens, c).plus(
+            _messages(Collective.REDUCE_SCATTER, cut.width, cut, model, tokens, c)
+        )
+    else:
+        sums = _messages(Collective.ALL_REDUCE, cut.width, cut, model, tokens, c)
     inputs = 4 if model.family == "gpt" else 5
     more = inputs / 2 if cut.engine.sums_inputs_apart else 1.0
-    return Load(tensor=seconds, sent=sent), Load(tensor=more * seconds, sent=more * sent)
+    return sums, sums.times(more)
+
+
+def _gathers(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """Of hidden states that sequence parallelism splits, before attention and before the feed-forward network."""
+    return _messages(Collective.ALL_GATHER, 1 if cut.gathers_fp8 else cut.width, cut, model, tokens, c)
+
+
+def _messages(kind: Collective, width: int, cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """Two, of hidden states in so many bytes each, over tensor-parallel ranks."""
+    seconds, sent = communicate(kind, 2.0 * width * tokens * model.hidden, 2, cut.tensor, 1, cut.places, c)
+    return Load(tensor=c.contention * seconds if cut.async_tensor_parallel else seconds, sent=sent)
 
 
 def _shares(cut: Cut, model: ModelShape) -> tuple[int, int, int, int]:

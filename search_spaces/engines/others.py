@@ -22,6 +22,9 @@ FLASH_1 = 2.0
 """Time of FlashAttention in that of FlashAttention-2 (Dao 2023, abstract)."""
 
 
+BUCKET = 2**29
+"""Gradients of one of InternEvo's sums."""
+
 TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
 
@@ -41,6 +44,8 @@ class MegatronLM(Megatron):
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_everywhere = True
+    gathers_fp8 = True  # Transformer Engine
+    sequence_first = True  # (sequence, batch, hidden) in megatron/core/transformer
     fills_pipelines = False
     empty_ends = True
     rings_keys, gathered_attention = True, 1.0
@@ -87,6 +92,8 @@ class Torchtitan(Megatron):
     name = "torchtitan"
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
     fp8_everywhere = True
+    selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
+    gathers_fp8 = True  # torchao/float8/float8_tensor_parallel.py, commit 567cb46
     rings_keys, gathered_attention = True, Megatron.gathered_attention / FLASH_2_ON_HOPPER
 
     def attention_time(self, accelerator: Accelerator) -> float:
@@ -104,12 +111,14 @@ class Composer(Megatron):
 
 
 class InternEvo(Megatron):
-    """InternEvo, whose ZeRO-1 gives whole tensors to ranks: each rank that has any is sent their gradients, and sends
-    them on once they are updated (`HybridZeroOptimizer.broadcast_params` at github.com/InternLM/InternLM, commit
-    01e7fd6)."""
+    """InternEvo, whose ZeRO-1 gives whole tensors to ranks (`HybridZeroOptimizer` at github.com/InternLM/InternLM,
+    commit 01e7fd6): gradients are summed in buckets, and each rank broadcasts what it updated in one piece."""
 
     name = "internevo"
+    shards_by_tensors = True
 
     def messages(self, layout: Layout, layers: int, parameters: float) -> int:
-        several = super().messages(layout, layers, parameters)
-        return max(several, min(layout.shard_group_size, TENSORS * layers + 3))
+        return round(parameters / BUCKET) + 1
+
+    def gathers(self, layout: Layout, layers: int, parameters: float) -> int:
+        return min(layout.shard_group_size, TENSORS * layers + 3)
