@@ -186,16 +186,18 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
 
     places = Places.of(layout, work)
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
-    count = engine.messages(layout, layers, whole)
-    gather, gathered = communicate(Collective.ALL_GATHER, width * whole, count, ranks, tensor, places, c)
+    kind = Collective.BROADCAST if engine.shards_by_tensors else Collective.ALL_GATHER
+    count = engine.gathers(layout, layers, whole)
+    gather, gathered = communicate(kind, width * whole, count, ranks, tensor, places, c)
     exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
 
     sums = rounds if zero >= 2 else 1
     kind = Collective.ALL_REDUCE if engine.sums_whole(layout) else Collective.REDUCE_SCATTER
-    over = ranks if zero else copies
+    at_once = not zero or engine.shards_by_tensors
+    over, count = ranks * copies if at_once else ranks, engine.messages(layout, layers, whole)
     scatter, scattered = communicate(kind, summed * whole, count, over, tensor, places, c)
     exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
-    if zero and copies > 1:
+    if copies > 1 and not at_once:
         size, apart = summed * shard, tensor * ranks
         between, more = communicate(Collective.ALL_REDUCE, size, count, copies, apart, places, c)
         exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more

@@ -187,7 +187,7 @@ class Network:
         if kind == Collective.ALL_REDUCE:
             return min(self._ring(2 * size * (1 - 1 / group.ranks), 2, group), self._tree(size, group))
         if kind == Collective.BROADCAST:
-            return self._ring(size, 1, group)
+            return self._broadcast(size, group)
         ring = self._ring(size * (1 - 1 / group.ranks), 1, group)
         return min(ring, self._pat(size, group)) if group.ranks == group.nodes else ring
 
@@ -202,10 +202,19 @@ class Network:
         return rate
 
     def _ring(self, moved: float, rounds: int, group: Group) -> float:
-        """`moved` bytes through each GPU in so many rounds, whose hops lead to another node once for each node."""
-        within, between = group.ranks - group.nodes, group.nodes - 1
-        latency = rounds * (within * self.link_latency_s + between * self.network_latency_s)
-        return _fastest(moved / self._rate(group), latency)
+        """`moved` bytes through each GPU in so many rounds."""
+        return _fastest(moved / self._rate(group), rounds * self._hops(group))
+
+    def _broadcast(self, size: float, group: Group) -> float:
+        """Around a ring, with the protocol that were fastest if its latency was that of one hop: so NCCL chooses."""
+        hops, moving = self._hops(group), size / self._rate(group)
+        hop = hops / (group.ranks - 1)
+        chosen = min(PROTOCOLS, key=lambda protocol: protocol.start_s + protocol.hop * hop + moving / protocol.share)
+        return chosen.start_s + chosen.hop * hops + moving / chosen.share
+
+    def _hops(self, group: Group) -> float:
+        """Latency of a ring's hops, which lead to another node once for each node."""
+        return (group.ranks - group.nodes) * self.link_latency_s + (group.nodes - 1) * self.network_latency_s
 
     def _tree(self, size: float, group: Group) -> float:
         """An all-reduce up and down a chain within each node and a binary tree over nodes."""

@@ -333,9 +333,12 @@ class Fleet(dict[str, ActorHandle[Telemetry]]):
 
     def cover(self, spool_root: Path | None) -> None:
         """Start what is missing on the nodes that are alive."""
-        actor: Any = ray.remote(Telemetry)
         nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
-        for node_id in [node["NodeID"] for node in nodes() if node["Alive"] and node["NodeID"] not in self]:
+        missing = [node["NodeID"] for node in nodes() if node["Alive"] and node["NodeID"] not in self]
+        if not missing:
+            return
+        actor: Any = ray.remote(Telemetry)  # of which Ray never lets go
+        for node_id in missing:
             self[node_id] = actor.options(
                 name=f"{self.name}:{node_id}",
                 namespace=NAMESPACE,

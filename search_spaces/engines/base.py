@@ -96,6 +96,13 @@ class EngineFacts(ABC):
     gathers_again: ClassVar[bool] = False
     """Whether backward passes gather inputs of split products again, where sequence parallelism splits them."""
 
+    selects_products: ClassVar[bool] = False
+    """Whether selective recomputation computes every other product of a block again, of those in fp8 all, and gathers
+    again what sequence parallelism splits."""
+
+    sequence_first: ClassVar[bool] = False
+    """Whether tokens come before sequences in hidden states, whose parts then are gathered and scattered in place."""
+
     splits_sends: ClassVar[bool] = False
     """Whether tensor-parallel ranks send a part each of hidden states that all have, which the receivers gather."""
 
@@ -111,6 +118,10 @@ class EngineFacts(ABC):
 
     releases_gradients: ClassVar[bool] = True
     """Whether gradients are let go of with each step, so that its first backward pass finds none."""
+
+    shards_by_tensors: ClassVar[bool] = False
+    """Whether ZeRO gives whole tensors to ranks, which broadcast them once they are updated; gradients are summed over
+    all ranks at once."""
 
     shared_loss_bytes: ClassVar[int] = 24
     """Bytes of a logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""
@@ -130,9 +141,9 @@ class EngineFacts(ABC):
         """Whether the engine has use for an axis in a layout that is settled up to it."""
         return axis not in self.unused or not self.unused[axis](layout)
 
-    def attention_time(self, accelerator: Accelerator) -> float:
-        """Time of its attention in that of the best kernels there."""
-        return 1.0
+    def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
+        """Time of its attention, forward and backward, in that of the best kernels there."""
+        return 1.0, 1.0
 
     def hides_sends(self, layout: Layout) -> bool:
         """Whether hidden states are on their way between pipeline ranks while these compute."""
@@ -151,8 +162,12 @@ class EngineFacts(ABC):
         return layout.zero_stage == 0
 
     def messages(self, layout: Layout, layers: int, parameters: float) -> int:
-        """In how many pieces a GPU with so many layers and parameters sends gradients or gathers parameters."""
+        """In how many pieces a GPU with so many layers and parameters sends gradients."""
         return layers + 2
+
+    def gathers(self, layout: Layout, layers: int, parameters: float) -> int:
+        """In how many it gathers the parameters."""
+        return self.messages(layout, layers, parameters)
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         """Seconds of the CPU for a block and a microbatch, in addition to those for the kernels themselves."""

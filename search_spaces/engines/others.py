@@ -18,16 +18,20 @@ FLASH_2_ON_HOPPER = 1.45
 """Time of FlashAttention-2 in that of cuDNN on H100: 1.6 forward and 1.4 backward, with heads 128 wide (Shah et al.
 2024, FlashAttention-3, figures 5 and 6). Before Hopper none is faster."""
 
-FLASH_1 = 2.0
-"""Time of FlashAttention in that of FlashAttention-2 (Dao 2023, abstract)."""
+TRITON_FLASH = 1.3, 2.5
+"""Time of FlashAttention in Triton, forward and backward, in that of FlashAttention-2: the ends of what Dao 2023 has in
+section 4.1."""
 
+BUCKET = 2**29
+"""Gradients of one of InternEvo's sums."""
 
 TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
 
 
-def _flash_2(accelerator: Accelerator) -> float:
-    return FLASH_2_ON_HOPPER if accelerator.fp8 else 1.0
+def _flash_2(accelerator: Accelerator) -> tuple[float, float]:
+    time = FLASH_2_ON_HOPPER if accelerator.fp8 else 1.0
+    return time, time
 
 
 class MegatronLM(Megatron):
@@ -41,6 +45,7 @@ class MegatronLM(Megatron):
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_experts = True
+    sequence_first = True  # (sequence, batch, hidden) in megatron/core/transformer
     fills_pipelines = False
     empty_ends = True
     rings_keys, gathered_attention = True, 1.0
@@ -88,29 +93,34 @@ class Torchtitan(Megatron):
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_experts = True
+    selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
     rings_keys, gathered_attention = True, Megatron.gathered_attention / FLASH_2_ON_HOPPER
 
-    def attention_time(self, accelerator: Accelerator) -> float:
+    def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
         return _flash_2(accelerator)
 
 
 class Composer(Megatron):
-    """Composer with llm-foundry's MPT: FSDP of PyTorch 2.0, FlashAttention, and its cross-entropy in place."""
+    """Composer with llm-foundry's MPT: FSDP of PyTorch 2.0, FlashAttention in Triton
+    (`scripts/train/benchmarking/submit_benchmarks.py` of 2023), and its cross-entropy in place."""
 
     name = "composer"
     eager_loss_bytes = 6
 
-    def attention_time(self, accelerator: Accelerator) -> float:
-        return FLASH_1 * _flash_2(accelerator)
+    def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
+        (forward, backward), (ahead, back) = TRITON_FLASH, _flash_2(accelerator)
+        return forward * ahead, backward * back
 
 
 class InternEvo(Megatron):
-    """InternEvo, whose ZeRO-1 gives whole tensors to ranks: each rank that has any is sent their gradients, and sends
-    them on once they are updated (`HybridZeroOptimizer.broadcast_params` at github.com/InternLM/InternLM, commit
-    01e7fd6)."""
+    """InternEvo, whose ZeRO-1 gives whole tensors to ranks (`HybridZeroOptimizer` at github.com/InternLM/InternLM,
+    commit 01e7fd6): gradients are summed in buckets, and each rank broadcasts what it updated in one piece."""
 
     name = "internevo"
+    shards_by_tensors = True
 
     def messages(self, layout: Layout, layers: int, parameters: float) -> int:
-        several = super().messages(layout, layers, parameters)
-        return max(several, min(layout.shard_group_size, TENSORS * layers + 3))
+        return round(parameters / BUCKET) + 1
+
+    def gathers(self, layout: Layout, layers: int, parameters: float) -> int:
+        return min(layout.shard_group_size, TENSORS * layers + 3)

@@ -209,4 +209,18 @@ def test_what_programs_of_others_do_otherwise() -> None:
     assert pipeline_fills(others_layout("megatron-lm", micro_batch_size=32), work) is None
     assert pipeline_fills(others_layout("megatron", micro_batch_size=32), work) is not None
     spread = Layout("internevo", 1024, 4096, zero_stage=1)
-    assert engine_of(spread).messages(spread, 32, 0.0) == 291
+    assert (engine_of(spread).gathers(spread, 32, 2.0**30), engine_of(spread).messages(spread, 32, 2.0**30)) == (291, 3)
+    broadcast, sharded = (predict(replace(spread, engine=name), work, sheet).parts for name in ("internevo", "megatron"))
+    assert broadcast["data_parallel"] > sharded["data_parallel"]
+    alone: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    kept, selected, scaled = (
+        parts(name, recompute="selective", precision=precision, **alone)["matmul"]
+        / parts(name, precision=precision, **alone)["matmul"]
+        for name, precision in (("megatron", "bf16"), ("torchtitan", "bf16"), ("torchtitan", "fp8"))
+    )
+    # A third of a block's products are forward, and wk, wo and w3 are 36% of those.
+    assert kept < 1.01
+    assert 1.05 < selected < 1.15
+    assert 1.25 < scaled < 1.34
+    halves, places = (parts(name, sequence_parallel=True) for name in ("megatron", "megatron-lm"))
+    assert places["elementwise"] < 0.8 * halves["elementwise"]

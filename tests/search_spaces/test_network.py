@@ -72,6 +72,16 @@ def test_small_messages_take_the_hops() -> None:
     assert NET.seconds(Collective.BARRIER, 2**40, range(8)) == NET.seconds(Collective.ALL_REDUCE, 4, range(8))
 
 
+def test_broadcasts_wait_for_the_hops_of_the_protocol_that_nccl_takes() -> None:
+    """It counts a single hop of them, and so takes the protocol with the full bandwidth for sizes at which another is
+    faster around a long ring."""
+    ring = ranks_of(128, 8)
+    hops, moving = 896 * 5e-6 + 127 * 10e-6, 2**25 / 200e9
+    seconds = NET.seconds(Collective.BROADCAST, 2**25, ring)
+    assert seconds == pytest.approx(SIMPLE.start_s + hops + moving, rel=1e-6)
+    assert seconds > 2 * NET.seconds(Collective.ALL_GATHER, 2**25, ring)
+
+
 def test_trees_reduce_small_buffers_of_many_nodes_and_rings_large_ones() -> None:
     ranks, few = ranks_of(128, 8), 128 * 8 - 128
     rings = 2 * (few * NET.link_latency_s + 127 * NET.network_latency_s)

@@ -81,6 +81,13 @@ def test_one_actor_a_node_answers_for_a_window_stamped_elsewhere(actors: Fleet) 
     assert before_birth.problems
 
 
+def test_looking_for_nodes_that_joined_leaves_nothing_behind(actors: Fleet, tmp_path: Path) -> None:
+    """Ray makes a subclass of an actor's class each time that it is asked to, and never lets go of it."""
+    made, covered = len(Telemetry.__subclasses__()), dict(actors)
+    actors.cover(tmp_path)
+    assert (len(Telemetry.__subclasses__()), dict(actors)) == (made, covered)
+
+
 def test_a_fleet_finds_elsewhere_what_it_does_not_hold(actors: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     (node_id, actor), *_ = actors.items()
     sent = pickle.loads(ray.cloudpickle.dumps(Fleet(actors.name)))
