@@ -52,10 +52,10 @@ from trainables.leftovers import MEMORY_GIB, MEMORY_S
 from trainables.status import Status
 
 READ_S, ASKED_S = 0.1, 1.0
-PAUSE_S = 8.0
+PAUSE_S = 4.0
 """Between two faults."""
 
-END_S = 30.0
+END_S = 10.0
 """How long a search that is to end may take for it."""
 
 FAILURES = (Status.CRASH, Status.HANG, Status.OOM)
@@ -81,7 +81,7 @@ def refuse_memory(process: psutil.Process) -> None:
 
 HUNG = Fault("stopped", lambda process: process.send_signal(signal.SIGSTOP))
 KILLED = Fault("killed", lambda process: process.send_signal(signal.SIGKILL))
-NO_MEMORY = Fault("refused memory", refuse_memory, 0.0, 1.0)
+NO_MEMORY = Fault("refused memory", refuse_memory, 1.0, 2.5)
 """Which some library may meet that does not say so: the trial is a crash then, and not out of memory."""
 
 
@@ -171,12 +171,15 @@ class Searches:
                 driver.wait(max(until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 driver.kill()
+                driver.wait()
 
 
-def befallen(searches: Searches, faults: Sequence[Fault], folder: Path, draw: random.Random) -> list[dict[str, Any]]:
-    """Have faults befall ranks until the searches are over, and keep which trial has which device. Returns the faults
-    that were."""
-    left, were = list(faults), list[dict[str, Any]]()
+def befall(
+    searches: Searches, faults: Sequence[Fault], folder: Path, draw: random.Random, were: list[dict[str, Any]]
+) -> None:
+    """Have faults befall ranks, each added to those that `were`, until the searches are over. Keeps who has which
+    device."""
+    left = list(faults)
     due = asked = 0.0
     with (folder / "works.jsonl").open("w") as works:
         while not searches.over:
@@ -198,7 +201,6 @@ def befallen(searches: Searches, faults: Sequence[Fault], folder: Path, draw: ra
                 were.append({"fault": left.pop(0).name, "pid": victim.pid, "time_s": now})
                 due = now + PAUSE_S
                 print(f"{time.strftime('%H:%M:%S')}  rank {victim.pid} {were[-1]['fault']}", flush=True)
-    return were
 
 
 def last_seen(works: Iterator[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -269,13 +271,17 @@ def mix(fields: Fields, folder: Path, count: int, gpus: int, seconds: float, see
     watch = Watch(discover(), folder / "memory.csv")
     on_cpu = all(is_host(device.info.kind) for device in watch.devices)
     before = {device.info.uuid: in_use_gib(device) or 0.0 for device in watch.devices}
-    faults = [*([NO_MEMORY] * 2 if on_cpu else []), HUNG, KILLED]
+    were: list[dict[str, Any]] = []
+    faults = [*([NO_MEMORY] if on_cpu else []), HUNG, KILLED]
     with ray_session(replace(load_spec(specs[0]).cluster, gpus_per_node=gpus)):
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Ray has one that ends it at once
         searches = Searches(folder, specs, ray.get_runtime_context().gcs_address)
         watch.start()
         try:
-            were = befallen(searches, [fault for fault in faults for _ in specs], folder, random.Random(seed))
+            befall(searches, [fault for fault in faults for _ in specs], folder, random.Random(seed), were)
             time.sleep(MEMORY_S)
+        except SystemExit:
+            pass  # by a signal: what there is by now is told
         finally:
             searches.end()
             watch.stop()
@@ -322,9 +328,7 @@ def show(figures: Mapping[str, Any]) -> None:
         print(f"{one['status']:5} {one['layout']}: {told}{(one['cause'] or '')[:120]}")
     for when, used in figures["memory_gib"].items():
         print(f"memory in use {when}: {' '.join(f'{gib:.2f}' for gib in used.values())} GiB")
-    print(
-        "\n".join(figures["wrong"]) or "every search came to its end, with failures of all kinds; nothing stayed behind"
-    )
+    print("\n".join(figures["wrong"]) or "every search came to its end, with trials that failed in each of three ways")
 
 
 def main(argv: list[str] | None = None) -> None:

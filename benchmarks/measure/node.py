@@ -49,9 +49,9 @@ SEARCHED: Fields = {
     "budget": {"trials": 60, "wall_time_s": SEARCH_S - OTHERS_S},
     "finalists": {"count": 3, "repeats": 3, "window_s": 12},
 }
-SEARCHED_ON_CPU: Fields = {"budget": {"trials": 3}, "finalists": {"count": 1, "repeats": 2, "window_s": 0.3}}
+SEARCHED_ON_CPU: Fields = {"budget": {"trials": 2}, "finalists": {"count": 1, "repeats": 2, "window_s": 0.3}}
 MIXED_ON_CPU: Fields = {
-    "measurement": {"window_s": 3, "window_min_steps": 3, "steady_steps": 2, "warmup_max_s": 1, "deadline_s": 20}
+    "measurement": {"window_s": 3, "window_min_steps": 3, "steady_steps": 2, "warmup_max_s": 1, "deadline_s": 15}
 }
 """Trials that last as long as faults take to befall them."""
 
@@ -117,8 +117,8 @@ def parts_of(folder: Path, gpus: int, accelerator: str) -> list[Part]:
     trained = specs.add("telemetry", pacing, global_batch_size=gpus)
     mixed = specs.add("mixed", SPECS / "mixed.yaml", **(MIXED_ON_CPU if cpu else {}))
     text = map(str, sorted(Path(os.__file__).parent.glob("*.py")))
-    each, lacking = ("2", "2") if cpu else ("16", "1000")
-    briefly = 0.5 if cpu else 1.0
+    each, lacking = ("1", "1") if cpu else ("16", "1000")
+    trained_s, mixed_s = (106.0, 115.0) if cpu else (220.0, 260.0)
     return [
         Part("tokens", 60, (Program("data", wattune("data", "--out", TOKENS, *text)),)),
         Part("doctor", 120, (Program("doctor", wattune("doctor", "--json")),)),
@@ -152,13 +152,13 @@ def parts_of(folder: Path, gpus: int, accelerator: str) -> list[Part]:
         ),
         Part(
             "telemetry",
-            220 * briefly,
+            trained_s,
             (Program("pacing", benchmark("measure.pacing", trained, "--out", "telemetry/pacing.json"), soft_s=60.0),),
         ),
         *(
             Part(
                 name,
-                260 * briefly,
+                mixed_s,
                 (
                     Program(
                         "mixed", benchmark("measure.mixed", mixed, "--searches", searches, "--out", name), soft_s=85.0
