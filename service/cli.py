@@ -13,11 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from service import home
 from service.answers.exports import names as formats
 from service.client import Wattune
 from service.errors import InputError, NoAnswerError, SearchError
 
+
+def recorded(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """For the shell: ids of searches, the latest first, or files where none begins so.
+
+    They are those of a store in a file alone, by default the one in the state directory: nobody waits for a server.
+    """
+    from service.record import store
+    from service.record.runs import Runs
+
+    with contextlib.suppress(InputError):
+        uri = home.tracking_uri(context.params.get("tracking_uri"))
+        if store.sqlite_file(uri) is not None:
+            ids = [run.tags[store.SEARCH_ID] for run in Runs(uri).find({store.ROLE: store.SEARCH})]
+            if found := [CompletionItem(one) for one in reversed(ids) if one.startswith(incomplete)]:
+                return found
+    return [CompletionItem(incomplete, type="file")]
+
+
+SEARCH = click.argument("search", shell_complete=recorded)
 TRACKING = click.option(
     "--tracking-uri", metavar="URI", help="MLflow store; default: MLFLOW_TRACKING_URI, else the one in WATTUNE_HOME."
 )
@@ -180,7 +201,7 @@ def calibrate(spec: Path, tracking_uri: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.option("--address", metavar="URL", help="Ray's job server, for a search that was submitted to it.")
 @TRACKING
 @ALLOW_TRAINER
@@ -227,7 +248,7 @@ def submit(
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.option("--address", metavar="URL", envvar="RAY_API_SERVER_ADDRESS", help="Ray's job server, for its own view.")
 @TRACKING
 @JSON
@@ -254,7 +275,7 @@ def status(search: str, address: str | None, tracking_uri: str | None, as_json: 
 
 
 @main.command()
-@click.argument("search", required=False)
+@click.argument("search", required=False, shell_complete=recorded)
 @click.option("--run", "of_run", is_flag=True, help="Watch a run in training beside this command, not a search.")
 @click.option("--listen", metavar="HOST:PORT", help="With --run: its WATTUNE_RUN; default: 127.0.0.1:7171.")
 @click.option("--layout", multiple=True, metavar="AXIS=VALUE", help="With --run SEARCH: of the layout that it has.")
@@ -300,7 +321,7 @@ def watch(
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @ADDRESS
 @refusing_bad_input
 def logs(search: str, address: str) -> None:
@@ -310,7 +331,7 @@ def logs(search: str, address: str) -> None:
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @ADDRESS
 @refusing_bad_input
 def stop(search: str, address: str) -> None:
@@ -319,7 +340,7 @@ def stop(search: str, address: str) -> None:
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.argument("trial")
 @TRACKING
 @JSON
@@ -334,7 +355,7 @@ def cancel(search: str, trial: str, tracking_uri: str | None, as_json: bool) -> 
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.argument("tags", nargs=-1, metavar="[KEY=VALUE]...")
 @TRACKING
 @JSON
@@ -355,7 +376,7 @@ def tag(search: str, tags: tuple[str, ...], tracking_uri: str | None, as_json: b
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.argument("text", required=False)
 @TRACKING
 @JSON
@@ -461,7 +482,7 @@ def gc(days: float, resumable: bool, yes: bool, tracking_uri: str | None, as_jso
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @TRACKING
 @JSON
 @refusing_bad_input
@@ -498,7 +519,7 @@ STYLES = ("json", "yaml", "table")
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @querying
 @click.option(
     "--format",
@@ -536,7 +557,7 @@ def best(search: str, style: str, tracking_uri: str | None, **query: Any) -> Non
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @querying
 @click.option("--for", "target", required=True, metavar="TARGET", help="A framework, or slurm; see docs/answers.md.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make.")
@@ -559,7 +580,7 @@ def export(search: str, target: str, out: Path, tracking_uri: str | None, as_jso
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with all axes and metrics.")
 @TRACKING
 @JSON
@@ -578,7 +599,7 @@ def trials(search: str, as_csv: bool, as_json: bool, tracking_uri: str | None) -
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.option("--html", type=click.Path(path_type=Path), help="Write it as one page, with figures, into this file.")
 @click.option("--figures", type=click.Path(path_type=Path), help="Write every figure, PNG and SVG, into this folder.")
 @TRACKING
@@ -604,7 +625,7 @@ def report(search: str, html: Path | None, figures: Path | None, tracking_uri: s
 
 
 @main.command()
-@click.argument("target", metavar="SEARCH|SPEC")
+@click.argument("target", metavar="SEARCH|SPEC", shell_complete=recorded)
 @click.argument("choices", nargs=-1, metavar="[AXIS=VALUE]...")
 @TRACKING
 @click.option("--all", "every", is_flag=True, help="Name every layout that was not tried.")
@@ -622,7 +643,7 @@ def why(target: str, choices: tuple[str, ...], tracking_uri: str | None, every: 
 
 
 @main.command()
-@click.argument("search")
+@SEARCH
 @click.option("--slow-gpu", metavar="X%", help="One GPU of each layout is so much slower, where it costs most.")
 @click.option("--link", metavar="X%", help="The bandwidth of all links is so much other: -20% is a fifth less.")
 @TRACKING
@@ -637,7 +658,7 @@ def whatif(search: str, slow_gpu: str | None, link: str | None, tracking_uri: st
 
 
 @main.command()
-@click.argument("searches", nargs=-1, required=True, metavar="SEARCH|FILE...")
+@click.argument("searches", nargs=-1, required=True, metavar="SEARCH|FILE...", shell_complete=recorded)
 @click.option("--price-per-gpu-hour", multiple=True, type=float, metavar="$", help="Of one GPU; see below.")
 @click.option("--price-per-kwh", multiple=True, type=float, metavar="$", help="Of the GPUs' energy.")
 @click.option("--co2-per-kwh", multiple=True, type=float, metavar="KG", help="Carbon intensity of that energy.")
@@ -722,7 +743,7 @@ def data(text: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("search", required=False)
+@click.argument("search", required=False, shell_complete=recorded)
 @click.option("--port", default=5000, show_default=True, help="Port on this machine's loopback address.")
 @TRACKING
 @refusing_bad_input

@@ -31,6 +31,13 @@ class Busy:
     trained: float
     overhead_s: float | None
 
+    def __str__(self) -> str:
+        overhead = "none ended well" if self.overhead_s is None else f"{self.overhead_s:.2f} s"
+        return (
+            f"of the workers' time in {self.span_s:.0f} s, trials had {self.lent:.1%}, "
+            f"and trained or measured for {self.trained:.1%}; median overhead of a trial: {overhead}"
+        )
+
 
 def busy(search: SearchRecord) -> Busy:
     """Raises `SystemExit` for a search of which no trial that explored has ended."""
@@ -69,12 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("search")
     search = Results(tracking_uri(None)).search(parser.parse_args(argv).search)
-    found = busy(search)
-    overhead = "none ended well" if found.overhead_s is None else f"{found.overhead_s:.2f} s"
-    print(
-        f"{search.id}: of the workers' time in {found.span_s:.0f} s, trials had {found.lent:.1%}, "
-        f"and trained or measured for {found.trained:.1%}; median overhead of a trial: {overhead}"
-    )
+    print(f"{search.id}: {busy(search)}")
 
 
 if __name__ == "__main__":

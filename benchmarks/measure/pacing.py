@@ -220,7 +220,7 @@ def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
             raise SystemExit(f"the trial did not work: {result.status}: {result.cause}")
         table = ray.get(telemetry.rows.remote(began_ns, time.monotonic_ns()))
         window = result.windows[0]
-        energy = ray.get(telemetry.windows.trial.remote(marks_ns[0], window.end_ns, window.devices))
+        energy = ray.get(telemetry.window.remote(marks_ns[0], window.end_ns, window.devices))
         close_gangs([gang])
     first = table.filter(pc.field("index") == pc.min(table["index"]))["time_ns"].to_numpy()
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,36 @@ def imported(commands: list[list[str]], names: tuple[str, ...]) -> list[str]:
     ran = subprocess.run(code, check=True, capture_output=True, text=True)
     loaded: list[str] = json.loads(ran.stdout.splitlines()[-1])
     return loaded
+
+
+COMPLETING = """
+import json, sys
+from service.cli import main
+try:
+    main(prog_name="wattune")
+finally:
+    print(json.dumps([name for name in json.loads(sys.argv[1]) if name in sys.modules]))
+"""
+
+
+def completed(shell: str, *words: str) -> list[str]:
+    """What a shell offers for the last word, which no slow library is imported for."""
+    place = words[-1] if shell == "fish" else str(len(words))
+    asked = {"_WATTUNE_COMPLETE": f"{shell}_complete", "COMP_WORDS": " ".join(("wattune", *words)), "COMP_CWORD": place}
+    code = [sys.executable, "-c", COMPLETING, json.dumps(HEAVY)]
+    ran = subprocess.run(code, env=os.environ | asked, check=True, capture_output=True, text=True)
+    *offered, loaded = ran.stdout.splitlines()
+    assert json.loads(loaded) == []
+    return offered
+
+
+def test_the_shell_completes_searches_of_the_state_directory(searched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert completed("bash", "report", "ti") == ["plain,tiny-1"]
+    assert completed("fish", "compare", "--json", "tiny") == ["plain,tiny-1"]
+    assert "tiny-1" in completed("zsh", "why", "t")
+    assert completed("bash", "compare", "other") == ["file,other"], "it may be a file"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert completed("bash", "report", "ti") == ["file,ti"], "no server is asked"
 
 
 def test_answers_import_no_library_that_they_do_not_need(searched: str, tmp_path: Path) -> None:

@@ -137,3 +137,18 @@ def test_modules_and_targets_that_are_named_are_there() -> None:
     assert makes >= {"demo", "test", "lint", "docs", "bench"}
     assert [name for name in sorted(modules) if find_spec(name.rstrip(".")) is None] == []
     assert makes <= targets
+
+
+def test_every_test_that_the_page_of_faults_names_is_there() -> None:
+    named = 0
+    for row in re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "faults.md").read_text(), re.M):
+        names = list[str]()
+        for word in re.findall(r"`([^`]+)`", row):
+            if re.fullmatch(r"(?:\w+/)?test_\w+", word):
+                texts = [path.read_text() for path in ROOT.glob(f"tests/**/{word}.py")]
+                names = [name for text in texts for name in re.findall(r"def test_(\w+)", text)]
+                assert names, f"no file {word}"
+                named += 1
+            elif names and "_" in word:
+                assert any(word.strip(".") in name for name in names), f"no test {word}"
+    assert named > 30

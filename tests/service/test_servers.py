@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,6 @@ def sqlite(home: Home) -> Iterator[str]:
 @contextlib.contextmanager
 def postgresql(home: Home) -> Iterator[str]:
     """A database of a PostgreSQL of its own, which listens at a socket in its folder alone; its URI."""
-    if find_spec("psycopg") is None:
-        pytest.skip("psycopg is not installed: pip install 'psycopg[binary]'")
     if shutil.which("postgres") is None or shutil.which("initdb") is None:
         pytest.skip("there is no PostgreSQL on the PATH: initdb and postgres")
     user = "nobody" if os.geteuid() == 0 else None  # PostgreSQL refuses to run as root

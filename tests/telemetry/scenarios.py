@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,9 @@ from telemetry.sampler import Sampler
 from telemetry.samples import SampleBuffer
 
 ROOT = Path(__file__).parents[2]
+
+AMDSMI = "amdsmi==7.0.2"
+"""Its struct is what fake_amdsmi.c fills in."""
 
 Step = dict[str, Any]
 
@@ -91,6 +95,33 @@ def compile_nvml(folder: Path) -> bool:
     library, source = folder / "libnvidia-ml.so.1", Path(__file__).with_name("fake_nvml.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, "-lm"], check=True)
     return True
+
+
+def install_amdsmi(folder: Path) -> str | None:
+    """Put the genuine binding alone into a folder: in this environment it would break `import ray`. Returns why it
+    cannot be had."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    try:
+        done = subprocess.run(
+            [*pip, "--retries", "1", "--target", str(folder), AMDSMI], capture_output=True, text=True, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        return f"no {AMDSMI}: the package index did not answer within two minutes"
+    return f"no {AMDSMI}: {done.stderr.strip()[-200:]}" if done.returncode else None
+
+
+def compile_amdsmi(folder: Path, binding: Path) -> str | None:
+    """Put the fake driver, a libamd_smi.so that the binding loads, into a folder. Returns why that cannot be."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        return "no C compiler to build the fake library with"
+    wrapper = (binding / "amdsmi/amdsmi_wrapper.py").read_text()
+    wanted = set(re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", wrapper))
+    others = folder / "others.c"
+    others.write_text("\n".join(f"__attribute__((weak)) int {name}(void) {{ return 2; }}" for name in sorted(wanted)))
+    library, source = folder / "libamd_smi.so", Path(__file__).with_name("fake_amdsmi.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, others], check=True)
+    return None
 
 
 class Interpreter:

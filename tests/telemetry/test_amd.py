@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,44 +16,25 @@ from telemetry.devices import DeviceInfo
 from telemetry.devices.amd import _ThrottledTime, torch_uuid
 from telemetry.samples import SCHEMA
 from telemetry.windows.trial import summarise
-from tests.telemetry.scenarios import Interpreter, read_steps, sample_steps, step
-
-# Its struct is what fake_amdsmi.c fills in.
-AMDSMI = "amdsmi==7.0.2"
+from tests.telemetry.scenarios import Interpreter, compile_amdsmi, install_amdsmi, read_steps, sample_steps, step
 
 
 @pytest.fixture(scope="module")
 def amdsmi(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the genuine amdsmi alone: in this environment it would break `import ray`."""
+    """A folder with the genuine binding."""
     folder = tmp_path_factory.mktemp("amdsmi")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    try:
-        done = subprocess.run(
-            [*pip, "--retries", "1", "--target", str(folder), AMDSMI], capture_output=True, text=True, timeout=120
-        )
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"no {AMDSMI}: the package index did not answer within two minutes")
-    if done.returncode != 0:
-        pytest.skip(f"no {AMDSMI}: {done.stderr.strip()[-200:]}")
+    if lack := install_amdsmi(folder):
+        pytest.skip(lack)
     return folder
 
 
 @pytest.fixture(scope="module")
 def fake_rocm(amdsmi: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
-    """Has a libamd_smi.so that the genuine binding loads."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the fake library with")
-    folder = tmp_path_factory.mktemp("rocm")
-    wanted = set(
-        re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", (amdsmi / "amdsmi/amdsmi_wrapper.py").read_text())
-    )
-    others = folder / "others.c"
-    others.write_text("\n".join(f"__attribute__((weak)) int {name}(void) {{ return 2; }}" for name in sorted(wanted)))
-    source = Path(__file__).with_name("fake_amdsmi.c")
-    library = folder / "libamd_smi.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, others], check=True)
-    with Interpreter(folder, amdsmi) as interpreter:
+    """Has a libamd_smi.so that it loads."""
+    library = tmp_path_factory.mktemp("rocm")
+    if lack := compile_amdsmi(library, amdsmi):
+        pytest.skip(lack)
+    with Interpreter(library, amdsmi) as interpreter:
         yield interpreter
 
 

@@ -15,8 +15,9 @@ from service.doctor.checks.judged import (
     place,
     span,
 )
-from service.doctor.facts import Facts
+from service.doctor.facts import Facts, NodeFacts
 from service.history import Figures
+from telemetry.devices import is_host
 from trainables.probes import Attained
 
 HOST_BEHIND_PEERS, HOST_BEHIND_ITSELF = 0.3, 0.3
@@ -29,6 +30,10 @@ FREE_BYTES, WRITE_BYTES_PER_S = 10e9, 50e6
 
 OBJECT_BYTES_PER_S = 50e6
 """Far below the slowest network of a cluster."""
+
+
+BUILT = ("torch", "nccl")
+"""Libraries that are another one for each kind of GPU."""
 
 
 CLOCKS_S = 1.0
@@ -51,17 +56,32 @@ def answering(facts: Facts) -> Judged:
 
 
 def drivers(facts: Facts) -> Judged:
-    """Drivers are alike."""
-    versions = {node.name: _joined({d.info.driver_version for d in node.devices}) for node in facts.nodes}
-    return _alike({host: version for host, version in versions.items() if version}, "driver", "install that driver")
+    """Drivers of like GPUs are alike."""
+    seen, faults = list[str](), list[Fault]()
+    kinds = dict.fromkeys(device.info.kind for _, device in each_gpu(facts))
+    for kind in kinds:
+        versions = {
+            node.name: _joined({one.info.driver_version for one in node.devices if one.info.kind == kind})
+            for node in facts.nodes
+        }
+        judged = _alike(
+            {host: version for host, version in versions.items() if version}, "driver", "install that driver"
+        )
+        faults += judged.faults
+        if judged.seen is not None:
+            seen.append(f"{kind} {judged.seen}" if len(kinds) > 1 else judged.seen)
+    return Judged(", ".join(seen) or None, faults)
 
 
 def versions(facts: Facts) -> Judged:
-    """Libraries are alike."""
+    """Libraries are alike; those that are built for a kind of GPU on nodes that have it."""
     faults: list[Fault] = []
     for name in dict.fromkeys(name for node in facts.nodes for name in node.versions if name != "kernel"):
-        have = {node.name: node.versions[name] for node in facts.nodes if name in node.versions}
-        faults += _alike(have, name, "install the versions of constraints.txt everywhere").faults
+        have = [node for node in facts.nodes if name in node.versions]
+        groups = [[node for node in have if _kinds(node) == kinds] for kinds in dict.fromkeys(map(_kinds, have))]
+        for group in groups if name in BUILT else [have]:
+            by_host = {node.name: node.versions[name] for node in group}
+            faults += _alike(by_host, name, "install the versions of constraints.txt everywhere").faults
     shown = ("python", "torch", "ray", "nccl")
     first = facts.nodes[0].versions if facts.nodes else {}
     return Judged(", ".join(f"{name} {first[name]}" for name in shown if name in first), faults)
@@ -165,6 +185,11 @@ def host_clocks(facts: Facts) -> Judged:
 
 def _nodes(facts: Facts) -> str:
     return f"{len(facts.nodes)} node{'s' * (len(facts.nodes) != 1)}"
+
+
+def _kinds(node: NodeFacts) -> frozenset[str]:
+    """What kinds of GPU a node has."""
+    return frozenset(device.info.kind for device in node.devices if not is_host(device.info.kind))
 
 
 def _joined(known: set[str | None]) -> str:

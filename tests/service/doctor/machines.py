@@ -72,6 +72,21 @@ def node(name: str) -> NodeFacts:
     )
 
 
+def amd_node(name: str) -> NodeFacts:
+    """A good node of four MI250, whose torch is a build of its own."""
+    good = node(name)
+    devices = tuple(
+        replace(
+            one,
+            info=replace(one.info, name="AMD Instinct MI250", kind="amd", driver_version="6.10.5"),
+            attained=None,
+            load=None,
+        )
+        for one in good.devices
+    )
+    return replace(good, versions={**good.versions, "torch": "2.13.0+rocm7.2", "nccl": "2.26.6"}, devices=devices)
+
+
 def facts(**changes: Any) -> Facts:
     """Three good nodes and their store."""
     return replace(Facts(tuple(map(node, ("a", "b", "c"))), StoreFacts("http://mlflow:5000")), **changes)

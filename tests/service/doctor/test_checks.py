@@ -10,9 +10,10 @@ import pytest
 from service.doctor.checks import CHECKS, judge
 from service.doctor.checks.judged import Verdict
 from service.doctor.examination import lines
-from service.doctor.facts import DiskFacts, Facts, StoreFacts
+from service.doctor.facts import DiskFacts, Facts, NodeFacts, StoreFacts
 from service.history import Figures
 from tests.service.doctor.machines import (
+    amd_node,
     facts,
     gpu,
     load,
@@ -39,6 +40,32 @@ def test_machines_in_order_have_a_line_for_each_check_and_nothing_wrong() -> Non
     assert lines(found)[-1] == "all is well"
 
 
+def mixed(*amd: NodeFacts) -> Facts:
+    """A cluster of both vendors."""
+    return facts(nodes=(node("a"), node("b"), *amd))
+
+
+def with_driver(of: NodeFacts, version: str) -> NodeFacts:
+    return replace(of, devices=tuple(replace(d, info=replace(d.info, driver_version=version)) for d in of.devices))
+
+
+def test_nodes_of_two_vendors_are_held_each_against_its_like() -> None:
+    well = mixed(amd_node("c"), amd_node("d"), amd_node("e"))
+    told = {one.check: one.seen for one in judge(well) if one.check in ("driver", "versions")}
+    assert told["driver"] == "nvidia 580.159.04, amd 6.10.5"
+    assert not [line for line in wrong(well) if "driver" in line or "versions" in line]
+    other = with_driver(amd_node("e"), "6.8.5")
+    (line,) = (line for line in wrong(mixed(amd_node("c"), amd_node("d"), other)) if "driver" in line)
+    assert "e: driver 6.8.5; expected: 6.10.5, as 2 of 3 nodes" in line
+    other = replace(amd_node("e"), versions={**amd_node("e").versions, "torch": "2.13.0+rocm6.4", "ray": "2.61.0"})
+    found = [line.split("  ", 2)[2].strip() for line in wrong(mixed(amd_node("c"), amd_node("d"), other))]
+    assert [line.split(";")[0] for line in found if line.startswith("e: ")] == [
+        "e: torch 2.13.0+rocm6.4",
+        "e: ray 2.61.0",
+    ]
+    assert any("expected: 2.60.0, as 4 of 5 nodes" in line for line in found)
+
+
 def before(**changes: Any) -> dict[str, tuple[Figures, ...]]:
     """What GPU 2 of node b came to three times last week."""
     usual = Figures(1.0, 656e12, 4.3e12, 3.5e-6, 360e9, 1450.0)
@@ -57,7 +84,7 @@ FAULTS: dict[str, tuple[Facts, str, str]] = {
         "b: GPU 3 does not answer",
     ),
     "another driver": (
-        with_node(devices=tuple(replace(d, info=replace(d.info, driver_version=OTHER)) for d in node("b").devices)),
+        facts(nodes=(node("a"), with_driver(node("b"), OTHER), node("c"))),
         "driver",
         f"b: driver {OTHER}; expected: 580.159.04, as 2 of 3 nodes",
     ),
