@@ -57,10 +57,10 @@ class Load(NamedTuple):
         return self.matmul + self.attention + self.elementwise + self.tensor + self.context + self.experts
 
     def plus(self, other: Load, times: float = 1.0) -> Load:
-        return self._make([mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
+        return Load._make([mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
     def times(self, factor: float) -> Load:
-        return self._make([factor * mine for mine in self])
+        return Load._make([factor * mine for mine in self])
 
     def lasting(self, seconds: float) -> Load:
         """The same work in so many seconds."""

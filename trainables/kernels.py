@@ -1,0 +1,269 @@
+"""Timing operators of the model one by one, on one device, as a training runs them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from search_spaces.engines.megatron import Megatron
+from search_spaces.models import ModelShape
+from search_spaces.operators import Kind, Operator, OperatorTiming
+from trainables.child import error_line
+from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY
+from trainables.engines.megatron.context import GatheredAttention, positions
+from trainables.engines.megatron.fp8 import use_fp8
+from trainables.model import (
+    INIT_STD,
+    Attention,
+    Parts,
+    causal_attention,
+    compiled_loss,
+    language_model_loss,
+    make_norm,
+    rotary_table,
+)
+from trainables.moe import ONE_PROCESS, MoE, swiglu
+from trainables.operators import Operators
+from trainables.platforms.base import Platform
+from trainables.program import Place, Progress, RankReport
+from trainables.standin.join import join
+
+ROUNDS = 5
+"""Times that each pass is measured, for the median."""
+
+ROUND_S, MOST = 4e-3, 10
+"""Seconds that the passes of one round take together, and the most of them: what a device is given to do while it waits
+to begin must be handed over in time."""
+
+CHUNK = 2**26
+"""Parameters of a tensor of those that are updated."""
+
+
+class Unmeasured(Exception):
+    """The operator is none that is measured; the text says why."""
+
+
+def measure(program: Operators, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+    """`Operators.run`, which says more."""
+    warnings.filterwarnings("ignore", module="torch")
+    on_progress(Progress())
+    began, platform, device = time.monotonic(), place.platform, place.platform.take(place.local_rank)
+    # Experts of DeepSpeed want to know their group.
+    join(0, 1, lambda kind, size, ranks: 0.0, device)
+    # A backward pass is repeated, and so must leave what it is given as it is.
+    torch._functorch.config.donated_buffer = False
+    identity, environment = platform.identity(device), {"torch": str(torch.__version__)} | platform.versions(device)
+    measured: list[OperatorTiming] = []
+    problems: list[str] = []
+
+    def report() -> RankReport:
+        found = {"operators": tuple(measured), "problems": tuple(problems)}
+        return RankReport(0, {}, identity, {}, (), (), None, environment, **found)  # type: ignore[arg-type]
+
+    for operator in program.operators:
+        if time.monotonic() - began > program.budget_s:
+            break
+        try:
+            measured.append(_timing(operator, device, platform))
+        except Unmeasured as reason:
+            problems.append(f"{operator.label}: {reason}")
+        except Exception as error:  # out of memory, or what a library makes of such a shape
+            problems.append(f"{operator.label}: {error_line(error, 'measuring')}")
+        on_progress(Progress("operators", identity, report=report()))
+    return report()
+
+
+def _timing(operator: Operator, device: torch.device, platform: Platform) -> OperatorTiming:
+    """Of one operator. Raises `Unmeasured`, and whatever torch does."""
+    if operator.kind == Kind.UPDATE:
+        return OperatorTiming(operator, _seconds(_update(operator, device), platform))
+    if operator.precision == "fp8" and operator.compiled:
+        raise Unmeasured("the compiler makes casts to fp8 part of others' kernels")
+    if operator.kind not in _MADE or {"shared", "autocast"} & set(operator.form):
+        raise Unmeasured("only a training on several GPUs has it")
+    torch.compiler.reset()  # each shape is compiled for itself, as in a training
+    with device:
+        forward, inputs = _MADE[operator.kind](operator)
+    outputs = _several(forward())
+    gradients = [torch.randn_like(output) for output in outputs]
+
+    def backward() -> None:
+        torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+
+    return OperatorTiming(operator, _seconds(forward, platform), _seconds(backward, platform))
+
+
+def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def _seconds(task: Callable[[], object], platform: Platform) -> float:
+    """What the device takes for a task, the median of some rounds."""
+    task()
+    (once,) = platform.race(task, task)
+    count = max(1, min(MOST, math.ceil(ROUND_S / once)))
+
+    def several() -> None:
+        for _ in range(count):
+            task()
+
+    return statistics.median(platform.race(task, several)[0] for _ in range(ROUNDS)) / count
+
+
+T = TypeVar("T")
+Made = tuple[Callable[[], Tensor | tuple[Tensor, ...]], list[Tensor]]
+"""What runs an operator forward, and the tensors of which a backward pass makes gradients."""
+
+
+def _dtype(operator: Operator) -> torch.dtype:
+    return torch.float32 if operator.precision == "fp32" else torch.bfloat16
+
+
+def _hidden(operator: Operator, *size: int) -> Tensor:
+    """Such as come from the part before."""
+    return torch.randn(*size, dtype=_dtype(operator), requires_grad=True)
+
+
+def _compiled(operator: Operator, function: Callable[..., T]) -> Callable[..., T]:
+    return torch.compile(function) if operator.compiled else function
+
+
+def _shape(**dimensions: int | str) -> ModelShape:
+    """A model with some dimensions, those that nobody asks for being 1."""
+    plain = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "max_sequence_length"), 1)
+    return ModelShape(**({"family": "llama"} | plain | dimensions))  # type: ignore[arg-type]
+
+
+def _product(operator: Operator) -> Made:
+    rows, inside, outside = operator.dims
+    linear = nn.Sequential(nn.Linear(inside, outside, bias="bias" in operator.form, dtype=_dtype(operator)))
+    if operator.precision == "fp8":
+        use_fp8(linear)
+    x = _hidden(operator, rows, inside)
+    return lambda: linear(x), [x, *linear.parameters()]
+
+
+class _Gathered(GatheredAttention):
+    """That of the first of `size` ranks, to which the others' keys and values come without a copy."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, 0
+
+    def _exchanged(self, local: Tensor) -> tuple[Tensor, ...]:
+        return (local,) * self.size
+
+
+def _attention(operator: Operator) -> Made:
+    sequences, queries, heads, keys, width, times = operator.dims
+    if heads % width or keys % width or heads % keys:
+        raise Unmeasured("heads are split")
+    shape = _shape(hidden=heads, heads=heads // width, kv_heads=keys // width)
+    rotary = None
+    if "rotary" in operator.form:
+        where = positions(queries * times, times, 0, torch.get_default_device())
+        rotary = rotary_table(width, where, 10_000.0)
+    with torch.device("meta"):  # nothing is made of the products
+        attention = Attention(shape, rotary)
+    attention.attend = _Gathered(times) if times > 1 else causal_attention
+    run = _compiled(operator, attention.mixed)
+    projected = [_hidden(operator, sequences, queries, size) for size in (heads, keys, keys)]
+    return lambda: run(*projected), list[Tensor](projected)
+
+
+def _norm(operator: Operator) -> Made:
+    rows, width = operator.dims
+    norm = make_norm(_shape(family=operator.form[0], hidden=width)).to(_dtype(operator))
+
+    def summed(x: Tensor, more: Tensor) -> tuple[Tensor, ...]:
+        whole = x + more
+        return whole, norm(whole)
+
+    run = _compiled(operator, summed)
+    both = [_hidden(operator, rows, width) for _ in range(2)]
+    return lambda: run(*both), [*both, *norm.parameters()]
+
+
+def _activation(operator: Operator) -> Made:
+    rows, width = operator.dims
+    if "gpt" in operator.form:
+        run = _compiled(operator, lambda x: F.gelu(x, approximate="tanh"))
+        inputs = [_hidden(operator, rows, width)]
+    else:
+        run = _compiled(operator, swiglu)
+        inputs = [_hidden(operator, rows, width) for _ in range(2)]
+    return lambda: run(*inputs), list[Tensor](inputs)
+
+
+def _experts(operator: Operator) -> Made:
+    tokens, hidden, inner, here, chosen = operator.dims
+    if here < chosen:
+        raise Unmeasured("a GPU has fewer experts than a token")
+    shape = _shape(hidden=hidden, ffn_hidden=inner, num_experts=here, experts_per_token=chosen)
+    if "masked" in operator.form:
+        import deepspeed
+
+        from trainables.engines.deepspeed.engine import DispatchedExperts
+
+        deepspeed.init_distributed(dist_init_required=False)
+        where = torch.arange(tokens, device=torch.get_default_device())
+        mixture: nn.Module = DispatchedExperts(Parts(shape, where, seed=0), 0, 1, 0, None, shape.router_aux_loss, False)
+        mixture.moe.set_deepspeed_parallelism()  # type: ignore[union-attr, operator]
+    else:
+        mixture = MoE(shape, ONE_PROCESS)
+        for weight in mixture.parameters():
+            nn.init.normal_(weight, std=INIT_STD)
+    mixture.to(_dtype(operator))
+    run = _compiled(operator, mixture)
+    x = _hidden(operator, 1, tokens, hidden)
+    return lambda: run(x), [x, *mixture.parameters()]
+
+
+def _embedding(operator: Operator) -> Made:
+    tokens, width, entries = operator.dims
+    table, numbers = _hidden(operator, entries, width), torch.randint(entries, (tokens,))
+    return lambda: F.embedding(numbers, table), [table]
+
+
+def _loss(operator: Operator) -> Made:
+    tokens, entries = operator.dims
+    logits, labels = _hidden(operator, tokens, entries), torch.randint(entries, (tokens,))
+    run = compiled_loss() if operator.compiled else language_model_loss
+    return lambda: run(logits, labels), [logits]
+
+
+def _update(operator: Operator, device: torch.device) -> Callable[[], object]:
+    """Clipping by the norm of all gradients, and the update, of an engine that leaves both to torch."""
+    if operator.form != (Megatron.name,):
+        raise Unmeasured("the engine has an optimizer of its own")
+    (count,) = operator.dims
+    sizes = [CHUNK] * (count // CHUNK) + [count % CHUNK] * (count % CHUNK > 0)
+    parameters = [nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def update() -> None:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters, GRADIENT_CLIP, norm)
+        optimizer.step()
+
+    return update
+
+
+_MADE: dict[Kind, Callable[[Operator], Made]] = {
+    Kind.PRODUCT: _product,
+    Kind.ATTENTION: _attention,
+    Kind.NORM: _norm,
+    Kind.ACTIVATION: _activation,
+    Kind.EXPERTS: _experts,
+    Kind.EMBEDDING: _embedding,
+    Kind.LOSS: _loss,
+}
