@@ -118,8 +118,8 @@ def shifts(observed: Sequence[tuple[Observation, Coefficients]]) -> dict[str, fl
     """By how much the logarithm of each coefficient is off, by what was observed on machines of which these
     coefficients were expected.
 
-    Least squares of logarithms, which what is far off hardly moves (Cauchy), each coefficient drawn to its default. The
-    model is taken to be off by `MISFIT`, or by as much as it was off these step times, but for a factor that they have
+    Least squares of logarithms, which what is far off hardly moves (Cauchy), each coefficient drawn to its default
+    (soft L1). The model is taken to be off by `MISFIT`, or by as much as it was off these step times, but for a factor that they have
     in common.
     """
     from scipy.optimize import least_squares  # a second, which no other command waits for
@@ -136,11 +136,10 @@ def shifts(observed: Sequence[tuple[Observation, Coefficients]]) -> dict[str, fl
 
     def loss(squares: np.ndarray) -> np.ndarray:
         """Of each square, with its two derivatives, (3, squares): the last ones are of how far coefficients moved."""
-        value, slope, bend = squares.copy(), np.ones_like(squares), np.zeros_like(squares)
-        measured = slice(0, len(squares) - len(names))
-        value[measured], slope[measured] = np.log1p(squares[measured]), 1 / (1 + squares[measured])
-        bend[measured] = -(slope[measured] ** 2)
-        return np.array([value, slope, bend])
+        more = 1 + squares
+        cauchy = np.array([np.log(more), 1 / more, -1 / more**2])
+        soft_l1 = np.array([2 * np.sqrt(more) - 2, more**-0.5, -0.5 * more**-1.5])
+        return np.where(np.arange(len(squares)) < len(squares) - len(names), cauchy, soft_l1)
 
     best = least_squares(misfits, np.zeros(len(names)), loss=loss, method="trf", max_nfev=20)
     return dict(zip(names, best.x * spreads, strict=True))

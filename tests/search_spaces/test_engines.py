@@ -210,7 +210,8 @@ def test_what_programs_of_others_do_otherwise() -> None:
     assert pipeline_fills(others_layout("megatron", micro_batch_size=32), work) is not None
     spread = Layout("internevo", 1024, 4096, zero_stage=1)
     assert (engine_of(spread).gathers(spread, 32, 2.0**30), engine_of(spread).messages(spread, 32, 2.0**30)) == (291, 3)
-    broadcast, sharded = (predict(replace(spread, engine=name), work, sheet).parts for name in ("internevo", "megatron"))
+    names = ("internevo", "megatron")
+    broadcast, sharded = (predict(replace(spread, engine=name), work, sheet).parts for name in names)
     assert broadcast["data_parallel"] > sharded["data_parallel"]
     alone: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     kept, selected, scaled = (
