@@ -186,8 +186,8 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: 
 def _with_casts(
     forward: Load, backward: Load, rows: int, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients
 ) -> tuple[Load, Load]:
-    """Products with their casts to fp8, in a block that is not compiled: each casts what it is given for itself, as all do but
-    those of tensor-parallel ranks.
+    """Products with their casts to fp8, in a block that is not compiled: each casts what it is given for itself, as all
+    do but those of tensor-parallel ranks.
 
     Two bytes a value are read twice, for the scale and for the cast, and one is written. Backward that is done to
     gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written.

@@ -119,8 +119,8 @@ def shifts(observed: Sequence[tuple[Observation, Coefficients]]) -> dict[str, fl
     coefficients were expected.
 
     Least squares of logarithms, which what is far off hardly moves (Cauchy), each coefficient drawn to its default
-    (soft L1). The model is taken to be off by `MISFIT`, or by as much as it was off these step times, but for a factor that they have
-    in common.
+    (soft L1). The model is taken to be off by `MISFIT`, or by as much as it was off these step times, but for a factor
+    that they have in common.
     """
     from scipy.optimize import least_squares  # a second, which no other command waits for
 
