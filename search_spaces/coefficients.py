@@ -30,7 +30,8 @@ class Coefficients:
     - `memory_bytes_per_s`: of compiled kernels that only move memory; `eager_bytes_per_s`: of those that are not
       compiled; `states_bytes_per_s`: of the kernels that update parameters and add up gradients.
     - `compiled_launch_s`, `eager_launch_s`: time of the CPU for the kernels of a block, forward and backward;
-      `tensor_launch_s`: in addition for an eager block of DTensors; `deepspeed_launch_s`: where DeepSpeed runs it.
+      `tensor_launch_s`: in addition for an eager block of DTensors, `fp8_launch_s`: for one with products in fp8;
+      `deepspeed_launch_s`: where DeepSpeed runs it.
     - `step_s`: what a step takes whatever the layout.
     - `link_bytes_per_s`, `link_latency_s`: of collectives within a node, by GPU and by hop; `network_bytes_per_s`,
       `network_latency_s`: of a GPU's adapter, between nodes; see `search_spaces.network.Network`. By default, the
@@ -63,6 +64,7 @@ class Coefficients:
     compiled_launch_s: float = 0.8e-3
     eager_launch_s: float = 1.5e-3
     tensor_launch_s: float = 12e-3
+    fp8_launch_s: float = 10e-3
     deepspeed_launch_s: float = 0.3e-3
     step_s: float = 0.02
     link_latency_s: float = 3.4e-6

@@ -42,6 +42,7 @@ SPREADS = {
     "compiled_launch_s": 0.7,
     "eager_launch_s": 0.7,
     "tensor_launch_s": 0.7,
+    "fp8_launch_s": 0.7,
     "deepspeed_launch_s": 0.7,
     "step_s": 0.7,
     "link_latency_s": 0.7,

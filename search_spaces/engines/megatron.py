@@ -44,7 +44,11 @@ class Megatron(EngineFacts):
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         """DTensors take their time in eager blocks."""
-        return calibration.tensor_launch_s if layout.tensor_parallel_size > 1 and not layout.compile else 0.0
+        if layout.compile:
+            return 0.0
+        if layout.precision == "fp8":
+            return calibration.fp8_launch_s
+        return calibration.tensor_launch_s if layout.tensor_parallel_size > 1 else 0.0
 
     def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
         return True
