@@ -15,26 +15,18 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from service import home
 from service.answers.exports import names as formats
 from service.client import Wattune
 from service.errors import InputError, NoAnswerError, SearchError
 
 
 def recorded(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """For the shell: ids of searches, the latest first, or files where none begins so.
-
-    They are those of a store in a file alone, by default the one in the state directory: nobody waits for a server.
-    """
-    from service.record import store
-    from service.record.runs import Runs
+    """For the shell: ids of searches, the latest first, or files where none begins so."""
+    from service.answers.completion import search_ids
 
     with contextlib.suppress(InputError):
-        uri = home.tracking_uri(context.params.get("tracking_uri"))
-        if store.sqlite_file(uri) is not None:
-            ids = [run.tags[store.SEARCH_ID] for run in Runs(uri).find({store.ROLE: store.SEARCH})]
-            if found := [CompletionItem(one) for one in reversed(ids) if one.startswith(incomplete)]:
-                return found
+        if found := search_ids(context.params.get("tracking_uri"), incomplete):
+            return [CompletionItem(one) for one in found]
     return [CompletionItem(incomplete, type="file")]
 
 

@@ -454,7 +454,7 @@ def test_the_command_line_asks_the_client_alone_and_prints() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ROOMS
         for alias in node.names
     }
-    printing = {"text", "figures", "searches_table", "trials_table", "trials_csv", "show", "names"}
+    printing = {"text", "figures", "searches_table", "trials_table", "trials_csv", "show", "names", "search_ids"}
     assert imported == {"Wattune", "InputError", "NoAnswerError", "SearchError", "parse_choices"} | printing
 
 

@@ -76,8 +76,9 @@ def test_larger_operators_take_longer(run_ranks: RunRanks) -> None:
     program = Operators(tuple(Operator(Kind.PRODUCT, dims, "fp32", False) for dims in shapes), 100.0)
     small, large = report_of(run_ranks, TrialRequest("sizes", ALONE, program, QUICK, 120.0)).operators
     assert large.forward_s > 10 * small.forward_s
+    assert small.backward_s is not None
     assert large.backward_s is not None
-    assert large.backward_s > large.forward_s
+    assert large.backward_s > 10 * small.backward_s
 
 
 def test_what_fails_or_comes_too_late_is_left_out(run_ranks: RunRanks) -> None:
