@@ -8,6 +8,7 @@ them stands `heat`, a benchmark of machines that is for others to run.
 from __future__ import annotations
 
 import lzma
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,3 +28,8 @@ def text_of(path: Path) -> str:
     """Of a file of `DATA`, compressed as `.xz` or not. Raises OSError, `lzma.LZMAError` or UnicodeDecodeError."""
     content = path.read_bytes()
     return (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
+
+
+def import_path() -> str:
+    """A `PYTHONPATH` by which other processes find this package, wherever the command was started."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import ray
 
-from benchmarks import ROOT
+from benchmarks import import_path
 from search_spaces.layout import Layout
 from service.cluster import ray_session
 from service.fitting import network
@@ -54,7 +54,7 @@ def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int
 def one_bench(spec: Problem, size: int) -> Iterator[Bench]:
     """Likewise one gang, for requests that no layout alone makes, such as of programs of this package: its workers find
     them wherever the command was started."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = import_path()
     with _up(spec.cluster, size, spec.legal.layouts, most=1) as (telemetry, (gang,)):
         yield Bench(spec, gang.mailbox, telemetry, {})
 

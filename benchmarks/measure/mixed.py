@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks import ROOT, SPECS
+from benchmarks import SPECS, import_path
 from benchmarks.measure.busy import Busy, busy
 from benchmarks.measure.sized import Fields, of_size, read, write
 from service.cluster import ray_session
@@ -151,7 +151,7 @@ class Searches:
         name = time.strftime("mixed-%Y%m%d-%H%M%S")
         self.ids = [f"{name}-{number}" for number in range(len(specs))]
         environment = os.environ | {"RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = import_path()
         self.drivers = []
         for number, (search, spec) in enumerate(zip(self.ids, specs, strict=True)):
             command = [sys.executable, "-m", "service.cli", "run", str(spec), "--search-id", search]

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import ROOT
+from benchmarks import import_path
 
 ENDED = "programs.jsonl"
 GRACE_S = 20.0
@@ -216,8 +216,7 @@ def environment_of(folder: Path) -> dict[str, str]:
     over NVLink, which not every host lets its guests use."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
     chosen = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return chosen | kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "WATTUNE_HOME": str(folder / "home")}
+    return chosen | kept | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1", "WATTUNE_HOME": str(folder / "home")}
 
 
 def _say(text: str) -> None:
