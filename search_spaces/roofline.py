@@ -85,8 +85,9 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     there, back = _tensor_sums(cut, model, tokens, c)
     spread = _spread(cut, model, tokens, c)
     ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
-    forward = _total([(there, 1), (spread, 1), *((load, count) for (load, _), count in ways)])
-    backward = _total([(back, 1), (spread, 1), *((load, count) for (_, load), count in ways)])
+    spared, spared_back = _spared_casts(cut, model, tokens, c)
+    forward = _total([(there, 1), (spread, 1), (spared, -1), *((load, count) for (load, _), count in ways)])
+    backward = _total([(back, 1), (spread, 1), (spared_back, -1), *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
     if cut.recompute == "full":
         block = block.plus(forward)
@@ -186,8 +187,7 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: 
 def _with_casts(
     forward: Load, backward: Load, rows: int, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients
 ) -> tuple[Load, Load]:
-    """Products with their casts to fp8, in a block that is not compiled: each casts what it is given for itself, as all
-    do but those of tensor-parallel ranks.
+    """Products with their casts to fp8, in a block that is not compiled: each casts what it is given for itself.
 
     Two bytes a value are read twice, for the scale and for the cast, and one is written. Backward that is done to
     gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written.
@@ -198,6 +198,18 @@ def _with_casts(
     gradients = sum(count * rows * outside for _, outside, count in shapes)
     casts, gradient_casts = 5.0 * given, 5.0 * gradients + 2.0 * (gradients + given)
     return forward.plus(_traffic(casts, True, c)), backward.plus(_traffic(gradient_casts, True, c))
+
+
+def _spared_casts(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
+    """Casts of eager products, forward and backward, that tensor-parallel ranks need not do: what several products are
+    given is cast once, and where tokens are split, a rank's own of them alone, as are gradients of what is summed."""
+    if cut.precision != "fp8" or cut.compile or cut.tensor == 1:
+        return Load(), Load()
+    own = tokens / cut.tensor if cut.sequence_parallel else tokens
+    # Of q, k and v, and of what goes up in a feed-forward network, unless that is of experts.
+    several, inputs = (3, 1) if model.num_experts else (5 if model.family == "llama" else 4, 2)
+    forward, backward = several * tokens - inputs * own, inputs * (tokens - own)
+    return _traffic(5.0 * model.hidden * forward, True, c), _traffic(5.0 * model.hidden * backward, True, c)
 
 
 def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:

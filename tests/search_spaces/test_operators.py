@@ -75,9 +75,14 @@ def as_priced(operator: Operator, cut: Cut, factor: float) -> OperatorTiming:
     return OperatorTiming(operator, factor * forward.seconds, factor * backward.seconds)
 
 
+def spares_casts(layout: Layout) -> bool:
+    return layout.precision == "fp8" and not layout.compile and layout.tensor_parallel_size > 1
+
+
 @settings(deadline=None, max_examples=60)
 @given(LAYOUTS)
 def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layout]) -> None:
+    """But for the casts that eager ranks which split products do once for several."""
     work, layout = drawn
     cut, found = Cut.of(layout, work), consists(layout, work)
     priced_parts = passes(cut, work.shape, work.sequence_length, SHEET)
@@ -93,7 +98,12 @@ def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layo
         if part is found.block and layout.recompute != "none":
             again = forward if layout.recompute == "full" else [0.0, 0.0, forward[2]]
         total = [sum(seconds) for seconds in zip(forward, backward, again, strict=True)]
-        assert [getattr(through, name) for name in PARTS] == pytest.approx(total)
+        found_in_all = [getattr(through, name) for name in PARTS]
+        if part is found.block and spares_casts(layout):
+            *total, most = total
+            *found_in_all, moved = found_in_all
+            assert 0 < moved < most
+        assert found_in_all == pytest.approx(total)
 
 
 @settings(deadline=None, max_examples=60)
