@@ -279,7 +279,7 @@ class _Recorder(ray.tune.Callback):
         self.failure: Exception | None = None
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        step = Step.from_dict(trial.config)
+        step = Step.from_config(trial.config)
         self.display.began = time.monotonic() - self.agenda.elapsed_s
         self.display.started(step.layout.label, step.purpose)
         self.tracker.start_trial(trial.trial_id, step.layout, step.purpose)
@@ -305,7 +305,7 @@ class _Recorder(ray.tune.Callback):
     def _take(self, trial: Trial, reported: dict[str, Any] | None) -> None:
         if not reported or "result" not in reported:
             ray.get(call(self.pool, Pool.release, trial.trial_id))
-        result = outcome_of(trial.trial_id, Step.from_dict(trial.config), reported)
+        result = outcome_of(trial.trial_id, Step.from_config(trial.config), reported)
         samples = self._samples(result)
         if result.purpose in (Purpose.FINALIST, Purpose.PLACEMENT) and samples is not None:
             result = thermal.judged(result, samples)

@@ -3,9 +3,9 @@ needs there."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from search_spaces.layout import Layout
 from service.result import Purpose
@@ -27,11 +27,14 @@ class Step:
     purpose: Purpose
     front: tuple[dict[str, float], ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """What Tune gets as the trial's configuration: `layout`, `purpose` and `front`, JSON-safe."""
-        return {"layout": self.layout.to_dict(), "purpose": self.purpose.value, "front": list(self.front)}
+    def to_config(self) -> dict[str, str]:
+        """What Tune gets as the trial's configuration: one text, as Tune keeps each value of it, for as long as the
+        search runs, five times over."""
+        values = {"layout": self.layout.to_dict(), "purpose": self.purpose.value, "front": self.front}
+        return {"step": json.dumps(values)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Step:
-        """Inverse of `to_dict`, also after a round trip through JSON."""
+    def from_config(cls, config: Mapping[str, str]) -> Step:
+        """Inverse of `to_config`."""
+        values = json.loads(config["step"])
         return cls(Layout.from_dict(values["layout"]), Purpose(values["purpose"]), tuple(values["front"]))

@@ -24,10 +24,10 @@ class AgendaSearcher(Searcher):
         super().__init__()
         self.agenda, self.workers = agenda, workers
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # Ray leaves FINISHED out
-        """The next trial's `Step` as a dict, `Searcher.FINISHED`, or None while it has to wait."""
+    def suggest(self, trial_id: str) -> dict[str, str] | str | None:  # type: ignore[override]  # Ray leaves FINISHED out
+        """The next trial's `Step` as Tune's configuration, `Searcher.FINISHED`, or None while it has to wait."""
         if (step := self.agenda.next(trial_id, self.workers)) is not None:
-            return step.to_dict()
+            return step.to_config()
         return Searcher.FINISHED if self.agenda.over else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -38,7 +37,7 @@ else goes wrong with them shows in the trial itself."""
 
 
 def evaluate(
-    step: Mapping[str, Any],
+    config: Mapping[str, str],
     *,
     problem: Problem,
     pool: ActorHandle[Pool],
@@ -52,7 +51,7 @@ def evaluate(
 
     trial_id = tune.get_context().get_trial_id()
     assert trial_id is not None
-    wanted = Step.from_dict(step)
+    wanted = Step.from_config(config)
     layout, purpose, front = wanted.layout, wanted.purpose, wanted.front
     lost = partial(TrialResult, trial_id, layout, Status.CRASH, purpose=purpose, infrastructure=True)
     try:

@@ -40,7 +40,7 @@ def test_a_result_that_cannot_be_written_is_not_taken_and_ends_the_search(home: 
         step = agenda.next(trial_id, PLENTY)
         assert step is not None
         result = TrialResult(trial_id, step.layout, Status.OK, purpose=Purpose.CALIBRATION)
-        trial = Trial("evaluate", config=step.to_dict(), trial_id=trial_id, stub=True)
+        trial = Trial("evaluate", config=step.to_config(), trial_id=trial_id, stub=True)
         trial.run_metadata.last_result = {"result": json.dumps(result.to_dict())}
         recorder.on_trial_start(0, [], trial)
         trials.append(trial)
@@ -82,7 +82,7 @@ def test_a_search_ends_when_nothing_is_left_of_its_users_quota(home: Home) -> No
     recorder = _Recorder(tracker, display, agenda, nobody, nobody, turns(spec), quota)
     step = agenda.next("a", PLENTY)
     assert step is not None
-    trial = Trial("evaluate", config=step.to_dict(), trial_id="a", stub=True)
+    trial = Trial("evaluate", config=step.to_config(), trial_id="a", stub=True)
     result = TrialResult("a", step.layout, Status.OK, purpose=Purpose.CALIBRATION)
     trial.run_metadata.last_result = {"result": json.dumps(result.to_dict())}
     recorder.on_trial_start(0, [], trial)

@@ -185,7 +185,7 @@ def test_each_trial_is_given_the_front_so_far() -> None:
     agenda.take(outcome("b", second, tokens_per_s=20.0, joules_per_token=0.5))
     third = agenda.next("c", PLENTY)
     assert third is not None
-    assert third.to_dict()["front"] == [{"tokens_per_s": 20.0, "joules_per_token": 0.5}]
+    assert third.front == ({"tokens_per_s": 20.0, "joules_per_token": 0.5},)
 
 
 def test_the_sentinel_is_the_first_layout_that_ended_well_and_comes_back_again_and_again() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from ray.tune.search import Searcher
 
-from search_spaces.layout import Layout
 from service.result import Purpose, TrialResult
 from service.sampling.agenda import CalibrationAgenda
 from service.sampling.searcher import AgendaSearcher, outcome_of
@@ -27,15 +26,18 @@ LAYOUT, OTHER = SPEC.legal.layouts
 def test_tune_gets_layout_purpose_and_front_and_is_told_to_wait_or_that_it_is_over() -> None:
     agenda = CalibrationAgenda(SPEC, [LAYOUT])
     searcher = AgendaSearcher(agenda, PLENTY)
-    values = searcher.suggest("a")
-    assert isinstance(values, dict)
-    assert json.loads(json.dumps(values)) == values
-    assert Layout.from_dict(values["layout"]) == LAYOUT
-    assert (values["purpose"], values["front"]) == ("calibration", [])
-    assert Step.from_dict(values) == Step(LAYOUT, Purpose.CALIBRATION)
+    config = searcher.suggest("a")
+    assert isinstance(config, dict)
+    assert json.loads(json.dumps(config)) == config
+    assert Step.from_config(config) == Step(LAYOUT, Purpose.CALIBRATION)
     assert searcher.suggest("b") is None, "what becomes of the trial under way may bring another"
     agenda.take(TrialResult("a", LAYOUT, Status.OK, purpose=Purpose.CALIBRATION))
     assert searcher.suggest("b") == Searcher.FINISHED
+
+
+def test_the_front_reaches_a_trial() -> None:
+    step = Step(LAYOUT, Purpose.SEARCH, ({"tokens_per_s": 3.0, "joules_per_token": 0.1},))
+    assert Step.from_config(step.to_config()) == step
 
 
 def test_a_trial_is_handed_out_once_there_are_workers_for_it() -> None:
