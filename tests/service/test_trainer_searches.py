@@ -66,7 +66,6 @@ def searched(home: Home, spec: dict[str, Any]) -> SearchRecord:
     return Results(home.tracking_uri).search(Wattune(home.tracking_uri).run(problem))
 
 
-@pytest.mark.slow  # what it searches is trained in tests/trainables/test_command.py
 def test_the_plain_example(ray_session: Any, home: Home, python: dict[str, str]) -> None:
     file = Path(__file__).parents[2] / "examples" / "plain_pytorch.yaml"
     spec = yaml.safe_load(file.read_text())
@@ -76,7 +75,6 @@ def test_the_plain_example(ray_session: Any, home: Home, python: dict[str, str])
     assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 6
 
 
-@pytest.mark.slow
 def test_transformers_trainer(ray_session: Any, home: Home, python: dict[str, str]) -> None:
     trainer = yaml.safe_load((Path(trainers.__path__[0]) / "huggingface.yaml").read_text())
     trainer |= {"name": "huggingface", "environment": trainer["environment"] | python, "directory": str(FOLDER)}
