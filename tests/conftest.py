@@ -27,6 +27,10 @@ hypothesis.settings.load_profile("steady")
 STARTS = 3
 """Times that Ray may fail to start: on a busy machine it may take longer than the 30 s that it gives itself."""
 
+LOOKS_S, ANSWER_S = 0.5, 0.5
+"""How often Ray Train's cleaners look for their controllers, and how long they wait to be told: a run's end waits for
+both, 12 s by default, as the tests' Ray has no dashboard, which answers."""
+
 SHARED = ("ray_session", "running_cluster", "nursery")
 """Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker."""
 
@@ -60,6 +64,8 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[Any]:
     """The one Ray of all tests that need it, on this machine alone and apart from any other that may run here."""
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback  # takes seconds
+
     # A path below pytest's own directories would be too long for Ray's sockets.
     directory = tempfile.mkdtemp(prefix="wattune-tests-")
     for attempt in range(1, STARTS + 1):
@@ -78,6 +84,8 @@ def ray_session() -> Iterator[Any]:
         except Exception:  # Ray raises plain ones
             if attempt == STARTS:
                 raise
-    yield context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlacementGroupCleanerCallback.__init__, "__defaults__", (LOOKS_S, ANSWER_S, None))
+        yield context
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)

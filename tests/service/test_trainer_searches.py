@@ -121,9 +121,9 @@ def test_a_program_that_only_logs_and_each_way_of_failing(ray_session: Any, home
             "trainer": trainer,
             "sequence_length": 8,
             "global_batch_size": 1,
-            "cluster": ON_TWO_CORES,
+            "cluster": ON_TWO_CORES | {"gpus_per_node": 1},
             "space": {"num_gpus": 1},
-            "measurement": BRIEF | {"deadline_s": 6},  # of which two trials wait out all, side by side
+            "measurement": BRIEF | {"deadline_s": 6},  # of which two trials wait out all
         },
     )
     trials = {trial.layout.setting("fault"): trial for trial in record.trials}
