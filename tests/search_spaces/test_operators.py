@@ -75,8 +75,22 @@ def as_priced(operator: Operator, cut: Cut, factor: float) -> OperatorTiming:
     return OperatorTiming(operator, factor * forward.seconds, factor * backward.seconds)
 
 
-def spares_casts(layout: Layout) -> bool:
-    return layout.precision == "fp8" and not layout.compile and layout.tensor_parallel_size > 1
+def spared_casts(layout: Layout, work: Workload) -> tuple[float, float]:
+    """Seconds of a block, forward and backward, of eager casts which ranks that split products do once for several that
+    are given the same, and of split tokens for their own alone: 5 bytes a value."""
+    if layout.precision != "fp8" or layout.compile or layout.tensor_parallel_size == 1:
+        return 0.0, 0.0
+    hidden, tokens = work.shape.hidden, Cut.of(layout, work).tokens(work.sequence_length)
+    own = tokens // layout.tensor_parallel_size if layout.sequence_parallel else tokens
+    given = [
+        operator.dims[0]
+        for operator, count in consists(layout, work).block
+        for _ in range(count)
+        if operator.kind == Kind.PRODUCT and operator.dims[1] == hidden
+    ]
+    cast = [own] * (1 if work.shape.num_experts else 2)  # what attention is given, and a network that is not of experts
+    there, back = sum(given) - sum(cast), tokens * len(cast) - sum(cast)
+    return 5 * hidden * there / SHEET.memory_bytes_per_s, 5 * hidden * back / SHEET.memory_bytes_per_s
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,16 +108,15 @@ def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layo
             ]
             for way in (0, 1)
         )
+        if part is found.block:
+            there, back = spared_casts(layout, work)
+            forward[2] -= there
+            backward[2] -= back
         again = [0.0, 0.0, 0.0]
         if part is found.block and layout.recompute != "none":
             again = forward if layout.recompute == "full" else [0.0, 0.0, forward[2]]
         total = [sum(seconds) for seconds in zip(forward, backward, again, strict=True)]
-        found_in_all = [getattr(through, name) for name in PARTS]
-        if part is found.block and spares_casts(layout):
-            *total, most = total
-            *found_in_all, moved = found_in_all
-            assert 0 < moved < most
-        assert found_in_all == pytest.approx(total)
+        assert [getattr(through, name) for name in PARTS] == pytest.approx(total)
 
 
 @settings(deadline=None, max_examples=60)
