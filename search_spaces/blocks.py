@@ -51,6 +51,7 @@ class Cut(NamedTuple):
     precision: str
     width: int
     autocast: bool
+    leaves_out_last: bool
     attention_time: tuple[float, float]
     places: Places
 
@@ -70,6 +71,7 @@ class Cut(NamedTuple):
             layout.precision,
             layout.width,
             engine.autocasts(layout),
+            engine.leaves_out_last(layout),
             engine.attention_time(work.accelerator),
             Places.of(layout, work),
         )
@@ -146,6 +148,11 @@ def selected_of(cut: Cut, model: ModelShape, sequence_length: int) -> list[Opera
     """The products of a block that selective recomputation computes again, where an engine has it do so."""
     products = _products(cut, model, cut.tokens(sequence_length))
     return products if cut.precision == "fp8" else products[1::2]
+
+
+def last_product(cut: Cut, model: ModelShape, sequence_length: int) -> Operator:
+    """Of a block without experts."""
+    return _products(cut, model, cut.tokens(sequence_length))[-1]
 
 
 def _products(cut: Cut, model: ModelShape, tokens: int) -> list[Operator]:

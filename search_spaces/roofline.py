@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from operator import mul
 from typing import NamedTuple
 
-from search_spaces.blocks import Cut, Places, parts_of, selected_of
+from search_spaces.blocks import Cut, Places, last_product, parts_of, selected_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Group, Network, group_of
@@ -90,7 +90,7 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     backward = _total([(back, 1), (spread, 1), (spared_back, -1), *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
     if cut.recompute == "full":
-        block = block.plus(forward)
+        block = block.plus(forward).plus(_left_out(cut, model, sequence_length, c), -1)
     elif cut.recompute == "selective":
         block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
         if cut.engine.selects_products:
@@ -104,6 +104,17 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
         seconds, sent = communicate(Collective.ALL_REDUCE, state, 1, cut.tensor, 1, cut.places, c)
         embedding, head = (part.plus(Load(tensor=seconds, sent=sent)) for part in (embedding, head))
     return Passes(block, embedding, head)
+
+
+def _left_out(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -> Load:
+    """What full recomputation of a block does not do of a forward pass: its last product, and the sum of that."""
+    if model.num_experts or not cut.leaves_out_last:
+        return Load()
+    last, _ = priced(last_product(cut, model, sequence_length), cut, c)
+    if cut.tensor == 1:
+        return last
+    kind = Collective.REDUCE_SCATTER if cut.sequence_parallel else Collective.ALL_REDUCE
+    return last.plus(_messages(kind, cut.width, cut, model, cut.tokens(sequence_length), c), 0.5)
 
 
 def priced(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:

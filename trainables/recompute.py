@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -82,12 +83,22 @@ class _Again:
     def unpack(self, number: int) -> Tensor:
         if not self.tensors:
             kept: list[Tensor] = []
-            with torch.enable_grad(), saved_tensors_hooks(lambda tensor: kept.append(tensor.detach()), _refuse):
+
+            def keep(tensor: Tensor) -> None:
+                kept.append(tensor.detach())
+                if len(kept) == self.count:
+                    raise _Enough
+
+            with suppress(_Enough), torch.enable_grad(), saved_tensors_hooks(keep, _refuse):
                 self.block(self.x)
             if len(kept) != self.count:
                 raise RuntimeError(f"a block kept {self.count} tensors, and {len(kept)} when it was computed again")
             self.tensors = kept
         return self.tensors[number]
+
+
+class _Enough(Exception):
+    """The last tensor that is needed is there: the product that it goes into is not."""
 
 
 def _refuse(_: None) -> Tensor:

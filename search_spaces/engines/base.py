@@ -145,6 +145,11 @@ class EngineFacts(ABC):
         """Time of its attention, forward and backward, in that of the best kernels there."""
         return 1.0, 1.0
 
+    def leaves_out_last(self, layout: Layout) -> bool:
+        """Whether full recomputation of a block without experts ends at the last input that a backward pass needs, and
+        so before the last product and its sum over ranks, as torch's does since 2.1 (`torch.utils.checkpoint`)."""
+        return True
+
     def hides_sends(self, layout: Layout) -> bool:
         """Whether hidden states are on their way between pipeline ranks while these compute."""
         return False

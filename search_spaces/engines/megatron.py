@@ -50,6 +50,10 @@ class Megatron(EngineFacts):
             return calibration.fp8_launch_s
         return calibration.tensor_launch_s if layout.tensor_parallel_size > 1 else 0.0
 
+    def leaves_out_last(self, layout: Layout) -> bool:
+        """A compiled block is computed again as a whole, and a product in fp8 keeps its casts only once it is done."""
+        return not layout.compile and layout.precision != "fp8"
+
     def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
         return True
 

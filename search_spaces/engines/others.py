@@ -55,6 +55,10 @@ class MegatronLM(Megatron):
     shared_loss_bytes = 10  # a copy in fp32, in which all is computed in place, and logits and gradients
     shared_loss_traffic = 40
 
+    def leaves_out_last(self, layout: Layout) -> bool:
+        """`CheckpointFunction` of `megatron/core/tensor_parallel/random.py` runs blocks as a whole."""
+        return False
+
     def hides_sends(self, layout: Layout) -> bool:
         """`overlap_p2p_comm`, which goes with interleaving alone."""
         return layout.virtual_pipeline_stages > 1
@@ -99,6 +103,10 @@ class Torchtitan(Megatron):
     def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
         return _flash_2(accelerator)
 
+    def leaves_out_last(self, layout: Layout) -> bool:
+        """The compiler sees what is computed again, and leaves out what nothing needs."""
+        return layout.compile or layout.precision != "fp8"
+
 
 class Composer(Megatron):
     """Composer with llm-foundry's MPT: FSDP of PyTorch 2.0, FlashAttention in Triton
@@ -111,6 +119,9 @@ class Composer(Megatron):
         (forward, backward), (ahead, back) = TRITON_FLASH, _flash_2(accelerator)
         return forward * ahead, backward * back
 
+    def leaves_out_last(self, layout: Layout) -> bool:
+        return False
+
 
 class InternEvo(Megatron):
     """InternEvo, whose ZeRO-1 gives whole tensors to ranks (`HybridZeroOptimizer` at github.com/InternLM/InternLM,
@@ -118,6 +129,10 @@ class InternEvo(Megatron):
 
     name = "internevo"
     shards_by_tensors = True
+
+    def leaves_out_last(self, layout: Layout) -> bool:
+        """`internlm/solver/activation_checkpoint.py` runs blocks as a whole."""
+        return False
 
     def messages(self, layout: Layout, layers: int, parameters: float) -> int:
         return round(parameters / BUCKET) + 1

@@ -14,9 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from search_spaces.engines import ENGINES
+from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
+from trainables.engines.megatron.fp8 import use_fp8
 from trainables.model import Parts
 from trainables.recompute import Recomputed, RecomputedOnce, _Again, recomputed
+
+
+PRODUCTS = 7
+"""Of a block of a Llama, forward."""
 
 
 class Operators(TorchDispatchMode):
@@ -31,10 +38,12 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def trained(mode: str) -> tuple[Tensor, list[Tensor], Counter[str]]:
+def trained(mode: str, precision: str = "fp32") -> tuple[Tensor, list[Tensor], Counter[str]]:
     """Gradients of the input and of the parameters of one block, and the operators that found them."""
-    parts = Parts(PRESETS["tiny-llama"], torch.arange(32), seed=0)
-    block = recomputed(parts.block(0), mode)
+    block = Parts(PRESETS["tiny-llama"], torch.arange(32), seed=0).block(0)
+    if precision == "fp8":
+        use_fp8(block)
+    block = recomputed(block, mode)
     x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with Operators() as operators:
         block(x).square().mean().backward()
@@ -60,6 +69,14 @@ def test_selective_computes_no_matrix_product_and_no_attention_again() -> None:
     assert full["mm"] > plain["mm"]
     assert full[attention] == 2
     assert selective["silu"] == full["silu"] == plain["silu"] + 1
+
+
+@pytest.mark.parametrize(("engine", "precision"), [("megatron", "fp32"), ("deepspeed", "fp32"), ("megatron", "fp8")])
+def test_full_recomputation_leaves_out_what_the_cost_model_says(engine: str, precision: str) -> None:
+    layout = Layout(engine, 1, 1, recompute="full", precision=precision)
+    (_, _, plain), (_, _, full) = (trained(mode, precision) for mode in ("none", "full"))
+    product = "_scaled_mm" if precision == "fp8" else "mm"
+    assert full[product] - plain[product] == PRODUCTS - ENGINES[engine].leaves_out_last(layout)
 
 
 class Known(_Again):
@@ -104,6 +121,7 @@ def test_zero_bubble_computes_a_block_again_once_and_lets_go_of_it(monkeypatch: 
     assert len(found) == len(expected) == 19
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert once["silu"] == 2 * plain["silu"] == 4
+    assert once["mm"] - plain["mm"] == 2 * (PRODUCTS - 1), "the last one's output is not needed"
     _, each, _ = split(lambda block: Recomputed(block, set()))
     assert each["silu"] > 3 * once["silu"]  # once for each group of weights: what it is not used for
 
@@ -124,8 +142,8 @@ def test_a_block_that_computes_something_else_again_is_an_error() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return x.exp() if self.calls == 1 else x.exp().exp()
+            return x.exp().exp() if self.calls == 1 else x.exp()
 
     output = RecomputedOnce(Fickle())(torch.ones(1, requires_grad=True))
-    with pytest.raises(RuntimeError, match="kept 1 tensors, and 2 when it was computed again"):
+    with pytest.raises(RuntimeError, match="kept 2 tensors, and 1 when it was computed again"):
         output.backward()

@@ -86,6 +86,11 @@ class Platform(ABC):
         device that has yet to do them then.
         """
 
+    @abstractmethod
+    def clock_share(self) -> float:
+        """The clock of the process's device as soon as it has done all that it was given, in the highest that this has
+        found in the process, 1 where none is to be had."""
+
 
 def platform_of(accelerator: Accelerator) -> Platform:
     """The platform that the accelerator names; for one that names none, that which torch was built for here.

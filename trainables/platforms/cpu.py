@@ -70,5 +70,8 @@ class Cpu(Platform):
             began = time.perf_counter()
             return list(threads.map(seconds, tasks))
 
+    def clock_share(self) -> float:
+        return 1.0
+
 
 PLATFORM = Cpu()

@@ -13,6 +13,10 @@ from trainables.platforms.base import Platform
 HANDOVER_CYCLES = 6_000_000
 """Of a GPU that waits while it is given what is to be timed: some 3 ms."""
 
+SPIN_CYCLES = 200_000
+"""Of a GPU whose clock is told by how long these take it: some 0.1 ms, in which a clock that a power limit holds hardly
+recovers (seen on H200)."""
+
 
 class Cuda(Platform):
     """A GPU for each rank, with NCCL between them."""
@@ -24,6 +28,7 @@ class Cuda(Platform):
     names_kernels = True
     # The server must not touch CUDA, or its forks could not: no check may open the driver.
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
+    _quickest = float("inf")
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
@@ -75,6 +80,16 @@ class Cuda(Platform):
                 end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for end in ends]
+
+    def clock_share(self) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(SPIN_CYCLES)
+        end.record()
+        torch.cuda.synchronize()
+        spun = start.elapsed_time(end)
+        self._quickest = min(self._quickest, spun)
+        return self._quickest / spun
 
 
 @cache
