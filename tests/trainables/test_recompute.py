@@ -21,7 +21,6 @@ from trainables.engines.megatron.fp8 import use_fp8
 from trainables.model import Parts
 from trainables.recompute import Recomputed, RecomputedOnce, _Again, recomputed
 
-
 PRODUCTS = 7
 """Of a block of a Llama, forward."""
 
