@@ -44,6 +44,8 @@ def fetch(source: str) -> Path:
     """
     from pyarrow.fs import FileSystem
 
+    if not (named := urlsplit(source)).netloc + named.path.strip("/"):
+        raise ValueError("the URI names no object")
     store, path = FileSystem.from_uri(source)
     objects = _objects(store, path)
     if not objects:

@@ -66,7 +66,6 @@ def searched(home: Home, spec: dict[str, Any]) -> SearchRecord:
     return Results(home.tracking_uri).search(Wattune(home.tracking_uri).run(problem))
 
 
-@pytest.mark.slow  # what it searches is trained in tests/trainables/test_command.py
 def test_the_plain_example(ray_session: Any, home: Home, python: dict[str, str]) -> None:
     file = Path(__file__).parents[2] / "examples" / "plain_pytorch.yaml"
     spec = yaml.safe_load(file.read_text())

@@ -403,10 +403,11 @@ BF16_SUMS = changed(
 )
 COMPILED = changed(
     [
-        *cases(LLAMA, megatron(2, tp=2, sp=True, recompute="selective")),
+        *cases(LLAMA, megatron(1, recompute="selective")),
         *cases(
             LLAMA,
             megatron(2, tp=2),
+            megatron(2, tp=2, sp=True, recompute="selective"),
             megatron(2, zero=1),
             megatron(2, tp=2, sp=True),
             megatron(2, tp=2, sp=True, recompute="full"),
@@ -558,16 +559,16 @@ def test_layout_trains_as_one_process(model: ModelShape, layout: Layout, run_ran
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *cases(LLAMA, megatron(2, zero=1, mbs=1), megatron(2, zero=3, mbs=1)),
+        *cases(LLAMA, megatron(2, zero=1, mbs=1), deepspeed(2, zero=3, mbs=1), deepspeed(2, pp=2, mbs=1)),
         *cases(deep(LLAMA), megatron(4, **INTERLEAVED, zero=1, mbs=1)),
         *cases(MIXTURE, megatron(2, ep=2, mbs=1), deepspeed(2, ep=2, zero=1, mbs=1)),
         *cases(
             LLAMA,
-            deepspeed(2, zero=3, mbs=1),
+            megatron(2, zero=3, mbs=1),
             deepspeed(2, zero=2, offload_optimizer=True, mbs=1),
-            deepspeed(2, pp=2, mbs=1),
             deepspeed(4, cp=2, zero=2, mbs=1),
             *(deepspeed(2, zero=zero, mbs=1, precision="bf16") for zero in (0, 1)),
+            slow=True,
         ),
     ],
 )

@@ -18,7 +18,7 @@ def percent(text: str) -> float:
 
 def test_calibrated_on_sixteen_layouts_of_a_sweep_the_others_are_foretold(capsys: pytest.CaptureFixture[str]) -> None:
     """Mean errors below a tenth in step time and 8% in power, which is what a calibration is for."""
-    cost.main([str(SWEEP), "--seeds", "2"])
+    cost.main([str(SWEEP), "--seeds", "1"])
     printed = capsys.readouterr().out.split(SWEEP.name)[1]
     (row,) = (line for line in printed.splitlines() if line.startswith("fitted to 16") and " both " in line)
     *_, step_time, _, power, _ = row.split()

@@ -27,6 +27,7 @@ def measure(rank: int, folder: Path) -> None:
     dist.destroy_process_group(bench.real)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_by_the_same_counts(tmp_path: Path) -> None:
     spawn(measure, (tmp_path,), nprocs=2)
     of_first, of_second = (torch.load(tmp_path / f"{rank}") for rank in range(2))

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.measure.hook import main
 
 
+@pytest.mark.slow
 def test_every_state_is_measured_and_the_watcher_hears(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--steps", "20", "--step-s", "0.5"])
     title, *states, heard = capsys.readouterr().out.splitlines()
