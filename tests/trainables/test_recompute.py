@@ -39,10 +39,10 @@ class Operators(TorchDispatchMode):
 
 def trained(mode: str, precision: str = "fp32") -> tuple[Tensor, list[Tensor], Counter[str]]:
     """Gradients of the input and of the parameters of one block, and the operators that found them."""
-    block = Parts(PRESETS["tiny-llama"], torch.arange(32), seed=0).block(0)
+    plain = Parts(PRESETS["tiny-llama"], torch.arange(32), seed=0).block(0)
     if precision == "fp8":
-        use_fp8(block)
-    block = recomputed(block, mode)
+        use_fp8(plain)
+    block = recomputed(plain, mode)
     x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with Operators() as operators:
         block(x).square().mean().backward()

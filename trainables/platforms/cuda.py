@@ -87,7 +87,7 @@ class Cuda(Platform):
         torch.cuda._sleep(SPIN_CYCLES)
         end.record()
         torch.cuda.synchronize()
-        spun = start.elapsed_time(end)
+        spun: float = start.elapsed_time(end)
         self._quickest = min(self._quickest, spun)
         return self._quickest / spun
 
