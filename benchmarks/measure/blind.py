@@ -39,6 +39,7 @@ from benchmarks.measure.gang import RunTrial, some_gangs, spread
 from benchmarks.measure.off import errors, over, percent, worst_first
 from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
+from search_spaces.memory import estimate
 from search_spaces.operators import NONE_MEASURED
 from service.answers.tables import render
 from service.cluster import ray_session
@@ -109,9 +110,10 @@ def predict(
 
 
 def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
-    """By the cost model as it is on this machine, calibrated or not."""
+    """By the cost model as it is on this machine, calibrated or not, and by the memory model."""
     calibration = load_calibration(Home.locate(), spec.cluster)
-    return {} if calibration is None else predicted_metrics(layout, spec.workload, calibration)
+    speed = {} if calibration is None else predicted_metrics(layout, spec.workload, calibration)
+    return speed | {"peak_memory_gib": estimate(layout, spec.workload.run).peak_bytes / 2**30}
 
 
 def predict_by_operators(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -> None:

@@ -162,5 +162,6 @@ def test_layouts_are_foretold_by_operators_that_are_measured_before(
     foretold = read(file)
     assert foretold
     assert all(row["foretold"]["step_time_s"] != row["before"]["step_time_s"] for row in foretold)
+    assert all(row["foretold"]["peak_memory_gib"] > 0 for row in foretold)
     main(["measure", str(file)])
     assert "s/step without operators" in capsys.readouterr().out
