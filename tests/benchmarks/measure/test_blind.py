@@ -14,7 +14,6 @@ from benchmarks import SPECS
 from benchmarks.measure.blind import draw, failures, main, points, read, table
 from benchmarks.measure.slices import part
 from search_spaces.layout import SCHEDULES, Layout
-from service.home import Home
 from service.result import TrialResult
 from service.spec import load_spec
 from trainables.status import Status
@@ -154,8 +153,9 @@ def test_both_halves_run_and_go_on_where_they_ended(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_layouts_are_foretold_by_operators_that_are_measured_before(
-    ray_session: Any, home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("WATTUNE_HOME", str(tmp_path / "home"))
     spec, file = tmp_path / "tiny.yaml", tmp_path / "foretold.jsonl"
     spec.write_text(TINY.replace("gpus_per_node: 2", "gpus_per_node: 1"))
     main(["operators", str(spec), "--layouts", "2", "--seed", "0", "--out", str(file)])
