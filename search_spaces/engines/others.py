@@ -120,6 +120,7 @@ class Composer(Megatron):
         return forward * ahead, backward * back
 
     def leaves_out_last(self, layout: Layout) -> bool:
+        """PyTorch 2.0 runs blocks as a whole."""
         return False
 
 
@@ -131,7 +132,7 @@ class InternEvo(Megatron):
     shards_by_tensors = True
 
     def leaves_out_last(self, layout: Layout) -> bool:
-        """`internlm/solver/activation_checkpoint.py` runs blocks as a whole."""
+        """`activation_checkpoint` of `internlm/utils/checkpoint.py`, reentrant by default, runs blocks as a whole."""
         return False
 
     def messages(self, layout: Layout, layers: int, parameters: float) -> int:
