@@ -12,7 +12,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MARK = "WATTUNE_WORKER"
@@ -60,8 +60,9 @@ class Leftovers:
         for pid in left:
             told.append(f"process {pid} ({_command(pid)})")
             _kill(pid)
-        if came := _segments() - self._segments:
-            for name in sorted(came - _in_use(came)):
+        if came := {name: inode for name, inode in _segments().items() if name not in self._segments}:
+            used = _in_use()
+            for name in sorted(name for name, inode in came.items() if inode not in used):
                 with contextlib.suppress(OSError):
                     size = (_SHM / name).stat().st_size
                     (_SHM / name).unlink()
@@ -114,22 +115,25 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _segments() -> set[str]:
-    """The names of this user's segments of shared memory."""
+def _segments() -> dict[str, int]:
+    """This user's segments of shared memory: name -> inode."""
     with contextlib.suppress(OSError), os.scandir(_SHM) as entries:  # a machine without, or one is gone just now
-        return {entry.name for entry in entries if entry.is_file() and entry.stat().st_uid == os.geteuid()}
-    return set()
+        mine = (entry for entry in entries if entry.is_file() and entry.stat().st_uid == os.geteuid())
+        return {entry.name: entry.inode() for entry in mine}
+    return {}
 
 
-def _in_use(names: Collection[str]) -> set[str]:
-    """Those segments that some process has open or mapped."""
-    used = set[str]()
+def _in_use() -> set[int]:
+    """The inodes of segments that some process has open or mapped, by whatever name: that which makes a semaphore knows
+    it by one that is gone (sem_open of glibc links it to its own)."""
+    used = set[int]()
     for pid in _processes():
         with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            used.update(name for name in names if f"{_SHM / name}\n" in maps)
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()  # proc(5): the inode is the fifth field
+            used.update(int(line.split(maxsplit=5)[4]) for line in maps if f" {_SHM}/" in line)
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    used.update({os.readlink(f"/proc/{pid}/fd/{descriptor}").removeprefix(f"{_SHM}/")} & set(names))
+                    if os.readlink(path := f"/proc/{pid}/fd/{descriptor}").startswith(f"{_SHM}/"):
+                        used.add(os.stat(path).st_ino)
     return used

@@ -142,6 +142,16 @@ def test_a_semaphore_is_removed_without_a_word(leaving: Callable[..., Leftovers]
     assert not made.exists()
 
 
+def test_a_semaphore_that_somebody_uses_stays(leaving: Callable[..., Leftovers]) -> None:
+    """Its maker has it mapped by a name that is gone, and hands its own to processes that are yet to start."""
+    left, name = leaving(), f"wattune-{uuid4().hex[:8]}"
+    lock = _multiprocessing.SemLock(1, 1, 1, f"/{name}", False)
+    assert left.end() == ()
+    again = _multiprocessing.SemLock._rebuild(lock.handle, lock.kind, lock.maxvalue, f"/{name}")
+    _multiprocessing.sem_unlink(f"/{name}")
+    del lock, again
+
+
 def test_memory_of_a_gpu_that_does_not_come_back_is_told(
     leaving: Callable[..., Leftovers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
