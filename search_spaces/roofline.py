@@ -111,10 +111,7 @@ def _left_out(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients
     if model.num_experts or not cut.leaves_out_last:
         return Load()
     last, _ = priced(last_product(cut, model, sequence_length), cut, c)
-    if cut.tensor == 1:
-        return last
-    kind = Collective.REDUCE_SCATTER if cut.sequence_parallel else Collective.ALL_REDUCE
-    return last.plus(_messages(kind, cut.width, cut, model, cut.tokens(sequence_length), c), 0.5)
+    return last.plus(_sums(cut, model, cut.tokens(sequence_length), c), 0.5)
 
 
 def priced(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
@@ -354,13 +351,17 @@ def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> t
     (Korthikanti et al. 2022), or backward one of the gradients of what goes into each product apart."""
     if cut.tensor == 1:
         return Load(), Load()
+    sums = _sums(cut, model, tokens, c)
     if cut.sequence_parallel:
-        sums = _messages(Collective.REDUCE_SCATTER, cut.width, cut, model, tokens, c)
         sums = sums.plus(_gathers(cut, model, tokens, c))
-    else:
-        sums = _messages(Collective.ALL_REDUCE, cut.width, cut, model, tokens, c)
     inputs = 4 if model.family == "gpt" else 5
     return sums, sums.times(inputs / 2 if cut.engine.sums_inputs_apart else 1.0)
+
+
+def _sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """Of what attention and the feed-forward network give, scattered where sequence parallelism splits it."""
+    kind = Collective.REDUCE_SCATTER if cut.sequence_parallel else Collective.ALL_REDUCE
+    return _messages(kind, cut.width, cut, model, tokens, c)
 
 
 def _gathers(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:

@@ -13,11 +13,9 @@ import hypothesis
 import pytest
 import ray
 
-# What tests start shares few cores: one thread a process, no pool of compilers, code for the CPU that need not be fast,
-# and Ray's agents, which look at each process every five seconds, only do so every minute. torch reads these when it is
-# imported, here or in a child, Ray when it starts.
+# What tests start shares few cores: one thread a process, no pool of compilers, and code for the CPU that need not be
+# fast. torch reads these when it is imported, here or in a child.
 FRUGAL = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-FRUGAL |= {"REPORTER_UPDATE_INTERVAL_MS": "60000"}
 os.environ.update(FRUGAL | os.environ)
 
 # What fails, fails for everybody and each time, however slow the machine is.

@@ -40,7 +40,7 @@ def fetch(source: str) -> Path:
     `source` is named as a file would be: a pair of `.bin` and `.idx` by either or by neither ending, else one file. Of
     several processes one copies, the others wait. A copy appears whole or not at all. Raises `FileNotFoundError` if
     there is no such object, other kinds of `OSError` if the store or the disk fails, and `ValueError` for a URI of no
-    store.
+    store or of nothing in it.
     """
     from pyarrow.fs import FileSystem
 

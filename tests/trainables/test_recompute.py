@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.engines import ENGINES
@@ -76,6 +77,37 @@ def test_full_recomputation_leaves_out_what_the_cost_model_says(engine: str, pre
     (_, _, plain), (_, _, full) = (trained(mode, precision) for mode in ("none", "full"))
     product = "_scaled_mm" if precision == "fp8" else "mm"
     assert full[product] - plain[product] == PRODUCTS - ENGINES[engine].leaves_out_last(layout)
+
+
+def compiled_inside(block: nn.Module, mode: str) -> nn.Module:
+    """As the `megatron` engine does."""
+    block.compile()
+    return recomputed(block, mode)
+
+
+def compiled_with(block: nn.Module, mode: str) -> nn.Module:
+    """As the `deepspeed` engine does."""
+    whole = recomputed(block, mode)
+    whole.forward = torch.compile(whole.forward)
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "wrap"), [("megatron", compiled_inside), ("deepspeed", compiled_with)])
+def test_compiled_blocks_are_computed_again_as_the_cost_model_says(
+    engine: str, wrap: Callable[[nn.Module, str], nn.Module]
+) -> None:
+    def products(mode: str) -> int:
+        torch.compiler.reset()
+        block = wrap(Parts(PRESETS["tiny-llama"], torch.arange(32), seed=0).block(0), mode)
+        x = torch.randn(2, 32, 64, requires_grad=True)
+        block(x).square().mean().backward()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            block(x).square().mean().backward()
+        return sum(event.name == "aten::mm" for event in profiler.events())
+
+    layout = Layout(engine, 1, 1, recompute="full", compile=True, precision="fp32")
+    assert products("full") - products("none") == PRODUCTS - ENGINES[engine].leaves_out_last(layout)
 
 
 class Known(_Again):
