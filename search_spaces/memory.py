@@ -388,7 +388,7 @@ def _logits(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int)
     if layout.compile and not shared:
         loss, later, spare = 2 * layout.width, layout.width, 0
     else:
-        loss = engine.shared_loss_bytes if shared else engine.eager_loss_bytes
+        loss = engine.shared_loss_bytes if shared else engine.eager_loss_bytes(layout)
         later, spare = layout.width + 4, min(loss, SPARE_LOSS_BYTES)
         if layout.pipeline_parallel_size > 1:
             loss += engine.pipeline_loss_bytes(layout)

@@ -4,7 +4,8 @@
 
 Prints each measured point, the GPUs of each pipeline rank apart where they were recorded, with what is predicted and
 the error; then the mean and the largest error by engine, for points by which a constant was set and for the others.
-What pipelines held when they were measured, and hold no more, is added to what is predicted.
+What engines held when they were measured, and hold no more, is added to what is predicted. Left out are layouts of
+DeepSpeed from before gradients were told to be summed in fp32: they ran with another of its optimizers.
 Points that ran out of memory have the share of what a GPU can hold that the model says they need.
 
 A table is one of benchmarks/data, with a search spec of the same name beside it. Of tables there is also how many of
@@ -26,6 +27,7 @@ from typing import get_args
 from benchmarks import DATA
 from benchmarks.judge.committed import FAULTS, RECORDS, Measurement, measurements
 from benchmarks.judge.search import Table
+from search_spaces.engines.deepspeed import sums_apart
 from search_spaces.layout import Layout
 from search_spaces.memory import (
     Band,
@@ -36,6 +38,7 @@ from search_spaces.memory import (
     hidden_between,
     passes_in_flight,
 )
+from search_spaces.parameters import held
 from search_spaces.workload import Workload
 from service.answers.tables import render
 from service.spec import load_spec
@@ -70,7 +73,14 @@ class MeasuredMemory:
     def predicted_gib(self) -> float:
         estimated = self.estimate
         ranks = range(self.layout.pipeline_parallel_size) if self.pipeline_rank is None else [self.pipeline_rank]
-        return max(estimated.reserved(rank) + idle_buffers(self.layout, self.work, rank) for rank in ranks) / 2**30
+        return max(estimated.reserved(rank) + held_then(self.layout, self.work, rank) for rank in ranks) / 2**30
+
+    @property
+    def reserved_now_gib(self) -> float | None:
+        """What was measured, less what engines hold no more."""
+        if self.reserved_gib is None:
+            return None
+        return self.reserved_gib - self.predicted_gib + self.estimate.peak_bytes / 2**30
 
     @property
     def share(self) -> float:
@@ -90,11 +100,13 @@ class MeasuredMemory:
         return self.layout.expert_parallel_size > 1
 
 
-def idle_buffers(layout: Layout, work: Workload, rank: int) -> float:
-    """Bytes of receive buffers of microbatches not in flight, which the `megatron` engine had when these points were
-    measured and has no more."""
+def held_then(layout: Layout, work: Workload, rank: int) -> float:
+    """Bytes that engines had when these points were measured, and have no more: `megatron` receive buffers of
+    microbatches not in flight, and DeepSpeed, where it sums gradients apart, those in bf16 of the microbatch before."""
     stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
-    if layout.engine != "megatron" or stages == 1:
+    if layout.engine == "deepspeed":
+        return 2 * held(layout, work.shape, rank, False).whole if sums_apart(layout) and rounds > 1 else 0.0
+    if stages == 1:
         return 0.0
     hidden = 2 * layout.micro_batch_size * work.sequence_length * hidden_between(layout, work.shape)
     activations = 0 if rank == 0 else rounds - passes_in_flight(layout, rank)
@@ -121,6 +133,8 @@ def tabled(path: Path) -> list[MeasuredMemory]:
 def _by_rank(measured: Measurement) -> Iterator[MeasuredMemory]:
     """One for each pipeline rank, where the record has the ranks."""
     layout, work, result, fitted = measured.layout, measured.work, measured.result, measured.file in FITTED
+    if layout.engine == "deepspeed" and "reduce_precision" not in result["config"]:
+        return
     if result["status"] == "oom":
         yield MeasuredMemory(layout, work, None, None, fitted, ran_out=True)
     elif result["status"] == "ok" and "ranks" not in result:
@@ -194,7 +208,7 @@ def corrected(measured: Sequence[MeasuredMemory], seeds: int = 20) -> str:
 def _errors_after(measured: Sequence[MeasuredMemory], trials: int) -> list[float]:
     model = MemoryModel(measured[0].work)
     for point in measured[:trials]:
-        model.observe(point.layout, point.reserved_gib, fits=not point.ran_out)
+        model.observe(point.layout, point.reserved_now_gib, fits=not point.ran_out)
     errors = []
     for point in measured[trials:]:
         share = model.share(point.layout)

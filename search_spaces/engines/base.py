@@ -129,10 +129,6 @@ class EngineFacts(ABC):
     shared_loss_traffic: ClassVar[int] = 100
     """Bytes that kernels move for such a logit: its sums are apart."""
 
-    eager_loss_bytes: ClassVar[int] = 20
-    """Bytes of a logit, where the loss is not compiled, which has log-probabilities and two gradients in fp32 besides,
-    and what the allocator loses to tensors of such a size. Fitted."""
-
     update_bytes: ClassVar[int] = 46
     """Memory traffic of the update of one parameter: fp32 gradient, weight and two moments, clipping by their norm, and
     copies in the width of matrix products."""
@@ -157,6 +153,11 @@ class EngineFacts(ABC):
     def autocasts(self, layout: Layout) -> bool:
         """Whether weights and gradients are in fp32 and products in bf16."""
         return False
+
+    def eager_loss_bytes(self, layout: Layout) -> int:
+        """Bytes of a logit, where the loss is not compiled, which has log-probabilities and two gradients in fp32
+        besides, and what the allocator loses to tensors of such a size. Fitted."""
+        return 20
 
     def sum_width(self, layout: Layout) -> int:
         """Bytes of a gradient on its way between ranks."""

@@ -12,7 +12,7 @@ from search_spaces.models import ModelShape
 from search_spaces.parameters import Held
 from search_spaces.workload import Workload
 
-PIPELINE_LOSS_BYTES = 4
+PIPELINE_LOSS_BYTES = 5
 """A logit, where the loss is not compiled: what DeepSpeed's pipeline has left of the microbatch before. Fitted."""
 
 ZERO3_BYTES = 18
@@ -78,8 +78,14 @@ def offload_is_supported(layout: Layout, work: Workload) -> str | None:
 
 def _reduces_late(layout: Layout) -> bool:
     """DeepSpeed reduces after the last backward pass without ZeRO, in pipelines, and where ZeRO-1 sums bf16 in fp32."""
-    apart = layout.precision == "bf16" and layout.reduce_precision == "fp32" and not layout.offload_optimizer
-    return layout.zero_stage == 0 or layout.pipeline_parallel_size > 1 or (layout.zero_stage == 1 and apart)
+    return layout.zero_stage == 0 or layout.pipeline_parallel_size > 1 or sums_apart(layout)
+
+
+def sums_apart(layout: Layout) -> bool:
+    """Whether gradients are summed in fp32 beside those in bf16 of a microbatch, as ZeRO-1's optimizer for bf16 does,
+    which serves without ZeRO as well where nothing is sharded."""
+    in_fp32 = layout.precision == "bf16" and layout.reduce_precision == "fp32" and not layout.offload_optimizer
+    return in_fp32 and (layout.zero_stage == 1 or layout.shard_ranks == 1)
 
 
 class DeepSpeed(EngineFacts):
@@ -105,13 +111,16 @@ class DeepSpeed(EngineFacts):
     masks_experts = True
     sums_inputs_apart = True
     releases_gradients = False
-    eager_loss_bytes = 19
     update_bytes = 70  # it scales and copies gradients in between
 
     def autocasts(self, layout: Layout) -> bool:
         """Without ZeRO, DeepSpeed sums the microbatches' gradients in bf16 and takes a first step of Adam on no
         gradients. Torch's autocast has fp32 weights and gradients instead."""
         return layout.precision == "bf16" and layout.zero_stage == 0 and layout.shard_ranks > 1
+
+    def eager_loss_bytes(self, layout: Layout) -> int:
+        """Two in bf16, three in fp32, and the logits: each in memory of its own."""
+        return 16 if sums_apart(layout) else 19
 
     def sums_whole(self, layout: Layout) -> bool:
         return layout.zero_stage < 3
@@ -137,9 +146,10 @@ class DeepSpeed(EngineFacts):
             # No master copies; autocast keeps weights in bf16 for the backward pass.
             late = 0.0 if several else 4 * whole
             return States((4 if width == 4 else 6) * whole, 4 * whole - late, 8 * whole, late)
-        # The flat copy of summed gradients that ZeRO-1 and 2 make for the update comes on top of all else: so it was
-        # with full recomputation in steps of several microbatches, and not otherwise.
-        copied = 4 * shards if zero in (1, 2) and layout.recompute == "full" and several else 0.0
+        # The flat copy of summed gradients that ZeRO-1 and 2 make for the update, where they are not summed apart,
+        # comes on top of all else: so it was with full recomputation in steps of several microbatches alone.
+        copies = zero in (1, 2) and not sums_apart(layout)
+        copied = 4 * shards if copies and layout.recompute == "full" and several else 0.0
         weights = width * whole
         if zero == 3:
             weights = width * min(whole, shards + held.largest + held.block) + ZERO3_BYTES * held.largest

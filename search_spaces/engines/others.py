@@ -113,7 +113,9 @@ class Composer(Megatron):
     (`scripts/train/benchmarking/submit_benchmarks.py` of 2023), and its cross-entropy in place."""
 
     name = "composer"
-    eager_loss_bytes = 6
+
+    def eager_loss_bytes(self, layout: Layout) -> int:
+        return 6
 
     def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
         (forward, backward), (ahead, back) = TRITON_FLASH, _flash_2(accelerator)

@@ -42,7 +42,7 @@ def test_zero(changes: dict[str, Any], zero: dict[str, Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_are_summed_over_microbatches_and_ranks_alike(stage: int, precision: str) -> None:
     settings = configuration(replace(BASE, zero_stage=stage, reduce_precision=precision))
-    assert settings["bf16"] == {"enabled": True}
+    assert settings["bf16"] == {"enabled": True, "immediate_grad_update": True}
     assert settings["data_types"] == {"grad_accum_dtype": precision}
     assert settings["communication_data_type"] == precision
 

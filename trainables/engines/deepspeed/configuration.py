@@ -26,6 +26,8 @@ def configuration(layout: Layout) -> dict[str, Any]:
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif bf16:
         settings["data_types"] = {"grad_accum_dtype": layout.reduce_precision}
+        # Gradients go as soon as they are summed, rather than stay until the next ones come.
+        settings["bf16"]["immediate_grad_update"] = True
     if layout.offload_optimizer:
         settings["zero_force_ds_cpu_optimizer"] = False  # torch's own AdamW has a fused form for CPUs, too
     if layout.tensor_parallel_size > 1:

@@ -205,6 +205,7 @@ class DeepSpeedEngine:
         )
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self.settings)
         self._start_from_fp32()
+        _make_moments(optimizer)
         if self.pipelined:
             self._prepare_pipeline(job)
         self.norm: Tensor | None = None
@@ -392,6 +393,17 @@ class DeepSpeedEngine:
         if group is not None:
             dist.all_reduce(square, group=group)
         return square
+
+
+def _make_moments(optimizer: torch.optim.AdamW) -> None:
+    """Make the moments now. The first step would, in memory that its logits had, so that those of the next step would
+    find no room of their size there."""
+    torch.cuda.empty_cache()  # what the model was made in is in pieces too small for them
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": steps, **moments}
 
 
 def _observe_passes(engine: PipelineEngine, observe: Observer) -> None:
