@@ -72,18 +72,18 @@ def measure_operators(
     found = operators_of(layouts, problem.workload.run, start)
     wanted = sorted(found, key=lambda operator: known.of(operator) is not None)
     modules = [*Operators.preload(layouts), *Slice.preload(layouts)]
-    measured, left_out = list[OperatorTiming](), list[str]()
+    measured, left_out = 0, list[str]()
     try:
         with bench_in_turn(name, problem, 1, modules, queue) as bench:
             for one in (*_kernels(bench, wanted), *_launches(bench, wanted)):
                 if isinstance(one, str):
                     left_out.append(one)
                 else:
-                    measured.append(one)
+                    save_timings(home, accelerator, [one])  # which stands, whatever becomes of the others
+                    measured += 1
     except RayError as error:
         left_out.append(f"the machine was lost: {type(error).__name__}")
-    save_timings(home, accelerator, measured)
-    return MeasuredOperators(home.operators(accelerator), len(wanted), len(measured), tuple(left_out))
+    return MeasuredOperators(home.operators(accelerator), len(wanted), measured, tuple(left_out))
 
 
 def _kernels(bench: Bench, operators: Sequence[Operator]) -> Iterator[OperatorTiming | str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import statistics
 import threading
 import time
 
@@ -92,12 +93,25 @@ def test_what_a_gpu_does_is_timed_without_the_hosts_part() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_clock_is_told_in_the_highest_that_was_found() -> None:
+def test_a_task_takes_no_longer_at_the_full_clock() -> None:
+    """Short or long, it takes in proportion there."""
     platform = type(platform_of(ACCELERATORS["gpu"]))()  # of which nobody has asked before
-    platform.take(0)
-    shares = [platform.clock_share() for _ in range(5)]
-    assert shares[0] == 1.0
-    assert all(0.2 < share <= 1.0 for share in shares)
+    device = platform.take(0)
+    platform.at_full_clock(lambda: None, lambda: None, 4e-3)  # at rest
+    weights, results = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16), []
+    for rows in (16384, 65536):
+        inputs = torch.randn(rows, 4096, device=device, dtype=torch.bfloat16)
+
+        def product(inputs: torch.Tensor = inputs) -> None:
+            for _ in range(2**18 // len(inputs)):
+                inputs @ weights
+
+        product()
+        (took,) = platform.race(product, product)
+        full = statistics.median(platform.at_full_clock(product, product, took) for _ in range(5))
+        assert 0.5 * took < full <= 1.1 * took
+        results.append(full)
+    assert results[0] == pytest.approx(results[1], rel=0.1)
 
 
 @pytest.mark.gpu

@@ -70,8 +70,9 @@ class Cpu(Platform):
             began = time.perf_counter()
             return list(threads.map(seconds, tasks))
 
-    def clock_share(self) -> float:
-        return 1.0
+    def at_full_clock(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
+        (seconds,) = self.race(first, task)
+        return seconds
 
 
 PLATFORM = Cpu()

@@ -13,9 +13,8 @@ from trainables.platforms.base import Platform
 HANDOVER_CYCLES = 6_000_000
 """Of a GPU that waits while it is given what is to be timed: some 3 ms."""
 
-SPIN_CYCLES = 200_000
-"""Of a GPU whose clock is told by how long these take it: some 0.1 ms, in which a clock that a power limit holds hardly
-recovers (seen on H200)."""
+SPIN_HZ = 1.4e9
+"""Cycles that one thread spins for each second of a task beside it: fewer than the GPU has in that time."""
 
 
 class Cuda(Platform):
@@ -28,7 +27,7 @@ class Cuda(Platform):
     names_kernels = True
     # The server must not touch CUDA, or its forks could not: no check may open the driver.
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
-    _quickest = float("inf")
+    _highest_hz = 0.0
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
@@ -81,15 +80,13 @@ class Cuda(Platform):
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for end in ends]
 
-    def clock_share(self) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        torch.cuda._sleep(SPIN_CYCLES)
-        end.record()
-        torch.cuda.synchronize()
-        spun: float = start.elapsed_time(end)
-        self._quickest = min(self._quickest, spun)
-        return self._quickest / spun
+    def at_full_clock(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
+        cycles = round(SPIN_HZ * about_s)
+        spun_s, task_s = self.race(first, lambda: torch.cuda._sleep(cycles), task)
+        clock_hz = cycles / spun_s
+        self._highest_hz = max(self._highest_hz, clock_hz)
+        # Where the spin ended last it may have waited, and tells nothing.
+        return task_s if spun_s > task_s else task_s * clock_hz / self._highest_hz
 
 
 @cache
