@@ -34,6 +34,7 @@ from service.operators import MeasuredOperators, measure_operators
 from service.problem import Measurement, Problem
 from service.queue.actor import Member
 from service.queue.admission import admit
+from service.queue.policy import read_policy
 from service.record import store
 from service.record.results import Results
 from service.record.tracking import Tracker
@@ -122,7 +123,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     if (start := expected(problem.cluster)) is None:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_power_limits(problem, False)
-    check_data(problem)
+    check_data(problem, read_policy().data)
     check_machine(problem.cluster)
     name, whole = f"{problem.name[:51]}-calibration", replace(problem.measurement, explore="gang")
     problem = replace(problem.located(), name=name, measurement=whole)
@@ -137,7 +138,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         check_cluster(problem.cluster)
         queue = Member()
         tracker = Tracker(store_uri(tracking_uri), home)
-        admission = admit(queue, store_uri(tracking_uri))
+        admission = admit(queue, store_uri(tracking_uri), problem.data)
         Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts), None, admission).run()
         operators = measure_operators(search_id, problem, problem.legal.layouts, start, home, queue)
         collectives = measure_collectives(search_id, problem, home, queue) if problem.cluster.size > 1 else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from search_spaces.coefficients import data_sheet
@@ -16,6 +16,7 @@ from service.errors import InputError
 from service.goals import Limit
 from service.metrics import Direction, Needs, known
 from service.problem import Cluster, Problem
+from trainables.bounds import refusal
 from trainables.data import DataError, MissingDataError, open_tokens
 from trainables.logs import LAST_RANK_LOGS
 from trainables.objects import is_uri
@@ -46,8 +47,11 @@ def notices(problem: Problem) -> list[str]:
     return [f"{field}: {lacking[metric]}" for field, metric in named if metric in lacking]
 
 
-def check_data(problem: Problem) -> None:
-    """Raise `InputError` unless the data are tokens that the model can read, or a trainer's own affair."""
+def check_data(problem: Problem, places: Sequence[str] | None = None) -> None:
+    """Raise `InputError` unless the data lie below one of `places`, if there is such a bound, and are tokens that the
+    model can read, or a trainer's own affair."""
+    if (refused := refusal(problem.data, places)) is not None:
+        raise InputError(refused)
     if problem.trainer is not None or problem.data is None:
         return
     try:

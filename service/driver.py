@@ -151,7 +151,7 @@ class Driver:
         claim = Claim(self.search_id, self.problem.priority, time.time(), worker, *wanted)
 
         def start(name: str, avoid: Collection[str]) -> Gang:
-            return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid, data)
+            return Gang(name, sizes[0], cluster, storage, telemetry, preload, avoid, data, self.admission.places)
 
         return Turns(claim, self.admission.queue, start, self.display.say)
 

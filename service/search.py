@@ -19,6 +19,7 @@ from service.home import tracking_uri as store_uri
 from service.problem import Problem
 from service.queue.actor import Member
 from service.queue.admission import admit
+from service.queue.policy import read_policy
 from service.record import store
 from service.record.heartbeat import silent
 from service.record.results import Results, SearchRecord
@@ -49,7 +50,7 @@ def run(
     """
     check_allowed(problem.trainer, allow_trainer)
     check_power_limits(problem, allow_power_limits)
-    check_data(problem)
+    check_data(problem, read_policy().data)
     problem = problem.located()
     home = Home.locate().create()
     store.check(store_uri(tracking_uri))
@@ -61,7 +62,7 @@ def run(
         problem = problem.on(at_hand := room(problem.cluster))
         tracker = _tracker(tracking_uri, home)
         calibration = load_calibration(home, problem.cluster)
-        admission = admit(queue, store_uri(tracking_uri))
+        admission = admit(queue, store_uri(tracking_uri), problem.data)
         study = _study(problem, search_id, home, Results(store_uri(tracking_uri)), calibration)
         agenda = SearchAgenda(study, problem, workers=sum(gang_sizes(problem, at_hand)))
         Driver(problem, search_id, home, tracker, agenda, network(home, problem.cluster), admission).run()
@@ -98,11 +99,11 @@ def resume(
         problem = parse_spec(recorded.spec_of(record))
         check_allowed(problem.trainer, allow_trainer)
         check_power_limits(problem, allow_power_limits)
-        check_data(problem)
+        check_data(problem, read_policy().data)
         check_machine(problem.least)
         with ray_session(problem.cluster):
             check_cluster(problem.least)
-            admission = admit(Member(), store_uri(tracking_uri))
+            admission = admit(Member(), store_uri(tracking_uri), problem.data)
             summary = tracker.resume_search(record, problem)
             results = results_of(recorded.search(record.id))
             calibration = load_calibration(home, problem.cluster)

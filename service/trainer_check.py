@@ -17,6 +17,7 @@ from service.cluster import check_cluster, ray_session
 from service.errors import InputError
 from service.problem import Problem
 from service.queue.actor import Member
+from service.queue.policy import read_policy
 from service.reading import read_yaml
 from service.result import TrialResult
 from service.spec import load_spec, parse_spec
@@ -76,7 +77,7 @@ def check_trainer(reference: str, allow_trainer: bool = False) -> TrainerCheck:
     """
     problem = _problem(reference)
     check_allowed(problem.trainer, allow_trainer)
-    check_data(problem)
+    check_data(problem, read_policy().data)
     check_machine(problem.least)
     problem = problem.located()
     layout = problem.legal.layouts[0]

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 
 from service.problem import Problem
 from service.queue.actor import ANSWER_S, Member, Queue
+from service.queue.admission import policy_for
 from service.queue.claims import Claim, Grant, Turn
 from service.record.standing import Standing
 from service.remote import call
@@ -156,15 +157,17 @@ class Turns:
 def bench_in_turn(name: str, problem: Problem, size: int, preload: Sequence[str], queue: Member) -> Iterator[Bench]:
     """A gang of `size` workers, all of them for one trial, once it is their turn on the Ray that is at hand.
 
-    `queue` knows it by `name` as a search. `preload`: modules that its programs need.
+    `queue` knows it by `name` as a search. `preload`: modules that its programs need. Raises `InputError` for data that
+    the cluster does not allow.
     """
     trial_id, cluster = "alone", problem.cluster
+    places = policy_for(queue, problem.data).data
     claim = Claim(name, problem.priority, time.time(), resources_per_worker(cluster), size, gangs=1)
     telemetry, pool = start_telemetry(name), start_pool()
     with tempfile.TemporaryDirectory() as storage:
 
         def start(gang: str, avoid: Collection[str]) -> Gang:
-            return Gang(gang, size, cluster, Path(storage), telemetry, preload, avoid)
+            return Gang(gang, size, cluster, Path(storage), telemetry, preload, avoid, problem.data, places)
 
         def leased() -> Lease | None:
             ray.get(call(pool, Pool.lend, trial_id, [Wish(size, alone=True)]))

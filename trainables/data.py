@@ -41,7 +41,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.objects import fetch, is_uri
+from trainables.objects import fetch, is_uri, pair
 
 SYNTHETIC = "synthetic"
 END_OF_DOCUMENT = 256
@@ -197,8 +197,7 @@ class _SyntheticTokens:
 def _open_file(path: Path) -> NDArray[np.integer]:
     if path.suffix == ".npy":
         return _open_npy(path)
-    prefix = str(path.with_suffix("")) if path.suffix in (".bin", ".idx") else str(path)
-    data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    data, index = map(Path, pair(str(path)))
     if index.exists() or path == index:
         return _open_indexed(data, index)
     if path == data:

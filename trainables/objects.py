@@ -24,6 +24,12 @@ def is_uri(source: str) -> bool:
     return "://" in source
 
 
+def pair(named: str) -> tuple[str, str]:
+    """The two files of an indexed dataset that is named by either of their endings, or by neither."""
+    stem = named[: -len(".bin")] if named.endswith((".bin", ".idx")) else named
+    return f"{stem}.bin", f"{stem}.idx"
+
+
 def holds_secret(source: str) -> bool:
     """Whether a URI has a password in it, which would be recorded with it."""
     return is_uri(source) and urlsplit(source).password is not None
@@ -65,8 +71,7 @@ def _objects(store: FileSystem, path: str) -> Sequence[FileInfo]:
     """The objects that make up the tokens at `path`; none if one is missing that must be there."""
     from pyarrow.fs import FileType
 
-    stem = path.removesuffix(".bin").removesuffix(".idx")
-    names = [path] if path.endswith(".npy") else [f"{stem}.bin", f"{stem}.idx"]
+    names = [path] if path.endswith(".npy") else list(pair(path))
     return [one for one in store.get_file_info(names) if one.type == FileType.File]
 
 

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from telemetry.actor import NodeState, Work
 from telemetry.devices.cpu import cpu_uuid
+from trainables.bounds import refusal
 from trainables.child import Nursery, Outcome
 from trainables.leftovers import Leftovers
 from trainables.mailbox import Member, Order
@@ -113,8 +114,9 @@ def worker_loop(config: dict[str, Any]) -> None:
     """Serve trials until the mailbox is closed.
 
     `config`: `mailbox`, the actor's handle; `telemetry`, the cluster's `Fleet`; `accelerator`, an `Accelerator`;
-    `preload`, what trials import; and `data`, the tokens that they read, or None: no trial is to wait for a copy of
-    what is on an object store. Raises `RayError` if one of these actors is lost: Ray Train then starts the worker anew.
+    `preload`, what trials import; `data`, what they read, or None: no trial is to wait for a copy of what is on an
+    object store; and `places`, those below which it has to lie whenever a trial begins, None without a bound. Raises
+    `RayError` if one of these actors is lost: Ray Train then starts the worker anew.
     """
     mailbox = config["mailbox"]
     worker = ray.train.get_context().get_world_rank()
@@ -132,9 +134,10 @@ def worker_loop(config: dict[str, Any]) -> None:
     leftovers = Leftovers(f"{mailbox._actor_id.hex()}/{worker}", lambda: memory_gib(watching, device))
     power = PowerLimit(watching, device, config["telemetry"].power_limits)
     nursery = Nursery(platform, config["preload"])
-    if config["data"] is not None and is_uri(config["data"]):
+    data, places = config["data"], config["places"]
+    if data is not None and is_uri(data) and refusal(data, places) is None:
         with contextlib.suppress(OSError, ValueError):  # which trials tell in their causes
-            fetch(config["data"])
+            fetch(data)
     member = Member(worker, node_id, host, store.port, device, os.getpid())
     ray.get(mailbox.join.remote(member))
     number = 0
@@ -157,7 +160,7 @@ def worker_loop(config: dict[str, Any]) -> None:
                 follow=follower.follow,
             )
             leftovers.begin()
-            refused = power.set(order.request.layout.power_limit_w)
+            refused = refusal(data, places) or power.set(order.request.layout.power_limit_w)
             if refused is None:
                 with trial as outcome:
                     ray.get(mailbox.hand_in.remote(worker, number, power.checked(outcome)))

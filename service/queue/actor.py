@@ -21,6 +21,7 @@ from service.queue.fairshare import occupancy, standings, turn
 from service.queue.policy import Policy, read_policy
 from service.remote import ON_HEAD, call
 from telemetry import actor as telemetry
+from trainables.bounds import refusal
 
 NAME, NAMESPACE = "queue", "wattune"
 LOST_S = 30.0
@@ -45,13 +46,14 @@ class Queue:
         self._claims: dict[str, Claim] = {}
         self._seen: dict[str, float] = {}
 
-    def policy(self) -> Policy | str:
-        """The operator's policy as its file is now, which holds from now on; or what is wrong with the file."""
+    def policy(self, data: str | None = None) -> Policy | str:
+        """The operator's policy as its file is now, which holds from now on; or what is wrong with the file, or with
+        the place of the data of who asks, as this node finds it."""
         try:
             self._policy = read_policy()
         except InputError as error:
             return str(error)
-        return self._policy
+        return refusal(data, self._policy.data) or self._policy
 
     def check_in(self, claim: Claim) -> Turn:
         """Take what a search says, and tell it what it has. To be called every few seconds: see `LOST_S`."""

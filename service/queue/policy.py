@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from service.errors import InputError
 from service.reading import Amount, AmountOrZero, Strict, Switch, read_yaml
+from trainables.bounds import is_place
 
 VARIABLE = "WATTUNE_POLICY"
 DEFAULT = "default"
@@ -24,13 +25,15 @@ class Policy:
 
     `slice_s`: how long a search keeps a gang for which others of its priority wait. `exclusive`: whether a node is one
     search's at a time. `gpu_hours`: what each user may have, by name or `DEFAULT`, without a bound where neither is
-    named; of the last `period_days`, of all times if that is None.
+    named; of the last `period_days`, of all times if that is None. `data`: the places below which data may lie, as
+    `trainables.bounds` compares them; None without a bound.
     """
 
     slice_s: float = 600.0
     exclusive: bool = True
     gpu_hours: Mapping[str, float] = field(default_factory=dict)
     period_days: float | None = None
+    data: tuple[str, ...] | None = None
 
     def quota(self, user: str) -> float | None:
         """GPU-hours that a user may have; None without a bound."""
@@ -42,10 +45,24 @@ class _Quota(Strict):
     period_days: Amount | None = None
 
 
+def _listed(value: Any) -> Any:
+    """A list all of whose entries were taken out is no word for no bound."""
+    if value is None:
+        raise ValueError("must be a list, [] for synthetic data alone")
+    return value
+
+
+def _place(text: str) -> str:
+    if not is_place(text):
+        raise ValueError(f"must be an absolute path, or the beginning of a URI without a password (given: {text!r})")
+    return text
+
+
 class _File(Strict):
     slice_minutes: Amount = Policy.slice_s / 60
     exclusive: Switch = Policy.exclusive
     quota: _Quota | None = None
+    data: Annotated[list[Annotated[str, AfterValidator(_place)]] | None, BeforeValidator(_listed)] = None
 
 
 def read_policy() -> Policy:
@@ -77,4 +94,5 @@ def read_policy() -> Policy:
         exclusive=file.exclusive,
         gpu_hours={} if quota is None else quota.gpu_hours,
         period_days=None if quota is None else quota.period_days,
+        data=None if file.data is None else tuple(file.data),
     )

@@ -48,9 +48,11 @@ class Gang:
         preload: Sequence[str],
         avoid: Iterable[str] = (),
         data: str | None = None,
+        places: Sequence[str] | None = None,
     ) -> None:
         """`preload`: modules that the programs of its trials need, as `RankProgram.preload` names them. `avoid`: the
-        nodes that no worker may be on, by Ray's ids. `data`: the tokens that trials read."""
+        nodes that no worker may be on, by Ray's ids. `data`: what trials read, and `places`: those below which it must
+        lie, None without a bound."""
         actor: Any = ray.remote(Mailbox)
         self.address = f"mailbox-{uuid4().hex}"
         self.mailbox: ActorHandle[Mailbox] = actor.options(
@@ -72,6 +74,7 @@ class Gang:
                 "accelerator": cluster.device,
                 "preload": preload,
                 "data": data,
+                "places": places,
             },
             torch_config=GangConfig(),
             scaling_config=ScalingConfig(num_workers=size, **scaling),

@@ -52,6 +52,8 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self.token, self.home, self.log = secrets.token_hex(16), directory / "home", directory / "ray.log"
+        self.policy = directory / "policy.yaml"
+        self.policy.write_text("{}")
         self.temp = tempfile.mkdtemp(prefix="wattune-ray-")  # Ray's sockets need a short path
         port, dashboard, client, agent = (str(free_port()) for _ in range(4))
         self.address, self.gcs = f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}"
@@ -61,6 +63,7 @@ class Cluster:
         command += [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_"))}
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "WATTUNE_HOME": str(self.home)}
+        environment |= {"WATTUNE_POLICY": str(self.policy)}
         environment |= {"RAY_worker_niceness": "0"}  # or its workers stand back behind all other tests
         with self.log.open("w") as log:
             self.process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -281,6 +284,32 @@ def test_what_only_the_cluster_can_see_is_told_to_the_submitter(
     assert Wattune().searches() == []
     with pytest.raises(InputError, match=r"is unknown at sqlite.*; search 'nowhere' is unknown at http"):
         Wattune(address=cluster.address).status("nowhere")
+
+
+def test_data_that_the_operator_does_not_allow_are_refused_however_a_search_comes(
+    cluster: Cluster, home: Home, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.gcs)
+    (team := tmp_path / "team").mkdir()
+    (team / "tokens.npy").symlink_to(tokens)
+    file = tmp_path / "spec.yaml"
+    lies, leads = f"{tokens} lies", f"{team}/tokens.npy leads by a symbolic link"
+    said = f"data: {{}} outside of what WATTUNE_POLICY allows: synthetic, {team}, s3://bucket/team\n"
+    cluster.policy.write_text(f"data: [{team}, 's3://bucket/team']\n")
+    try:
+        file.write_text(SPEC.format(data="team/tokens.npy", window_s=1))
+        run = [sys.executable, "-m", "service.cli", "run", str(file)]
+        joined = subprocess.run(run, capture_output=True, text=True, check=False)  # by a process without WATTUNE_POLICY
+        assert (joined.returncode, joined.stdout, joined.stderr) == (2, "", f"wattune: {said.format(leads)}")
+        file.write_text(SPEC.format(data=tokens, window_s=1))
+        submit = ["submit", str(file), "--address", cluster.address, "--tracking-uri", cluster.address]
+        submitted = CliRunner().invoke(main, submit)
+        assert (submitted.exit_code, submitted.stdout) == (2, "")
+        search = submitted.stderr.split()[2]
+        assert submitted.stderr == f"wattune: search {search} did not start: {said.format(lies)}"
+    finally:
+        cluster.policy.write_text("{}")
+    assert Wattune().searches() == []
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def open_tokens(source: str) -> Any:
     """The tokens of a Megatron-LM indexed dataset, of a numpy array `.npy`, or of a `.bin` of uint16; unread so far."""
     if source.endswith(".npy"):
         return np.load(source, mmap_mode="r")
-    prefix = source.removesuffix(".bin").removesuffix(".idx")
+    prefix = source[:-4] if source.endswith((".bin", ".idx")) else source
     index = Path(f"{prefix}.idx")
     kind = TYPES[HEADER.unpack(index.read_bytes()[: HEADER.size])[2]] if index.exists() else "<u2"
     return np.memmap(f"{prefix}.bin", dtype=kind, mode="r")

@@ -68,17 +68,25 @@ def test_the_operators_policy_holds_as_its_file_is_where_the_queue_runs(
     actor: Any = mine._actor
     ray.get(actor.__ray_call__.remote(set_policy, str(policy)))
     with pytest.raises(InputError, match=r"^WATTUNE_POLICY: .* cannot be read"):
-        admit(mine, home.tracking_uri)
+        admit(mine, home.tracking_uri, None)
     policy.write_text("quota: {gpu_hours: {ada: 0, eve: 2}}\n")
     monkeypatch.setenv("WATTUNE_USER", "ada")
     with pytest.raises(InputError, match=r"^quota: user ada has used 0 of 0 GPU-hours"):
-        admit(mine, home.tracking_uri)
+        admit(mine, home.tracking_uri, None)
     monkeypatch.setenv("WATTUNE_USER", "eve")
-    quota = admit(mine, home.tracking_uri).quota
+    quota = admit(mine, home.tracking_uri, None).quota
     assert quota is not None
     assert (quota.user, quota.gpu_hours) == ("eve", 2)
     monkeypatch.setenv("WATTUNE_USER", "bob")
-    assert admit(mine, home.tracking_uri).quota is None
+    assert admit(mine, home.tracking_uri, None).quota is None
+    policy.write_text(f"data: [{tmp_path}/team]\n")
+    assert admit(mine, home.tracking_uri, f"{tmp_path}/team/corpus").places == (f"{tmp_path}/team",)
+    (tmp_path / "team").symlink_to("/srv")  # the folder itself may be a link
+    assert admit(mine, home.tracking_uri, f"{tmp_path}/team/corpus").places == (f"{tmp_path}/team",)
+    with pytest.raises(
+        InputError, match=r"^data: /teams/corpus lies outside of what WATTUNE_POLICY allows: synthetic, "
+    ):
+        admit(mine, home.tracking_uri, "/teams/corpus")
 
 
 def set_policy(actor: Queue, name: str) -> None:

@@ -28,6 +28,11 @@ def test_the_operators_file_says_how_searches_share_a_cluster(file: Path) -> Non
     policy = read_policy()
     assert (policy.slice_s, policy.exclusive, policy.period_days) == (300, False, 30)
     assert [policy.quota(name) for name in ("ada", "eve", "bob")] == [0.5, 0, 10]
+    assert policy.data is None
+    file.write_text("data: []\n")
+    assert read_policy().data == ()
+    file.write_text("data: [/data/team, 's3://bucket/team']\n")
+    assert read_policy().data == ("/data/team", "s3://bucket/team")
     file.write_text("quota: {gpu_hours: {ada: 1}}\n")
     assert [read_policy().quota(name) for name in ("ada", "bob")] == [1, None]
 
@@ -40,7 +45,16 @@ def test_the_operators_file_says_how_searches_share_a_cluster(file: Path) -> Non
         ("exclusive: 1", "exclusive: must be a valid boolean"),
         ("quota: {gpu_hours: {ada: -1}}", "quota.gpu_hours.ada: must be greater than or equal to 0"),
         ("quota: {gpu_hours: {ada: true}}", "quota.gpu_hours.ada: must be a number"),
-        ("- 1", "must be a mapping with the fields slice_minutes, exclusive, quota"),
+        ("- 1", "must be a mapping with the fields slice_minutes, exclusive, quota, data"),
+        ("data:", "data: must be a list, [] for synthetic data alone"),
+        ("data: /data/team", "data: must be a valid list"),
+        (
+            "data: [/data, team]",
+            "data.1: must be an absolute path, or the beginning of a URI without a password (given: ",
+        ),
+        ("data: [~/team]", "data.0: must be an absolute path"),
+        ("data: ['s3://bucket/a/../b']", "data.0: must be an absolute path, or the beginning of a URI"),
+        ("data: ['s3://key:secret@bucket']", "data.0: must be an absolute path, or the beginning of a URI"),
         ("a: [", "not valid YAML"),
         (None, "cannot be read: No such file"),
     ],

@@ -67,8 +67,15 @@ def telemetry(ray_session: Any) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def gang(telemetry: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    gang = Gang("gang-under-test", 2, CLUSTER, tmp_path_factory.mktemp("train"), telemetry, PRELOAD)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the gang's data lie, and have to."""
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def gang(telemetry: Fleet, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    storage, data, places = tmp_path_factory.mktemp("train"), str(place / "corpus"), (str(place),)
+    gang = Gang("gang-under-test", 2, CLUSTER, storage, telemetry, PRELOAD, data=data, places=places)
     yield gang
     close_gangs([gang])
 
@@ -273,6 +280,17 @@ def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> Non
 
 def test_a_trial_on_one_rank_leaves_the_other_idle(begin: Begin) -> None:
     assert statuses(begin(replace(LAYOUT, num_gpus=1))) == [("ok", None)]
+    assert statuses(begin()) == [("ok", None)] * 2
+
+
+def test_no_trial_reads_what_is_led_out_of_the_operators_places_on_its_node(begin: Begin, place: Path) -> None:
+    (link := place / "corpus.bin").symlink_to("/etc/hostname")
+    try:
+        ((status, cause),) = statuses(begin())
+    finally:
+        link.unlink()
+    told = f"data: {place}/corpus leads by a symbolic link outside of what WATTUNE_POLICY allows: synthetic, {place}"
+    assert (status, (cause or "").partition(": ")[2]) == ("crash", told)
     assert statuses(begin()) == [("ok", None)] * 2
 
 
