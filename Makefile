@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOWEST := .venv-lowest
+AUDIT := .venv-audit
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 DEMO_DATA := .wattune/data/demo
@@ -20,7 +21,7 @@ PAGES := README.md CONTRIBUTING.md CHANGELOG.md telemetry/grafana.json \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lowest lint docs bench clean
+.PHONY: help setup demo test test-lowest lint docs audit bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -80,8 +81,14 @@ docs: $(STAMP) ## Write the tables of docs/spec.md anew, build the documentation
 	cp --parents $(PAGES) build/pages
 	$(BIN)/mkdocs build --quiet --strict
 
+# In an environment of its own: the project does without what it needs.
+audit: $(STAMP) ## Ask whether pinned versions have known vulnerabilities that others fix; skipped where nobody answers
+	-@test -x $(AUDIT)/bin/pip-audit || ($(BIN)/python -m venv $(AUDIT) && \
+		$(AUDIT)/bin/python -m pip install --quiet --no-compile pip-audit)
+	@$(BIN)/python tests/audit.py $(AUDIT)/bin/pip-audit
+
 bench: setup ## Measure the figures under benchmarks/results
 	$(BIN)/python -m benchmarks
 
 clean: ## Remove .venv, caches and build output; searches under .wattune stay
-	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(AUDIT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
