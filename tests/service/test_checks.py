@@ -160,6 +160,13 @@ def test_data_that_are_not_here_are_told_and_what_is_no_tokens_is_refused(tmp_pa
         check_data(problem(data=str(missing)))
 
 
+def test_data_that_an_operator_does_not_allow_are_refused_unread_a_trainers_too(tmp_path: Path) -> None:
+    for refused in (problem(data="/absent"), problem(data="/absent", trainer={"name": "mine", "command": ["train"]})):
+        with pytest.raises(InputError, match=rf"^data: /absent lies outside of .* allows: synthetic, {tmp_path}$"):
+            check_data(refused, (str(tmp_path),))
+    check_data(problem(), ())
+
+
 def test_a_machine_without_the_gpus_is_refused_unless_there_is_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delitem(sys.modules, "ray", raising=False)  # one that other tests have started

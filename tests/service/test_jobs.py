@@ -293,7 +293,7 @@ def test_data_that_the_operator_does_not_allow_are_refused_however_a_search_come
     (team := tmp_path / "team").mkdir()
     (team / "tokens.npy").symlink_to(tokens)
     file = tmp_path / "spec.yaml"
-    lies, leads = f"{tokens} lies", f"{team}/tokens.npy leads by a symbolic link"
+    lies, leads = "/absent lies", f"{team}/tokens.npy leads by a symbolic link"  # what is not there is not told
     said = f"data: {{}} outside of what WATTUNE_POLICY allows: synthetic, {team}, s3://bucket/team\n"
     cluster.policy.write_text(f"data: [{team}, 's3://bucket/team']\n")
     try:
@@ -301,7 +301,7 @@ def test_data_that_the_operator_does_not_allow_are_refused_however_a_search_come
         run = [sys.executable, "-m", "service.cli", "run", str(file)]
         joined = subprocess.run(run, capture_output=True, text=True, check=False)  # by a process without WATTUNE_POLICY
         assert (joined.returncode, joined.stdout, joined.stderr) == (2, "", f"wattune: {said.format(leads)}")
-        file.write_text(SPEC.format(data=tokens, window_s=1))
+        file.write_text(SPEC.format(data="/absent", window_s=1))
         submit = ["submit", str(file), "--address", cluster.address, "--tracking-uri", cluster.address]
         submitted = CliRunner().invoke(main, submit)
         assert (submitted.exit_code, submitted.stdout) == (2, "")
