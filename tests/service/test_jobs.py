@@ -331,11 +331,9 @@ def test_a_search_that_has_not_begun_in_time_is_known_by_its_job(
 def test_a_submitted_search_survives_its_submitter_and_the_death_of_a_worker(
     cluster: Cluster, server: str, tokens: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "spec.yaml").write_text(SPEC.format(data=tokens.name, window_s=4))
+    (tmp_path / "spec.yaml").write_text(SPEC.format(data=os.path.relpath(tokens, tmp_path), window_s=4))
     submit = [sys.executable, "-m", "service.cli", "submit", str(tmp_path / "spec.yaml"), "--address", cluster.address]
-    done = subprocess.run(
-        [*submit, "--tracking-uri", server], cwd=tokens.parent, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*submit, "--tracking-uri", server], capture_output=True, text=True, check=True)
     search = done.stdout.strip()
     client = Wattune(server, cluster.address)
     assert client.status(search).status in ("queued", "running")
