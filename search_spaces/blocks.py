@@ -72,7 +72,7 @@ class Cut(NamedTuple):
             layout.width,
             engine.autocasts(layout),
             engine.leaves_out_last(layout),
-            engine.attention_time(work.accelerator),
+            engine.attention_time(work.accelerator, work.shape.head_dim),
             Places.of(layout, work),
         )
 

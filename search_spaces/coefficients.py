@@ -24,9 +24,9 @@ class Coefficients:
     """Coefficients of one accelerator for `search_spaces.cost`, all above zero; seconds, joules, watts, bytes, FLOPs.
 
     - `source`: where they come from, for readers.
-    - `matmul_flops`, `attention_flops`: a second, of large products in bf16 and of causal attention, at the full clock;
-      `matmul_half`: the smallest dimension of a product at which half of that is reached. `fp32_speed`, `fp8_speed`:
-      of matrix products, in that of bf16.
+    - `matmul_flops`, `attention_flops`: a second, of large products in bf16 and of causal attention over many tokens
+      in heads 128 wide, at the full clock; `matmul_half`: the smallest dimension of a product at which half of that is
+      reached. `fp32_speed`, `fp8_speed`: of matrix products, in that of bf16.
     - `memory_bytes_per_s`: of compiled kernels that only move memory; `eager_bytes_per_s`: of those that are not
       compiled; `states_bytes_per_s`: of the kernels that update parameters and add up gradients.
     - `compiled_launch_s`, `eager_launch_s`: time of the CPU for the kernels of a block, forward and backward;
@@ -172,7 +172,7 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
     return Coefficients(
         source=f"data sheet of {name}",
         matmul_flops=(sheet.products or min(0.9, most)) * peak,
-        attention_flops=(0.55 if sheet.products else min(0.55, most / COUNTED)) * peak,
+        attention_flops=(0.57 if sheet.products else min(0.57, most / COUNTED)) * peak,
         fp32_speed=fp32 / peak,
         fp8_speed=1.5 if sheet.fp8 else 1.0,
         memory_bytes_per_s=0.8 * memory,

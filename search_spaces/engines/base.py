@@ -39,6 +39,14 @@ class States:
     copied: float = 0.0
 
 
+NARROW = 64
+"""Width of heads up to which kernels of attention are slower: there are as many exponentials to fewer products."""
+
+CUDNN_NARROW, FLASH_2_NARROW = (1.40, 1.20), (1.13, 1.11)
+"""Time of narrow heads, forward and backward, in that of as many FLOPs with heads 128 wide, over 8192 tokens on H100
+(Shah et al. 2024, FlashAttention-3, figures 5 and 6)."""
+
+
 class EngineFacts(ABC):
     """What is known of an engine without running it. Layouts that are asked about are legal ones of the engine."""
 
@@ -137,9 +145,14 @@ class EngineFacts(ABC):
         """Whether the engine has use for an axis in a layout that is settled up to it."""
         return axis not in self.unused or not self.unused[axis](layout)
 
-    def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
-        """Time of its attention, forward and backward, in that of the best kernels there."""
-        return 1.0, 1.0
+    def attention_time(self, accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
+        """Time of its attention, forward and backward, in that of the best kernels there with heads 128 wide.
+
+        Of scaled dot-product attention as torch has it: cuDNN's on Hopper, elsewhere FlashAttention-2's.
+        """
+        if head_dim > NARROW:
+            return 1.0, 1.0
+        return CUDNN_NARROW if accelerator.fp8 else FLASH_2_NARROW
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """Whether full recomputation of a block without experts ends at the last input that a backward pass needs, and

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from search_spaces.engines.base import Rule, Same, States
+from search_spaces.engines.base import FLASH_2_NARROW, NARROW, Rule, Same, States
 from search_spaces.engines.megatron import Megatron
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
@@ -29,9 +29,10 @@ TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
 
 
-def _flash_2(accelerator: Accelerator) -> tuple[float, float]:
+def _flash_2(accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
     time = FLASH_2_ON_HOPPER if accelerator.fp8 else 1.0
-    return time, time
+    forward, backward = FLASH_2_NARROW if head_dim <= NARROW else (1.0, 1.0)
+    return time * forward, time * backward
 
 
 class MegatronLM(Megatron):
@@ -100,8 +101,8 @@ class Torchtitan(Megatron):
     selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
     rings_keys, gathered_attention = True, Megatron.gathered_attention / FLASH_2_ON_HOPPER
 
-    def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
-        return _flash_2(accelerator)
+    def attention_time(self, accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
+        return _flash_2(accelerator, head_dim)
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """The compiler sees what is computed again, and leaves out what nothing needs."""
@@ -117,8 +118,8 @@ class Composer(Megatron):
     def eager_loss_bytes(self, layout: Layout) -> int:
         return 6
 
-    def attention_time(self, accelerator: Accelerator) -> tuple[float, float]:
-        (forward, backward), (ahead, back) = TRITON_FLASH, _flash_2(accelerator)
+    def attention_time(self, accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
+        (forward, backward), (ahead, back) = TRITON_FLASH, _flash_2(accelerator, head_dim)
         return forward * ahead, backward * back
 
     def leaves_out_last(self, layout: Layout) -> bool:

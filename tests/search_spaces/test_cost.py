@@ -125,8 +125,8 @@ def test_matrix_products_and_attention_take_the_models_flops() -> None:
     tokens = WORK.global_batch_size * length
     weights_in_norms = 6.0 * (2 * model.layers + 1) * model.hidden
     expected = tokens * (causal - weights_in_norms) / IDEAL.matmul_flops
-    # Attention's backward pass is two and a half times its forward pass, where PaLM has twice.
-    attention = tokens * model.layers * model.hidden * length / IDEAL.attention_flops
+    # Attention's backward pass is two and a half times its forward pass, where PaLM has twice, and both take longer.
+    attention = tokens * model.layers * model.hidden * (length + 7 * 300) / IDEAL.attention_flops
     assert seconds(ALONE, IDEAL) == pytest.approx(expected + attention, rel=1e-6)
 
 
@@ -140,6 +140,22 @@ def test_attention_of_gathered_keys_is_not_square_and_slower(engine: str, slower
         for size in (1, 2)
     )
     assert split / plain == pytest.approx(slower)
+
+
+def test_attention_takes_longer_over_few_tokens_and_in_narrow_heads() -> None:
+    """By what FlashAttention-3's figures have of cuDNN and of FlashAttention-2."""
+
+    def seconds(**changes: Any) -> float:
+        return predict(ALONE, replace(WORK, **changes), IDEAL).parts["attention"]
+
+    few = replace(ALONE, micro_batch_size=4, global_batch_size=4 * ALONE.global_batch_size)
+    short = predict(few, replace(WORK, sequence_length=2048, global_batch_size=few.global_batch_size), IDEAL)
+    assert short.parts["attention"] / seconds() == pytest.approx((1 + 300 / 2048) / (1 + 300 / 8192) / 4)
+    narrow = replace(WORK.shape, heads=2 * WORK.shape.heads, kv_heads=2 * WORK.shape.kv_heads)
+    assert narrow.head_dim == 64
+    assert seconds(model=narrow) / seconds() == pytest.approx((1.40 + 2.5 * 1.20) / 3.5)
+    a100 = ACCELERATORS["a100"]
+    assert seconds(model=narrow, accelerator=a100) / seconds() == pytest.approx((1.13 + 2.5 * 1.11) / 3.5)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +226,11 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 def test_at_the_power_limit_the_clock_falls() -> None:
     hungry = replace(IDEAL, joules_per_flop=1e-12)
     free, held = (predict(ALONE, WORK, calibration) for calibration in (IDEAL, hungry))
-    assert free.power_w == pytest.approx(IDEAL.idle_w + 1e-13 * IDEAL.matmul_flops)
+    assert free.power_w == pytest.approx(IDEAL.idle_w + 1e-13 * IDEAL.matmul_flops, rel=0.005)
     assert held.power_w == pytest.approx(IDEAL.power_limit_w)
     # Power above idle goes with the cube of the clock: 1000 W at the full one, of which 600 are allowed.
-    assert held.step_time_s / free.step_time_s == pytest.approx((1000 / 600) ** (1 / 3))
+    full = 10 * (free.power_w - IDEAL.idle_w)
+    assert held.step_time_s / free.step_time_s == pytest.approx((full / 600) ** (1 / 3))
 
 
 def test_a_layouts_own_power_limit_counts_if_it_is_the_lower_one() -> None:

@@ -286,6 +286,7 @@ def test_what_only_the_cluster_can_see_is_told_to_the_submitter(
         Wattune(address=cluster.address).status("nowhere")
 
 
+@pytest.mark.slow  # half a minute: what the head and workers say alone is tested beside their rooms
 def test_data_that_the_operator_does_not_allow_are_refused_however_a_search_comes(
     cluster: Cluster, home: Home, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
