@@ -62,7 +62,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 def searched(home: Home, spec: dict[str, Any], trials: int = 4) -> SearchRecord:
     budget = {"trials": trials, "wall_time_s": 600}
-    problem = make_problem({"measurement": BRIEF, "budget": budget, "finalists": {"count": 0}} | spec)
+    problem = make_problem({"measurement": BRIEF, "finalists": {"count": 0}} | spec | {"budget": budget})
     return Results(home.tracking_uri).search(Wattune(home.tracking_uri).run(problem))
 
 
