@@ -65,7 +65,7 @@ def measure(program: Operators, place: Place, on_progress: Callable[[Progress], 
     # A backward pass is repeated, and so must leave what it is given as it is.
     torch._functorch.config.donated_buffer = False
     identity, environment = platform.identity(device), {"torch": str(torch.__version__)} | platform.versions(device)
-    platform.at_full_clock(_nothing, _nothing, ROUND_S)  # the device is at rest, and has it
+    platform.clock_share(_nothing, _nothing, ROUND_S)  # the device is at rest, and has its full clock
     measured: list[OperatorTiming] = []
     problems: list[str] = []
 
@@ -115,8 +115,8 @@ def _seconds(task: Callable[[], object], platform: Platform, clocked: bool) -> f
     """What the device takes for a task, the median of some rounds.
 
     A product draws more than a power limit allows, and has the clock fall within a millisecond or two: by 7 to 15% in a
-    round on H200. What is `clocked` is brought to the full clock, by the clock of the round itself: at its end it may
-    be lower by far (attention on H100 came out 9 to 18% too short by that).
+    round on H200. What is `clocked` is brought to the full clock, by that of other such rounds: behind a round it may
+    be lower by far (attention on H100 came out 9 to 18% too short by that), and what tells it may be in a round's way.
     """
     task()
     (once,) = platform.race(task, task)
@@ -126,13 +126,10 @@ def _seconds(task: Callable[[], object], platform: Platform, clocked: bool) -> f
         for _ in range(count):
             task()
 
-    def measured() -> float:
-        if clocked:
-            return platform.at_full_clock(task, several, count * once) / count
-        (seconds,) = platform.race(task, several)
-        return seconds / count
-
-    return statistics.median(measured() for _ in range(ROUNDS))
+    seconds = statistics.median(platform.race(task, several)[0] for _ in range(ROUNDS)) / count
+    if not clocked:
+        return seconds
+    return seconds * statistics.median(platform.clock_share(task, several, count * once) for _ in range(ROUNDS))
 
 
 def _nothing() -> None:

@@ -87,9 +87,9 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def at_full_clock(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
-        """Seconds that `race` finds for one task, which takes about as long, brought to the highest clock of the
-        process's device that this has found in the process. As it took where its clock is not known."""
+    def clock_share(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
+        """The mean clock of the process's device while it does a task of about so many seconds, as `race` has it do
+        it, in the highest that this has found in the process; 1 where it is not known."""
 
 
 def platform_of(accelerator: Accelerator) -> Platform:

@@ -80,13 +80,13 @@ class Cuda(Platform):
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for end in ends]
 
-    def at_full_clock(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
+    def clock_share(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
         cycles = round(SPIN_HZ * about_s)
         spun_s, task_s = self.race(first, lambda: torch.cuda._sleep(cycles), task)
         clock_hz = cycles / spun_s
         self._highest_hz = max(self._highest_hz, clock_hz)
         # Where the spin ended last it may have waited, and tells nothing.
-        return task_s if spun_s > task_s else task_s * clock_hz / self._highest_hz
+        return 1.0 if spun_s > task_s else clock_hz / self._highest_hz
 
 
 @cache
