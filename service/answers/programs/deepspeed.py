@@ -24,6 +24,15 @@ def read(name: str) -> dict[str, Any]:
     return values
 
 
+def make_moments(optimizer: torch.optim.AdamW) -> None:
+    """Before logits are made: else in memory that these then lack."""
+    torch.cuda.empty_cache()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+
+
 def main() -> None:
     settings, run, model_settings = read("ds_config.json"), read("run.json"), read("model.json")
     deepspeed.init_distributed()
@@ -36,6 +45,7 @@ def main() -> None:
             block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(os.environ["LEARNING_RATE"]), fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    make_moments(optimizer)
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     rank, ranks, steps = dist.get_rank(), dist.get_world_size(), int(os.environ["TRAIN_STEPS"])
     data = Sequences(
