@@ -403,9 +403,10 @@ BF16_SUMS = changed(
 )
 COMPILED = changed(
     [
-        *cases(LLAMA, megatron(1, recompute="selective")),
+        *cases(LLAMA, megatron(1)),
         *cases(
             LLAMA,
+            megatron(1, recompute="selective"),
             megatron(2, tp=2),
             megatron(2, tp=2, sp=True, recompute="selective"),
             megatron(2, zero=1),
