@@ -265,6 +265,7 @@ def told(cluster: Cluster, *arguments: str) -> Any:
     return json.loads(asked.stdout)
 
 
+@pytest.mark.slow  # several drivers, 20 s
 def test_what_only_the_cluster_can_see_is_told_to_the_submitter(
     cluster: Cluster, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

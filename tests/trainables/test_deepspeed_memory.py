@@ -16,7 +16,7 @@ MANY_SMALL_PARTS = ModelShape(
 )
 
 
-@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_gradients_in_bf16_go_once_they_are_summed(rounds: int, run_ranks: RunRanks) -> None:
     """A parameter has 2 bytes of weights, 4 of master weights, of summed gradients and of either moment: 18."""
     layout = deepspeed(1, mbs=1, precision="bf16", recompute="full")
