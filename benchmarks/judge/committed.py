@@ -46,8 +46,7 @@ def measurements(records: Sequence[str] = RECORDS) -> Iterator[Measurement]:
         yield from _recorded(name)
     spec = load_spec(SEARCHED)
     for trial in json.loads((DATA / "llama3_8b_4xh200.json").read_text())["trials"]:
-        layout = Layout.from_dict(trial["config"])
-        yield Measurement("llama3_8b_4xh200.json", layout, workload(spec), trial)
+        yield Measurement("llama3_8b_4xh200.json", _layout(trial), workload(spec), trial)
     for record in map(json.loads, (DATA / WHOLE).read_text().splitlines()):
         spec = load_spec(ROOT / record["spec"])
         (layout,) = (layout for layout in spec.legal.layouts if layout.label == record["layout"])
@@ -68,4 +67,10 @@ def _recorded(name: str) -> Iterator[Measurement]:
         spec = specs[record.get("spec", "repeat-1gpu")]
         runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]]
         for layers, run in runs or [(FAULT_LAYERS.get(record.get("fault")), record)]:
-            yield Measurement(name, Layout.from_dict(run["config"]), workload(spec, layers), run)
+            yield Measurement(name, _layout(run), workload(spec, layers), run)
+
+
+def _layout(run: Mapping[str, Any]) -> Layout:
+    """Of a record. One of DeepSpeed without `reduce_precision` is from before it was told to sum in fp32."""
+    config = run["config"]
+    return Layout.from_dict({"reduce_precision": "bf16"} | config if config["engine"] == "deepspeed" else config)

@@ -5,7 +5,7 @@
 Prints each measured point, the GPUs of each pipeline rank apart where they were recorded, with what is predicted and
 the error; then the mean and the largest error by engine, for points by which a constant was set and for the others.
 What engines held when they were measured, and hold no more, is added to what is predicted. Left out are layouts of
-DeepSpeed from before gradients were told to be summed in fp32: they ran with another of its optimizers.
+DeepSpeed without ZeRO that summed in bf16: it ran them with an optimizer that the engine has not used since.
 Points that ran out of memory have the share of what a GPU can hold that the model says they need.
 
 A table is one of benchmarks/data, with a search spec of the same name beside it. Of tables there is also how many of
@@ -133,7 +133,7 @@ def tabled(path: Path) -> list[MeasuredMemory]:
 def _by_rank(measured: Measurement) -> Iterator[MeasuredMemory]:
     """One for each pipeline rank, where the record has the ranks."""
     layout, work, result, fitted = measured.layout, measured.work, measured.result, measured.file in FITTED
-    if layout.engine == "deepspeed" and "reduce_precision" not in result["config"]:
+    if layout.engine == "deepspeed" and layout.reduce_precision == "bf16" and not layout.zero_stage:
         return
     if result["status"] == "oom":
         yield MeasuredMemory(layout, work, None, None, fitted, ran_out=True)

@@ -24,6 +24,19 @@ Condition = Callable[[Layout], bool]
 Same = Callable[[Any, Layout], Any]
 
 
+NARROW = 64
+"""Width of heads up to which kernels of attention are slower: there are as many exponentials to fewer products."""
+
+CUDNN_NARROW, FLASH_2_NARROW = (1.40, 1.20), (1.13, 1.11)
+"""Time of narrow heads, forward and backward, in that of as many FLOPs with heads 128 wide, over 8192 tokens on H100
+(Shah et al. 2024, FlashAttention-3, figures 5 and 6)."""
+
+
+def narrow(times: tuple[float, float], head_dim: int) -> tuple[float, float]:
+    """Such `times` where heads are narrow, one where they are not."""
+    return times if head_dim <= NARROW else (1.0, 1.0)
+
+
 @dataclass(frozen=True)
 class States:
     """Bytes that a GPU has of parameters, gradients and optimizer states at the start of a step's last backward pass.
@@ -37,14 +50,6 @@ class States:
     optimizer: float
     late: float
     copied: float = 0.0
-
-
-NARROW = 64
-"""Width of heads up to which kernels of attention are slower: there are as many exponentials to fewer products."""
-
-CUDNN_NARROW, FLASH_2_NARROW = (1.40, 1.20), (1.13, 1.11)
-"""Time of narrow heads, forward and backward, in that of as many FLOPs with heads 128 wide, over 8192 tokens on H100
-(Shah et al. 2024, FlashAttention-3, figures 5 and 6)."""
 
 
 class EngineFacts(ABC):
@@ -150,9 +155,7 @@ class EngineFacts(ABC):
 
         Of scaled dot-product attention as torch has it: cuDNN's on Hopper, elsewhere FlashAttention-2's.
         """
-        if head_dim > NARROW:
-            return 1.0, 1.0
-        return CUDNN_NARROW if accelerator.fp8 else FLASH_2_NARROW
+        return narrow(CUDNN_NARROW if accelerator.fp8 else FLASH_2_NARROW, head_dim)
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """Whether full recomputation of a block without experts ends at the last input that a backward pass needs, and

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from search_spaces.engines.base import FLASH_2_NARROW, NARROW, Rule, Same, States
+from search_spaces.engines.base import FLASH_2_NARROW, Rule, Same, States, narrow
 from search_spaces.engines.megatron import Megatron
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
@@ -31,7 +31,7 @@ TENSORS = 9
 
 def _flash_2(accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
     time = FLASH_2_ON_HOPPER if accelerator.fp8 else 1.0
-    forward, backward = FLASH_2_NARROW if head_dim <= NARROW else (1.0, 1.0)
+    forward, backward = narrow(FLASH_2_NARROW, head_dim)
     return time * forward, time * backward
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import DATA
 from benchmarks.judge.memory import MeasuredMemory, measured_memory, tabled
-from search_spaces.engines.deepspeed import ZERO3_BYTES
+from search_spaces.engines.deepspeed import ZERO3_BYTES, sums_apart
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.memory import (
@@ -455,7 +455,7 @@ def measured() -> list[MeasuredMemory]:
 def test_committed_measurements(measured: list[MeasuredMemory]) -> None:
     """Of layouts that do not spread experts; see docs/memory.md for those that do."""
     errors = {point: abs(point.error) for point in measured if point.error is not None and not point.spread_experts}
-    assert len(errors) >= 35
+    assert len(errors) >= 40
     assert {point.layout.engine for point in errors} == {"megatron", "deepspeed"}
     for held_out in (False, True):
         some = [error for point, error in errors.items() if held_out is not point.fitted]
@@ -476,21 +476,26 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     new = [point for point in sweep if not point.fitted]
     assert len(new) == 65
     assert not any(point.ran_out for point in new)
-    errors = [abs(point.error) for point in new if point.error is not None]
-    assert statistics.mean(errors) < 0.04
-    assert max(errors) < 0.12
+    errors = {point: abs(point.error) for point in new if point.error is not None}
+    assert statistics.mean(errors.values()) < 0.04
+    assert max(error for point, error in errors.items() if not lacked_room(point.layout)) < 0.1
+    assert max(errors.values()) < 0.12
     assert {band(point.layout, point.work) for point in new} == {"fits", "borderline"}
 
 
 def test_a_sweep_of_layouts_that_are_not_compiled() -> None:
     sweep = tabled(DATA / "llama3_12l_4xh200.csv")
-    errors = [abs(point.error) for point in sweep if point.error is not None]
+    errors = {point: abs(point.error) for point in sweep if point.error is not None}
     assert len(errors) > 100
-    assert statistics.mean(errors) < 0.03
-    # 0.1 but for DeepSpeed's steps of one microbatch that is computed again: there moments lay where logits had been.
-    assert max(errors) < 0.18
-    bands = {
-        ran_out: {band(p.layout, p.work) for p in sweep if (p.reserved_gib is None) is ran_out}
-        for ran_out in (True, False)
-    }
-    assert bands == {True: {"borderline", "too big"}, False: {"fits", "borderline"}}
+    assert statistics.mean(errors.values()) < 0.03
+    assert max(error for point, error in errors.items() if not lacked_room(point.layout)) < 0.1
+    assert max(errors.values()) < 0.18
+    bands = {point.layout.label: band(point.layout, point.work) for point in sweep if point.ran_out}
+    assert bands.pop("deepspeed 2gpu dp1 tp2 zero0 mbs4") == "borderline"
+    assert set(bands.values()) == {"too big"}
+    assert {band(point.layout, point.work) for point in sweep if not point.ran_out} == {"fits", "borderline"}
+
+
+def lacked_room(layout: Layout) -> bool:
+    """Whether DeepSpeed made moments where logits had been, and these were nearly all that a step held."""
+    return sums_apart(layout) and layout.recompute == "full" and layout.gradient_accumulation_steps == 1

@@ -60,9 +60,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     server.communicate()
 
 
-def searched(home: Home, spec: dict[str, Any], trials: int = 4) -> SearchRecord:
-    budget = {"trials": trials, "wall_time_s": 600}
-    problem = make_problem({"measurement": BRIEF, "finalists": {"count": 0}} | spec | {"budget": budget})
+def searched(home: Home, spec: dict[str, Any]) -> SearchRecord:
+    budget = {"trials": 6, "wall_time_s": 600}
+    problem = make_problem({"measurement": BRIEF, "budget": budget, "finalists": {"count": 0}} | spec)
     return Results(home.tracking_uri).search(Wattune(home.tracking_uri).run(problem))
 
 
@@ -72,7 +72,7 @@ def test_the_plain_example(ray_session: Any, home: Home, python: dict[str, str])
     spec["trainer"]["environment"] |= python
     spec["trainer"]["directory"] = str(file.parent)
     record = searched(home, spec | {"measurement": BRIEF})
-    assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 4
+    assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 6
 
 
 def test_transformers_trainer(ray_session: Any, home: Home, python: dict[str, str]) -> None:
@@ -81,7 +81,7 @@ def test_transformers_trainer(ray_session: Any, home: Home, python: dict[str, st
     axes = {"num_gpus": [1, 2], "zero_stage": 0, "micro_batch_size": [1, 2], "recompute": ["none", "full"]}
     own = OWN | {"attention": ["sdpa", "eager"]}
     record = searched(home, HUGGINGFACE | {"trainer": trainer, "space": axes | {"precision": "fp32"} | own})
-    assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 4
+    assert [(trial.status, trial.cause) for trial in record.trials] == [("ok", None)] * 6
     assert {trial.layout.num_gpus for trial in record.trials} == {1, 2}
 
 
@@ -125,7 +125,6 @@ def test_a_program_that_only_logs_and_each_way_of_failing(ray_session: Any, home
             "space": {"num_gpus": 1},
             "measurement": BRIEF | {"deadline_s": 6},  # of which two trials wait out all
         },
-        trials=6,
     )
     trials = {trial.layout.setting("fault"): trial for trial in record.trials}
     assert {fault: trial.status for fault, trial in trials.items()} == {
