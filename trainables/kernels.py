@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -47,8 +47,13 @@ CHUNK = 2**26
 """Parameters of a tensor of those that are updated."""
 
 
-CLOCKED = (Kind.PRODUCT, Kind.ATTENTION, Kind.EXPERTS)
-"""What takes longer in proportion where the clock is lower; all else is bound by memory."""
+COMPUTING = (Kind.PRODUCT, Kind.ATTENTION, Kind.EXPERTS)
+"""What takes longer where the clock is lower, and is measured with zeros; all else is bound by memory.
+
+What a product draws depends on its values. With random ones it exceeds a power limit within a millisecond, and the
+clock falls, in which the cost model has it fall itself; with zeros it stays beneath (He 2024, "Strangely, Matrix
+Multiplications on GPUs Run Faster When Given 'Predictable' Data!"). On H100 products took 0.87 to 0.94 of the time.
+"""
 
 
 class Unmeasured(Exception):
@@ -65,7 +70,6 @@ def measure(program: Operators, place: Place, on_progress: Callable[[Progress], 
     # A backward pass is repeated, and so must leave what it is given as it is.
     torch._functorch.config.donated_buffer = False
     identity, environment = platform.identity(device), {"torch": str(torch.__version__)} | platform.versions(device)
-    platform.clock_share(_nothing, _nothing, ROUND_S)  # the device is at rest, and has its full clock
     measured: list[OperatorTiming] = []
     problems: list[str] = []
 
@@ -89,7 +93,7 @@ def measure(program: Operators, place: Place, on_progress: Callable[[Progress], 
 def _timing(operator: Operator, device: torch.device, platform: Platform) -> OperatorTiming:
     """Of one operator. Raises `Unmeasured`, and whatever torch does."""
     if operator.kind == Kind.UPDATE:
-        return OperatorTiming(operator, _seconds(_update(operator, device), platform, clocked=False))
+        return OperatorTiming(operator, _seconds(_update(operator, device), platform))
     if operator.precision == "fp8" and operator.compiled:
         raise Unmeasured("the compiler makes casts to fp8 part of others' kernels")
     if operator.kind not in _MADE or {"shared", "autocast"} & set(operator.form):
@@ -98,26 +102,21 @@ def _timing(operator: Operator, device: torch.device, platform: Platform) -> Ope
     with device:
         forward, inputs = _MADE[operator.kind](operator)
     outputs = _several(forward())
-    gradients = [torch.randn_like(output) for output in outputs]
+    alike = torch.zeros_like if operator.kind in COMPUTING else torch.randn_like
+    gradients = [alike(output) for output in outputs]
 
     def backward() -> None:
         torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
-    clocked = operator.kind in CLOCKED
-    return OperatorTiming(operator, *(_seconds(task, platform, clocked) for task in (forward, backward)))
+    return OperatorTiming(operator, *(_seconds(task, platform) for task in (forward, backward)))
 
 
 def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
-def _seconds(task: Callable[[], object], platform: Platform, clocked: bool) -> float:
-    """What the device takes for a task, the median of some rounds.
-
-    A product draws more than a power limit allows, and has the clock fall within a millisecond or two: by 7 to 15% in a
-    round on H200. What is `clocked` is brought to the full clock, by that of other such rounds: behind a round it may
-    be lower by far (attention on H100 came out 9 to 18% too short by that), and what tells it may be in a round's way.
-    """
+def _seconds(task: Callable[[], object], platform: Platform) -> float:
+    """What the device takes for a task, the median of some rounds."""
     task()
     (once,) = platform.race(task, task)
     count = max(1, min(MOST, math.ceil(ROUND_S / once)))
@@ -126,14 +125,7 @@ def _seconds(task: Callable[[], object], platform: Platform, clocked: bool) -> f
         for _ in range(count):
             task()
 
-    seconds = statistics.median(platform.race(task, several)[0] for _ in range(ROUNDS)) / count
-    if not clocked:
-        return seconds
-    return seconds * statistics.median(platform.clock_share(task, several, count * once) for _ in range(ROUNDS))
-
-
-def _nothing() -> None:
-    """What a device has to do at rest."""
+    return statistics.median(platform.race(task, several)[0] for _ in range(ROUNDS)) / count
 
 
 T = TypeVar("T")
@@ -148,6 +140,11 @@ def _dtype(operator: Operator) -> torch.dtype:
 def _hidden(operator: Operator, *size: int) -> Tensor:
     """Such as come from the part before."""
     return torch.randn(*size, dtype=_dtype(operator), requires_grad=True)
+
+
+def _zeros(tensors: Sequence[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [tensor.zero_() for tensor in tensors]
 
 
 def _compiled(operator: Operator, function: Callable[..., T]) -> Callable[..., T]:
@@ -165,8 +162,8 @@ def _product(operator: Operator) -> Made:
     linear = nn.Sequential(nn.Linear(inside, outside, bias="bias" in operator.form, dtype=_dtype(operator)))
     if operator.precision == "fp8":
         use_fp8(linear)
-    x = _hidden(operator, rows, inside)
-    return lambda: linear(x), [x, *linear.parameters()]
+    inputs = _zeros([_hidden(operator, rows, inside), *linear.parameters()])
+    return lambda: linear(inputs[0]), inputs
 
 
 class _Gathered(GatheredAttention):
@@ -192,8 +189,8 @@ def _attention(operator: Operator) -> Made:
         attention = Attention(shape, rotary)
     attention.attend = _Gathered(times) if times > 1 else causal_attention
     run = _compiled(operator, attention.mixed)
-    projected = [_hidden(operator, sequences, queries, size) for size in (heads, keys, keys)]
-    return lambda: run(*projected), list[Tensor](projected)
+    projected = _zeros([_hidden(operator, sequences, queries, size) for size in (heads, keys, keys)])
+    return lambda: run(*projected), projected
 
 
 def _norm(operator: Operator) -> Made:
@@ -236,9 +233,9 @@ def _experts(operator: Operator) -> Made:
         mixture.moe.set_deepspeed_parallelism()  # type: ignore[union-attr, operator]
     else:
         mixture = MoE(shape, ONE_PROCESS)
-        for weight in mixture.parameters():
-            nn.init.normal_(weight, std=INIT_STD)
+        nn.init.normal_(mixture.router.weight, std=INIT_STD)
     mixture.to(_dtype(operator))
+    _zeros([weight for weight in mixture.parameters() if weight is not mixture.router.weight])  # type: ignore[union-attr]
     run = _compiled(operator, mixture)
     x = _hidden(operator, 1, tokens, hidden)
     return lambda: run(x), [x, *mixture.parameters()]

@@ -1,19 +1,19 @@
-"""Layouts that nobody has measured, foretold by slices or by operators first and measured on all their GPUs after.
+"""Layouts that nobody has measured, foretold by slices or by the cost model first and measured on all their GPUs after.
 
     python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--not-in TABLE.csv]
         [--seconds S]
-    python -m benchmarks.measure.blind operators SPEC... --layouts N --seed SEED --out FILE.jsonl
+    python -m benchmarks.measure.blind calibrated SPEC... --layouts N --seed SEED --out FILE.jsonl
     python -m benchmarks.measure.blind measure FILE.jsonl [--out MEASURED.jsonl] [--seconds S]
     python -m benchmarks.measure.blind tell FILE.jsonl[.xz] MEASURED.jsonl[.xz]...
 
 `predict` draws N legal layouts of each spec, on several GPUs, spread over all axes, which a table of a sweep does not
 have if one is named, and runs slices of each on the GPUs at hand, several at once where there are several. A line of
-FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `operators` draws
-layouts on any number of GPUs, has the operators of which they consist measured on one, as `wattune calibrate` does, and
-writes what the cost model foretells of them with these and without. `measure` runs the
-same layouts by all their ranks, on as many GPUs, and prints every point, worst first: by how much slices were off, by
-how much the cost model, and which layouts wait for the CPU; then means and largest errors by model and of all. `tell`
-prints the same of what is there.
+FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `calibrated` does
+what `wattune calibrate` does, for each spec, and writes what the cost model foretells then, of layouts on any number of
+GPUs that are none of those it tried; also what it foretells by measured operators without the fit to trials, and what
+it did before. `measure` runs the same layouts by all their ranks, on as many GPUs, and prints every point, worst first:
+by how much slices or the calibrated model were off, by how much the others, and which layouts wait for the CPU; then
+means and largest errors by model and of all. `tell` prints the same of what is there.
 
 All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
 command goes on with what is left.
@@ -40,15 +40,13 @@ from benchmarks.measure.off import errors, over, percent, worst_first
 from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
 from search_spaces.memory import estimate
-from search_spaces.operators import NONE_MEASURED
 from service.answers.tables import render
-from service.cluster import ray_session
+from service.calibrate import TRIALS, calibrate
+from service.fitting import design, expected, timings
 from service.fitting import load as load_calibration
 from service.home import Home
 from service.metrics import heading
-from service.operators import measure_operators
 from service.problem import Problem
-from service.queue.actor import Member
 from service.result import TrialResult
 from service.spec import load_spec
 
@@ -58,8 +56,8 @@ IDLE = 0.1
 """Share of a profiled step in which a GPU has nothing to do, from which on its layout is told to wait for the CPU."""
 
 Row = dict[str, Any]
-"""A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `operators`
-`foretold` and what it was `before`, of `measure` `full`."""
+"""A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `calibrated`
+`foretold`, what it was `by_operators` alone and `before`, of `measure` `full`."""
 
 
 def draw(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
@@ -116,25 +114,33 @@ def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
     return speed | {"peak_memory_gib": estimate(layout, spec.workload.run).peak_bytes / 2**30}
 
 
-def predict_by_operators(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -> None:
-    """Append a line to `out` for each layout that has none there yet, once their operators are measured."""
-    home, done = Home.locate().create(), {_key(row) for row in read(out)}
-    for number, (path, spec) in enumerate(specs.items()):
-        todo = [layout for layout in draw(spec.legal.layouts, layouts, seed) if (path, layout) not in done]
-        known = load_calibration(home, spec.cluster)
-        if not todo or known is None:
+def predict_calibrated(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -> None:
+    """Append a line to `out` for each layout that has none there yet, once the cost model is calibrated to it."""
+    done = {_key(row) for row in read(out)}
+    for path, spec in specs.items():
+        before = expected(spec.cluster)
+        if before is None:
+            raise SystemExit(f"{path}: there is no cost model of {spec.cluster.accelerator} to calibrate")
+        tried = design(spec.legal.layouts, spec.workload, before, min(TRIALS, spec.budget.trials))
+        new = [layout for layout in spec.legal.layouts if layout not in tried]
+        todo = [layout for layout in draw(new, layouts, seed) if (path, layout) not in done]
+        if not todo:
             continue
-        before = replace(known, operators=NONE_MEASURED)
-        with ray_session(spec.cluster):
-            measured = measure_operators(f"operators-{number}", spec, todo, before, home, Member())
-        print(f"{path}: {measured.measured} of {measured.wanted} operators measured", *measured.left_out, sep="\n  ")
+        came = calibrate(spec)
+        found = came.operators
+        print(
+            f"{path}: {came.trials} trials; {found.measured} of {found.wanted} operators", *found.left_out, sep="\n  "
+        )
+        operators = timings(Home.locate(), spec.cluster.accelerator)
         rows = (
             _row(path, layout)
-            | {"foretold": foretold(spec, layout), "before": predicted_metrics(layout, spec.workload, before)}
+            | {"foretold": foretold(spec, layout)}
+            | {"by_operators": predicted_metrics(layout, spec.workload, replace(before, operators=operators))}
+            | {"before": predicted_metrics(layout, spec.workload, before)}
             for layout in todo
         )
         write(
-            out, rows, lambda row: f"{row['before']['step_time_s']:.4g} s, now {row['foretold']['step_time_s']:.4g} s"
+            out, rows, lambda row: f"{row['before']['step_time_s']:.4g} s before, {row['foretold']['step_time_s']:.4g}"
         )
 
 
@@ -192,43 +198,52 @@ def _key(row: Row) -> tuple[str, Layout]:
 
 
 def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
-    """What was foretold and measured, by layout: `error` of slices and `model` of the cost model, or else of the cost
-    model with operators and without, as `benchmarks.measure.off.errors` has them, and the share of a step that a GPU
-    was `idle`."""
+    """What was foretold and measured, by layout: `error`, as `benchmarks.measure.off.errors` has it, of slices or of
+    the cost model where it was foretold by that, `beside` the same of what else was foretold, by its heading, and the
+    share of a step that a GPU was `idle`."""
     full = {_key(row): TrialResult.from_dict(row["full"]).metrics for row in measured}
     found = []
     for row in foretold:
         if (metrics := full.get(_key(row))) is not None:
             span_s, idle_s = metrics.get("breakdown_span_s"), metrics.get("breakdown_idle_s")
+            first, beside = _foretold(row)
             found.append(
                 {name: row[name] for name in ("spec", "layout")}
-                | dict(zip(("error", "model"), (errors(figures, metrics) for figures in _foretold(row)), strict=True))
+                | {"error": errors(first, metrics)}
+                | {"beside": {told: errors(figures, metrics) for told, figures in beside.items()}}
                 | {"idle": idle_s / span_s if span_s and idle_s is not None else None}
             )
     return found
 
 
-def _foretold(row: Row) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The figures that are told first, and those beside them."""
-    return (row["slices"]["metrics"], row["foretold"]) if "slices" in row else (row["foretold"], row["before"])
+def _foretold(row: Row) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """The figures that are told first, and those beside them, by heading."""
+    if "slices" in row:
+        return row["slices"]["metrics"], {"cost model's s/step": row["foretold"]}
+    if "by_operators" not in row:  # foretold by operators alone
+        return row["foretold"], {"s/step without operators": row["before"]}
+    return row["foretold"], {"s/step by operators alone": row["by_operators"], "before calibration": row["before"]}
 
 
-def table(rows: Sequence[Row], beside: str = "cost model's s/step") -> str:
-    """Every point that has errors, worst first, then means and largest of each spec, and of all. `beside`: what the
-    errors of the `model` are."""
+def table(rows: Sequence[Row]) -> str:
+    """Every point that has errors, worst first, then means and largest of each spec, and of all. All have the same
+    headings `beside` them."""
     ok, lines = worst_first(rows), list[list[str]]()
+    headings = list(ok[0]["beside"])
     for row in ok:
         waits = f"waits for the CPU: {row['idle']:.0%} idle" if (row["idle"] or 0.0) >= IDLE else ""
         cells = [percent(row["error"].get(name)) for name in SHOWN]
-        lines.append([Path(row["spec"]).stem, row["layout"], *cells, percent(row["model"].get("step_time_s")), waits])
+        cells += [percent(row["beside"][told].get("step_time_s")) for told in headings]
+        lines.append([Path(row["spec"]).stem, row["layout"], *cells, waits])
     groups = {name: [row for row in ok if row["spec"] == name] for name in dict.fromkeys(row["spec"] for row in ok)}
     steady = [row for row in ok if (row["idle"] or 0.0) < IDLE]
     for name, group in (*groups.items(), ("all but those that wait for the CPU", steady), ("all", ok)):
         for title, of in (("mean", statistics.fmean), ("largest", max)):
             cells = over([row["error"] for row in group], of, SHOWN)
-            model = over([row["model"] for row in group], of, ("step_time_s",))
-            lines.append([Path(name).stem, f"{title} of {len(group)}", *cells, *model, ""])
-    return render(["model", "layout", *map(heading, SHOWN), beside, ""], lines)
+            for told in headings:
+                cells += over([row["beside"][told] for row in group], of, ("step_time_s",))
+            lines.append([Path(name).stem, f"{title} of {len(group)}", *cells, ""])
+    return render(["model", "layout", *map(heading, SHOWN), *headings, ""], lines)
 
 
 def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
@@ -242,7 +257,7 @@ def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
 def tell(rows: Sequence[Row], measured: Sequence[Row]) -> None:
     """Print every point, and why there is none."""
     if compared := [row for row in points(rows, measured) if row["error"]]:
-        print(table(compared, *["s/step without operators"] * any("before" in row for row in rows)))
+        print(table(compared))
     for line in failures(rows, measured):
         print(line)
 
@@ -259,11 +274,11 @@ def main(argv: list[str] | None = None) -> None:
     second = halves.add_parser("measure")
     second.add_argument("file", type=Path)
     second.add_argument("--out", type=Path)
-    by_operators = halves.add_parser("operators")
-    by_operators.add_argument("specs", nargs="+", metavar="SPEC")
-    by_operators.add_argument("--layouts", type=int, required=True)
-    by_operators.add_argument("--seed", type=int, required=True)
-    by_operators.add_argument("--out", type=Path, required=True)
+    calibrated = halves.add_parser("calibrated")
+    calibrated.add_argument("specs", nargs="+", metavar="SPEC")
+    calibrated.add_argument("--layouts", type=int, required=True)
+    calibrated.add_argument("--seed", type=int, required=True)
+    calibrated.add_argument("--out", type=Path, required=True)
     third = halves.add_parser("tell")
     third.add_argument("file", type=Path)
     third.add_argument("measured", type=Path, nargs="+")
@@ -273,9 +288,9 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.half == "tell":
         tell(read(arguments.file), [row for file in arguments.measured for row in read(file)])
         return
-    if arguments.half == "operators":
+    if arguments.half == "calibrated":
         specs = {path: load_spec(path).located() for path in arguments.specs}
-        predict_by_operators(specs, arguments.layouts, arguments.seed, arguments.out)
+        predict_calibrated(specs, arguments.layouts, arguments.seed, arguments.out)
         return
     until = time.monotonic() + arguments.seconds
     if arguments.half == "predict":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import statistics
 import threading
 import time
 
@@ -89,29 +88,6 @@ def test_what_a_gpu_does_is_timed_without_the_hosts_part() -> None:
     (one,) = platform.race(lambda: None, lambda: square @ square)
     (many,) = platform.race(lambda: None, lambda: [square @ square for _ in range(200)])
     assert 0 < one < many
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_task_takes_as_long_in_proportion_at_the_full_clock() -> None:
-    """However long it is, and the clock falls."""
-    platform = type(platform_of(ACCELERATORS["gpu"]))()  # of which nobody has asked before
-    device = platform.take(0)
-    platform.clock_share(lambda: None, lambda: None, 4e-3)  # at rest
-    weights, results = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16), []
-    inputs = torch.randn(16384, 4096, device=device, dtype=torch.bfloat16)
-    for count in (4, 32):
-
-        def products(count: int = count) -> None:
-            for _ in range(count):
-                inputs @ weights
-
-        products()
-        took = statistics.median(platform.race(products, products)[0] for _ in range(5))
-        shares = [platform.clock_share(products, products, took) for _ in range(5)]
-        assert all(0.5 < share <= 1 for share in shares)
-        results.append(took / count * statistics.median(shares))
-    assert results[0] == pytest.approx(results[1], rel=0.07)
 
 
 @pytest.mark.gpu

@@ -86,11 +86,6 @@ class Platform(ABC):
         device that has yet to do them then.
         """
 
-    @abstractmethod
-    def clock_share(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
-        """The mean clock of the process's device while it does a task of about so many seconds, as `race` has it do
-        it, in the highest that this has found in the process; 1 where it is not known."""
-
 
 def platform_of(accelerator: Accelerator) -> Platform:
     """The platform that the accelerator names; for one that names none, that which torch was built for here.

@@ -70,8 +70,5 @@ class Cpu(Platform):
             began = time.perf_counter()
             return list(threads.map(seconds, tasks))
 
-    def clock_share(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
-        return 1.0
-
 
 PLATFORM = Cpu()

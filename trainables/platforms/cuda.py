@@ -13,9 +13,6 @@ from trainables.platforms.base import Platform
 HANDOVER_CYCLES = 6_000_000
 """Of a GPU that waits while it is given what is to be timed: some 3 ms."""
 
-SPIN_HZ = 1.4e9
-"""Cycles that one thread spins for each second of a task beside it: fewer than the GPU has in that time."""
-
 
 class Cuda(Platform):
     """A GPU for each rank, with NCCL between them."""
@@ -27,7 +24,6 @@ class Cuda(Platform):
     names_kernels = True
     # The server must not touch CUDA, or its forks could not: no check may open the driver.
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
-    _highest_hz = 0.0
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
@@ -79,14 +75,6 @@ class Cuda(Platform):
                 end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for end in ends]
-
-    def clock_share(self, first: Callable[[], object], task: Callable[[], object], about_s: float) -> float:
-        cycles = round(SPIN_HZ * about_s)
-        spun_s, task_s = self.race(first, lambda: torch.cuda._sleep(cycles), task)
-        clock_hz = cycles / spun_s
-        self._highest_hz = max(self._highest_hz, clock_hz)
-        # Where the spin ended last it may have waited, and tells nothing.
-        return 1.0 if spun_s > task_s else clock_hz / self._highest_hz
 
 
 @cache

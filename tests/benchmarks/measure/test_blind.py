@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,26 @@ def test_points_of_operators_have_what_was_foretold_with_and_without() -> None:
     foretold = [row(ONE, foretold={"step_time_s": 1.05}, before={"step_time_s": 1.3})]
     found = points(foretold, MEASURED)
     assert found[0]["error"] == pytest.approx({"step_time_s": 0.05})
-    assert found[0]["model"] == pytest.approx({"step_time_s": 0.3})
-    text = table(found, "s/step without operators")
+    assert found[0]["beside"]["s/step without operators"] == pytest.approx({"step_time_s": 0.3})
+    text = table(found)
     assert "s/step without operators" in text
     assert ("+5.00%" in text, "+30.00%" in text) == (True, True)
     assert list(failures(foretold, MEASURED)) == []
 
 
+def test_points_of_a_calibrated_model_have_what_was_foretold_by_operators_alone_and_before() -> None:
+    calibrated = {"foretold": {"step_time_s": 1.02}, "by_operators": {"step_time_s": 1.05}}
+    found = points([row(ONE, **calibrated, before={"step_time_s": 1.3})], MEASURED)
+    header, *lines = table(found).splitlines()
+    assert header.index("s/step by operators alone") < header.index("before calibration")
+    told = next(line for line in lines if ONE.label in line)
+    assert told.index("+2.00%") < told.index("+5.00%") < told.index("+30.00%")
+
+
 def test_every_point_is_told_worst_first_with_means_and_largest() -> None:
     found = points(FORETOLD, MEASURED)
     assert found[0]["error"] == pytest.approx({"step_time_s": -0.02, "joules_per_token": 0.1})
-    assert found[0]["model"] == pytest.approx({"step_time_s": -0.5})
+    assert found[0]["beside"]["cost model's s/step"] == pytest.approx({"step_time_s": -0.5})
     lines = [line.split() for line in table(found).splitlines()]
     text = table(found)
     assert text.index(OTHER.label) < text.index(ONE.label)
@@ -152,16 +162,20 @@ def test_both_halves_run_and_go_on_where_they_ended(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_layouts_are_foretold_by_operators_that_are_measured_before(
+def test_layouts_that_a_calibration_did_not_try_are_foretold_by_it(
     ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WATTUNE_HOME", str(tmp_path / "home"))
     spec, file = tmp_path / "tiny.yaml", tmp_path / "foretold.jsonl"
-    spec.write_text(TINY.replace("gpus_per_node: 2", "gpus_per_node: 1"))
-    main(["operators", str(spec), "--layouts", "2", "--seed", "0", "--out", str(file)])
+    one_gpu = "space: {micro_batch_size: [1, 2], recompute: [none, full], precision: fp32}\nbudget: {trials: 2}"
+    text = TINY.replace("gpus_per_node: 2", "gpus_per_node: 1").replace("0.5", "1")
+    spec.write_text(re.sub("space: .*", one_gpu, text))
+    main(["calibrated", str(spec), "--layouts", "4", "--seed", "0", "--out", str(file)])
     foretold = read(file)
-    assert foretold
-    assert all(row["foretold"]["step_time_s"] != row["before"]["step_time_s"] for row in foretold)
-    assert all(row["foretold"]["peak_memory_gib"] > 0 for row in foretold)
+    assert len(foretold) == 2, "the other two it tried"
+    for row in foretold:
+        steps = {row[how]["step_time_s"] for how in ("foretold", "by_operators", "before")}
+        assert len(steps) == 3
+        assert row["foretold"]["peak_memory_gib"] > 0
     main(["measure", str(file)])
-    assert "s/step without operators" in capsys.readouterr().out
+    assert "s/step by operators alone" in capsys.readouterr().out
