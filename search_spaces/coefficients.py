@@ -40,7 +40,8 @@ class Coefficients:
     - `expert_imbalance`: tokens that come to the experts of the busiest rank, in those of an even share.
     - `offloaded_per_s`: parameters of one GPU that the CPU updates, their transfers included.
     - `operators`: what was measured of operators, which counts in place of what the others say of them;
-      `operators_in_step`: what these take within a step, in what they were measured to take alone.
+      `operators_in_step`, `launches_in_step`: what these take within a step, in what they were measured to take alone,
+      of the GPU and of the CPU.
     - `idle_w`: power of a GPU that waits for others within a step; `power_limit_w`: what its mean is held at.
     - `joules_per_flop`: of bf16, at the full clock; `joules_per_byte`: of memory; `joules_per_link_byte`: sent.
     """
@@ -73,6 +74,7 @@ class Coefficients:
     expert_imbalance: float = 1.1
     offloaded_per_s: float = 5e8
     operators_in_step: float = 1.0
+    launches_in_step: float = 1.0
     operators: Timings = NONE_MEASURED
 
     @property

@@ -14,7 +14,7 @@ from search_spaces.blocks import Cut, Places, update_of
 from search_spaces.coefficients import IDLE_SHARE, POWER_SHARE, Coefficients, data_sheet
 from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
-from search_spaces.launches import launch_of
+from search_spaces.launches import ENDS, launch_of
 from search_spaces.layout import Layout
 from search_spaces.network import Collective
 from search_spaces.parameters import held
@@ -53,7 +53,15 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     layers = [layout.layers_of(rank, work.shape.layers) for rank in range(layout.pipeline_parallel_size)]
     loads = _loads(layout, work, layers, c)
     launch = launch_s(layout, work, c)
-    times = [max(load.seconds, launch * count) for load, count in zip(loads, layers, strict=True)]
+    sums = [_sums_s(layout, work, rank, c) / rounds for rank in range(len(loads))]
+    computing = [load.seconds + summed for load, summed in zip(loads, sums, strict=True)]
+    behind = [launch * count for count in layers]
+    for end in layout.end_ranks:
+        behind[end] += launch * ENDS / 2
+    if facts_of(layout, work).waits_for_gpu(layout, work.shape):
+        times = [gpu + cpu for gpu, cpu in zip(computing, behind, strict=True)]
+    else:
+        times = [max(both) for both in zip(computing, behind, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
     upkeep = _upkeep(layout, work, slow, times[slow], c)
@@ -86,8 +94,8 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
         "matmul": rounds * load.matmul / clock,
         "attention": rounds * load.attention / clock,
         "elementwise": rounds * load.elementwise,
-        "launch": rounds * (times[slow] - load.seconds),
-        "model_states": updating,
+        "launch": rounds * (times[slow] - computing[slow]),
+        "model_states": rounds * sums[slow] + updating,
         "offload": offloading,
         "tensor_parallel": rounds * load.tensor,
         "context_parallel": rounds * load.context,
@@ -142,7 +150,7 @@ def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -
 def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Time of the CPU for a block and a microbatch."""
     if c.operators.rows and (timing := c.operators.of(launch_of(layout, work))) is not None:
-        return c.operators_in_step * timing.forward_s
+        return c.launches_in_step * timing.forward_s
     seconds = c.compiled_launch_s if layout.compile else c.eager_launch_s
     seconds += facts_of(layout, work).launch_s(layout, c)
     return seconds * (1.0 if layout.recompute == "none" else LAUNCHED_AGAIN)
@@ -155,9 +163,25 @@ def update_s(engine: EngineFacts, parameters: float, c: Coefficients) -> float:
     return engine.update_bytes * parameters / c.states_bytes_per_s
 
 
+def _sums_s(layout: Layout, work: Workload, rank: int, c: Coefficients) -> float:
+    """Seconds of a step in which a GPU of a pipeline rank sums up gradients, microbatch by microbatch."""
+    engine = facts_of(layout, work)
+    whole = held(layout, work.shape, rank, engine.splits_tables).whole
+    return _summed_bytes(layout, engine, whole) / c.states_bytes_per_s
+
+
+def _summed_bytes(layout: Layout, engine: EngineFacts, whole: float) -> float:
+    """That a GPU moves to sum up the gradients of so many parameters in a step: they are copied to be sent, or where
+    they are summed, and added to what is there."""
+    rounds, summed = layout.gradient_accumulation_steps, engine.sum_width(layout)
+    copied = layout.width + summed + (AUTOCAST_BYTES if engine.autocasts(layout) else 0)
+    return (rounds * copied + ((rounds - 1) * summed if layout.zero_stage < 2 else 0)) * whole
+
+
 class _Upkeep(NamedTuple):
-    """What is done with gradients, parameters and optimizer states in a step: seconds that it takes a GPU, bytes that
-    it moves and sends, seconds of communication that nothing hides, and parameters that the CPU updates."""
+    """What is done with gradients, parameters and optimizer states in a step: seconds that it takes a GPU beside the
+    microbatches' own, bytes that it moves and sends in all, seconds of communication that nothing hides, and parameters
+    that the CPU updates."""
 
     updating: float
     moved: float
@@ -188,8 +212,8 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
     kind = Collective.BROADCAST if engine.shards_by_tensors else Collective.ALL_GATHER
     count = engine.gathers(layout, layers, whole)
-    gather, gathered = communicate(kind, width * whole, count, ranks, tensor, places, c)
-    exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * gathered
+    gather, received = communicate(kind, width * whole, count, ranks, tensor, places, c)
+    exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * received
 
     sums = rounds if zero >= 2 else 1
     kind = Collective.ALL_REDUCE if engine.sums_whole(layout) else Collective.REDUCE_SCATTER
@@ -202,11 +226,8 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
         between, more = communicate(Collective.ALL_REDUCE, size, count, copies, apart, places, c)
         exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more
 
-    # Gradients are copied to be sent, or where they are summed, and added to what is there.
-    copied = width + summed + (AUTOCAST_BYTES if engine.autocasts(layout) else 0)
-    added = (rounds - 1) * summed if zero < 2 else 0
-    moved = (gathers * 2.0 * width + rounds * copied + added) * whole
-    updating = moved / c.states_bytes_per_s
+    gathered = gathers * 2.0 * width * whole
+    updating, moved = gathered / c.states_bytes_per_s, gathered + _summed_bytes(layout, engine, whole)
     if layout.offload_optimizer:
         return _Upkeep(updating, moved, sent, exposed, shard)
     updated = update_s(engine, shard, c)

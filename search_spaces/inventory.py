@@ -9,7 +9,7 @@ from search_spaces.blocks import Cut, Used, parts_of, update_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.cost import launch_s, update_s
 from search_spaces.engines import facts_of
-from search_spaces.launches import launch_of
+from search_spaces.launches import ENDS, launch_of
 from search_spaces.layout import Layout
 from search_spaces.operators import Operator
 from search_spaces.parameters import held
@@ -28,7 +28,7 @@ def operators_of(layouts: Iterable[Layout], work: Workload, c: Coefficients) -> 
         layers = layout.layers_of(first, work.shape.layers)
         for part, times in ((parts.block, layers), (parts.embedding, 1), (parts.head, 1)):
             through[cut, part] += rounds * times
-        seconds[launch_of(layout, work)] += rounds * layers * launch_s(layout, work, c)
+        seconds[launch_of(layout, work)] += rounds * (layers + ENDS) * launch_s(layout, work, c)
         if not layout.offload_optimizer:
             for rank in {first, last}:
                 shard = held(layout, work.shape, rank, engine.splits_tables).sharded(layout)

@@ -51,6 +51,7 @@ SPREADS = {
     "expert_imbalance": 0.3,
     "offloaded_per_s": 1.0,
     "operators_in_step": 0.05,
+    "launches_in_step": 0.3,
 }
 """By how much a coefficient may be off, as standard deviation of its logarithm, before anything was measured."""
 

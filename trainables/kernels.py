@@ -32,7 +32,8 @@ from trainables.model import (
 )
 from trainables.moe import ONE_PROCESS, MoE, swiglu
 from trainables.operators import Operators
-from trainables.platforms.base import Platform
+from trainables.platforms.base import AHEAD_S, Platform
+from trainables.profiling import busy_s
 from trainables.program import Place, Progress, RankReport
 from trainables.standin.join import join
 
@@ -42,6 +43,9 @@ ROUNDS = 5
 ROUND_S, MOST = 4e-3, 10
 """Seconds that the passes of one round take together, and the most of them: what a device is given to do while it waits
 to begin must be handed over in time."""
+
+HELD_S = 10e-3
+"""Seconds in which the host must have handed a round over, or else the profiler tells what the device takes."""
 
 CHUNK = 2**26
 """Parameters of a tensor of those that are updated."""
@@ -116,7 +120,11 @@ def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _seconds(task: Callable[[], object], platform: Platform) -> float:
-    """What the device takes for a task, the median of some rounds."""
+    """What the device takes for a task, the median of some rounds.
+
+    Where the host cannot be ahead of it, because the task waits for the device or has too much to hand over, the time
+    in which the device has something to do.
+    """
     task()
     (once,) = platform.race(task, task)
     count = max(1, min(MOST, math.ceil(ROUND_S / once)))
@@ -125,7 +133,11 @@ def _seconds(task: Callable[[], object], platform: Platform) -> float:
         for _ in range(count):
             task()
 
-    return statistics.median(platform.race(task, several)[0] for _ in range(ROUNDS)) / count
+    handed_s = platform.handed_s(several, HELD_S)
+    if handed_s > HELD_S:
+        return statistics.median(busy_s(several, platform) for _ in range(ROUNDS)) / count
+    ahead_s = max(AHEAD_S, 2 * handed_s)  # the first task is handed over as well
+    return statistics.median(platform.race(task, several, ahead_s=ahead_s)[0] for _ in range(ROUNDS)) / count
 
 
 T = TypeVar("T")

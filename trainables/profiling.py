@@ -27,6 +27,7 @@ from trainables.breakdown import (
     kernel_category,
     mean,
     own_times,
+    union_ns,
 )
 from trainables.platforms.base import Platform
 
@@ -144,6 +145,22 @@ def _profile_step(
     except Exception as error:
         problem = _problem(error)
     return _Step(span_s, problem)
+
+
+def busy_s(task: Callable[[], object], platform: Platform) -> float:
+    """Seconds in which the process's device, which is not the host, does something of what a task gives it.
+
+    Raises `RuntimeError` where the profiler saw nothing, and whatever else it does.
+    """
+    with profile(use_device=platform.profiler_device, use_cpu=False, use_kineto=True) as recorder:
+        task()
+        platform.synchronize()
+    events = recorded(recorder.kineto_results.events())
+    done = [e for e in events if not e.on_host and not e.is_annotation]
+    if not done:
+        raise RuntimeError("the profiler saw no kernel")
+    starts = np.array([e.start_ns for e in done], dtype=np.int64)
+    return union_ns(starts, starts + np.array([e.duration_ns for e in done], dtype=np.int64)) / 1e9
 
 
 def _computing(events: Sequence[Event]) -> dict[str, list[float]]:

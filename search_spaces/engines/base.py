@@ -195,6 +195,11 @@ class EngineFacts(ABC):
         """Seconds of the CPU for a block and a microbatch, in addition to those for the kernels themselves."""
         return 0.0
 
+    def waits_for_gpu(self, layout: Layout, model: ModelShape) -> bool:
+        """Whether the CPU waits in each block for what it gave the GPU before, so that neither works while the other
+        does."""
+        return False
+
     def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
         """Whether the memory model was set by layouts of this kind, as far as that depends on the engine."""
         return False

@@ -134,6 +134,10 @@ class DeepSpeed(EngineFacts):
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         return calibration.deepspeed_launch_s
 
+    def waits_for_gpu(self, layout: Layout, model: ModelShape) -> bool:
+        """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads."""
+        return bool(model.num_experts)
+
     def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
         return not model.num_experts
 

@@ -172,8 +172,34 @@ def test_measured_launches_and_updates_count_in_place_of_theirs() -> None:
     slow = predict(layout, work, with_timings(update))
     assert slow.parts["model_states"] > 5.0 > plain.parts["model_states"]
     assert {name for name in slow.parts if slow.parts[name] != plain.parts[name]} == {"model_states"}
-    within = replace(with_timings(launch, update), operators_in_step=2.0)
-    assert predict(layout, work, within).step_time_s > 2 * 16 * work.shape.layers
+    both = with_timings(launch, update)
+    twice = predict(layout, work, replace(both, launches_in_step=2.0))
+    assert twice.step_time_s > 2 * 16 * work.shape.layers
+    assert predict(layout, work, replace(both, operators_in_step=2.0)).parts["model_states"] > 10.0
+
+
+def test_gradients_are_summed_while_the_cpu_launches() -> None:
+    """As all is that a GPU does for a microbatch; the update of the parameters comes after."""
+    work, layout = WORKS[1], Layout("megatron", 1, 16)
+    plain = predict(layout, work, SHEET)
+    launch = OperatorTiming(launch_of(layout, work), 10 * plain.step_time_s / 16 / (work.shape.layers + 1))
+    update_s = predict(replace(layout, global_batch_size=1), work, SHEET).parts["model_states"]
+    waits = predict(layout, work, with_timings(launch))
+    launched = 16 * (work.shape.layers + 1) * launch.forward_s
+    assert launched < waits.step_time_s < launched + SHEET.step_s + update_s
+    assert plain.parts["model_states"] > 2 * update_s
+
+
+def test_a_gpu_does_nothing_while_deepspeeds_experts_make_the_cpu_wait_for_it() -> None:
+    work = next(work for work in WORKS if work.shape.num_experts)
+    for engine, waits in (("deepspeed", True), ("megatron", False)):
+        layout = Layout(engine, 1, 16)
+        plain = predict(layout, work, SHEET)
+        share = 0.5 * plain.step_time_s
+        half = OperatorTiming(launch_of(layout, work), share / 16 / (work.shape.layers + 1))
+        longer = predict(layout, work, with_timings(half)).step_time_s - (plain.step_time_s - plain.parts["launch"])
+        # While it waits it draws less, so that a power limit slows it less.
+        assert longer == pytest.approx(share if waits else 0.0, abs=0.1 * share)
 
 
 @settings(deadline=None, max_examples=60)
@@ -186,7 +212,7 @@ def test_a_tiny_model_is_launched_in_the_mode_that_it_stands_for(drawn: tuple[Wo
     assert launch_of(few, replace(work, model=specimen.model)) == launch
     assert many.gradient_accumulation_steps - few.gradient_accumulation_steps == ROUNDS
     assert few.gradient_accumulation_steps == 1
-    assert specimen.launch_s((0.5, 0.5 + 0.001 * ROUNDS * specimen.model.layers)) == pytest.approx(0.001)
+    assert specimen.launch_s((0.5, 0.5 + 0.001 * ROUNDS * (specimen.model.layers + 1))) == pytest.approx(0.001)
 
 
 def test_an_inventory_has_each_operator_once_and_what_takes_most_first() -> None:

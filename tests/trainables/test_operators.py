@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from search_spaces.coefficients import data_sheet
 from search_spaces.hardware import ACCELERATORS
@@ -16,8 +18,12 @@ from search_spaces.network import Network
 from search_spaces.operators import Kind, Operator
 from search_spaces.workload import Workload
 from tests.trainables.conftest import RunRanks
+from trainables import kernels
 from trainables.measure import Procedure
 from trainables.operators import Operators
+from trainables.platforms.base import AHEAD_S, platform_of
+from trainables.platforms.cpu import Cpu
+from trainables.profiling import busy_s
 from trainables.program import RankReport, TrialRequest
 from trainables.slice import Slice
 from trainables.training import Training
@@ -94,6 +100,65 @@ def test_what_fails_or_comes_too_late_is_left_out(run_ranks: RunRanks) -> None:
     assert second == f"{fused.label}: the compiler makes casts to fp8 part of others' kernels"
     late = report_of(run_ranks, TrialRequest("late", ALONE, Operators((fits,), -1.0), QUICK, 120.0))
     assert (late.operators, late.problems) == ((), ())
+
+
+class Held(Cpu):
+    """A device that races in 1 ms, to which the host needs some seconds to hand anything over."""
+
+    def __init__(self, handed_s: float) -> None:
+        self.taken_s = handed_s
+        self.ahead: list[float] = []
+
+    def race(self, first: Callable[[], object], *tasks: Callable[[], object], ahead_s: float = AHEAD_S) -> list[float]:
+        self.ahead.append(ahead_s)
+        return [4e-3 for _ in tasks]
+
+    def handed_s(self, task: Callable[[], object], held_s: float) -> float:
+        return self.taken_s
+
+
+@pytest.mark.parametrize(("handed_s", "ahead_s"), [(1e-3, AHEAD_S), (4e-3, 8e-3)])
+def test_a_device_is_kept_waiting_until_a_slow_host_has_handed_all_over(handed_s: float, ahead_s: float) -> None:
+    device = Held(handed_s)
+    assert kernels._seconds(lambda: None, device) == 4e-3
+    assert set(device.ahead[1:]) == {ahead_s}
+
+
+def test_a_task_that_waits_for_the_device_takes_what_the_profiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "busy_s", lambda task, platform: 7e-3)
+    assert kernels._seconds(lambda: None, Held(1.0)) == 7e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_task_is_told_from_the_host_that_it_keeps_waiting() -> None:
+    platform = platform_of(ACCELERATORS["gpu"])
+    square = torch.randn(4096, 4096, device=platform.take(0))
+
+    def product() -> object:
+        return square @ square
+
+    def read() -> object:
+        return product().sum().item()  # type: ignore[attr-defined]
+
+    read()
+    held_s = 20e-3
+    assert platform.handed_s(product, held_s) < held_s <= platform.handed_s(read, held_s)
+    (raced,) = platform.race(product, product)
+    assert busy_s(product, platform) == pytest.approx(raced, rel=0.2)
+    assert kernels._seconds(read, platform) == pytest.approx(raced, rel=0.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_products_are_measured_where_no_power_limit_slows_them() -> None:
+    """Those of random values are, within a millisecond."""
+    platform = platform_of(ACCELERATORS["gpu"])
+    device = platform.take(0)
+    operator = Operator(Kind.PRODUCT, (8192, 4096, 14336), "bf16", False)
+    measured = kernels._timing(operator, device, platform)
+    weights, inputs = (torch.randn(size, 4096, device=device, dtype=torch.bfloat16) for size in (14336, 8192))
+    assert measured.forward_s <= 1.02 * kernels._seconds(lambda: inputs @ weights.T, platform)
 
 
 @pytest.mark.slow

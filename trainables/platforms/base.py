@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 
+AHEAD_S = 3e-3
+"""Seconds by which the host is ahead of a device, unless it needs more."""
+
+
 class Mark(Protocol):
     """A place among what a process gave its device to do."""
 
@@ -79,12 +83,17 @@ class Platform(ABC):
         """The device's name and the versions of the libraries that drive it, by the names of a record."""
 
     @abstractmethod
-    def race(self, first: Callable[[], object], *tasks: Callable[[], object]) -> list[float]:
+    def race(self, first: Callable[[], object], *tasks: Callable[[], object], ahead_s: float = AHEAD_S) -> list[float]:
         """Seconds that the process's device takes for what each task gives it, beside each other.
 
         All begin when it has done what `first` gives it. The host's own time to hand the tasks over is not counted on a
-        device that has yet to do them then.
+        device that has yet to do them then: it is given `ahead_s` seconds of nothing to do before.
         """
+
+    @abstractmethod
+    def handed_s(self, task: Callable[[], object], held_s: float) -> float:
+        """Seconds that the host takes to hand a task over to the process's device, which does nothing for `held_s`
+        meanwhile; more than that if the task waits for the device. 0 on a device that is the host."""
 
 
 def platform_of(accelerator: Accelerator) -> Platform:

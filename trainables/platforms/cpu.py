@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from trainables.platforms.base import Platform
+from trainables.platforms.base import AHEAD_S, Platform
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cpu(Platform):
     def versions(self, device: torch.device) -> dict[str, str]:
         return {}
 
-    def race(self, first: Callable[[], object], *tasks: Callable[[], object]) -> list[float]:
+    def race(self, first: Callable[[], object], *tasks: Callable[[], object], ahead_s: float = AHEAD_S) -> list[float]:
         def seconds(task: Callable[[], object]) -> float:
             task()
             return time.perf_counter() - began
@@ -69,6 +69,9 @@ class Cpu(Platform):
             first()
             began = time.perf_counter()
             return list(threads.map(seconds, tasks))
+
+    def handed_s(self, task: Callable[[], object], held_s: float) -> float:
+        return 0.0
 
 
 PLATFORM = Cpu()
