@@ -37,14 +37,16 @@ place of F + B + W (Qi et al. 2023, table 1), and none in the V schedule. Naraya
 
 @dataclass(frozen=True)
 class Prediction:
-    """`power_w`: mean of one of the layout's GPUs; `joules_per_token`: of all of them. `parts`: where the seconds of a
-    step go on the pipeline rank that has most to do, by name."""
+    """`power_w`: mean of one of the layout's GPUs; `joules_per_token`: of all of them. On the pipeline rank that has
+    most to do, `parts`: where the seconds of a step go, by name; `ahead`: how many times as long its GPU is taken to
+    compute for a microbatch as the CPU to launch that."""
 
     step_time_s: float
     power_w: float
     tokens_per_s: float
     joules_per_token: float
     parts: dict[str, float]
+    ahead: float
 
 
 def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Prediction:
@@ -105,7 +107,8 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
         "bubble": bubble,
         "step": c.step_s,
     }
-    return Prediction(step, power, tokens_per_s, power * layout.num_gpus / tokens_per_s, parts)
+    ahead = computing[slow] / behind[slow]
+    return Prediction(step, power, tokens_per_s, power * layout.num_gpus / tokens_per_s, parts, ahead)
 
 
 def predicted_metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:

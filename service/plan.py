@@ -55,7 +55,7 @@ class Forecast:
     def to_dict(self) -> dict[str, Any]:
         """The layout's fields and what is predicted of it, JSON-safe."""
         predicted = {"memory_share": self.share, "memory_band": self.band, "predicted": self.metrics}
-        predicted |= {"off": None, "apart": None} if self.doubt is None else self.doubt._asdict()
+        predicted |= dict.fromkeys(Doubt._fields) if self.doubt is None else self.doubt._asdict()
         return {"layout": self.layout.label} | self.layout.to_dict() | predicted
 
 
@@ -111,7 +111,7 @@ class Plan:
         """The promising layouts of which any may be the best on a predicted objective: what is foretold of them differs
         by less than such predictions are off."""
         ranked = self.best(metric)
-        return [each for each in ranked if _close(each, ranked[0], metric)]
+        return [each for each in ranked if _close(ranked[0], each, metric)]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, JSON-safe; `points` in the order of the legal layouts."""
@@ -196,12 +196,12 @@ def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients |
     return Forecast(layout, share, memory.band_of(layout, work, share), metrics, off)
 
 
-def _close(one: Forecast, other: Forecast, metric: str) -> bool:
-    """Whether which of two is better on a metric of time is in doubt."""
-    if one.doubt is None or other.doubt is None:
+def _close(better: Forecast, other: Forecast, metric: str) -> bool:
+    """Whether it is in doubt which of two is better on a metric of time, of which one is foretold to be."""
+    if better.doubt is None or other.doubt is None:
         return False
-    low, high = sorted((abs(one.metrics[metric]), abs(other.metrics[metric])))
-    return high <= low * (1 + max(one.doubt.apart, other.doubt.apart))
+    low, high = sorted((abs(better.metrics[metric]), abs(other.metrics[metric])))
+    return high <= low * (1 + max(better.doubt.apart, other.doubt.faster))
 
 
 def text(plan: Plan, every: bool = False) -> str:
@@ -229,7 +229,7 @@ def text(plan: Plan, every: bool = False) -> str:
 def _told(plan: Plan, metric: str) -> str:
     """How many layouts it is open between."""
     count = len(plan.undecided(metric)) if metric in OF_TIME else 1
-    return "" if count == 1 else f", of which the first {count} are too close to tell apart"
+    return "" if count == 1 else f", of which {count} are too close to tell apart"
 
 
 def _chosen(problem: Problem) -> str:

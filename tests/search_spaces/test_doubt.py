@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from search_spaces.cost import data_sheet
-from search_spaces.doubt import doubt
+from search_spaces.doubt import UNLAUNCHED, doubt
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.launches import launch_of
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
+from search_spaces.operators import OperatorTiming, Timings
 from search_spaces.workload import Workload
 
 PLAIN = Layout("megatron", 8, 64, zero_stage=1, compile=True)
@@ -47,3 +49,18 @@ def test_machines_that_were_never_measured_are_in_more_doubt_until_they_are() ->
     assert stated is not None
     work = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h200"])
     assert doubt(PLAIN, work, "h200", stated.stated(power_limit_w=500)).off == off("h200")
+
+
+def test_what_may_wait_for_the_cpu_may_be_slower_until_its_launches_are_measured() -> None:
+    sheet = data_sheet("h100")
+    assert sheet is not None
+    work = Workload(PRESETS["gpt3-1.3b"], 2048, 32, ACCELERATORS["h100"])
+    waiting, busy = (Layout("megatron", 1, 32, micro_batch_size=size, compile=True) for size in (1, 16))
+    usual = doubt(busy, work, "h100", sheet)
+    assert doubt(waiting, work, "h100", sheet) == UNLAUNCHED._replace(faster=usual.faster)
+    assert usual.off < UNLAUNCHED.off
+    assert usual.apart < UNLAUNCHED.apart
+    experts = replace(work, model=PRESETS["mixtral-8x7b"])
+    assert doubt(Layout("deepspeed", 1, 32), experts, "h100", sheet).off == UNLAUNCHED.off
+    measured = Timings((OperatorTiming(launch_of(waiting, work), 1e-3),))
+    assert doubt(waiting, work, "h100", replace(sheet, operators=measured)) == usual

@@ -13,11 +13,12 @@ import yaml
 from click.testing import CliRunner
 
 from search_spaces.cost import data_sheet
+from search_spaces.doubt import MEASURED, UNLAUNCHED
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from service.cli import main
 from service.fitting import expected
-from service.plan import ROWS, Plan, make_plan, text
+from service.plan import ROWS, Plan, _close, make_plan, text
 from service.spec import load_spec, make_problem
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -188,11 +189,20 @@ def test_predictions_say_how_far_off_they_may_be() -> None:
     speeds = [forecast.metrics["tokens_per_s"] for forecast in ranked]
     assert speeds[0] / speeds[len(open_between) - 1] <= 1.08 < speeds[0] / speeds[-1]
     shown = text(plan)
-    assert f"Predicted best on tokens_per_s, of which the first {len(open_between)} are too close" in shown
+    assert f"Predicted best on tokens_per_s, of which {len(open_between)} are too close" in shown
     assert "may be off" in shown
     assert all(0 < point["apart"] <= point["off"] for point in plan.to_dict()["points"])
     unknown = planned(cluster={"gpus_per_node": 8, "accelerator": "gpu"})
     assert {point["off"] for point in unknown.to_dict()["points"]} == {None}
+
+
+def test_layouts_that_can_only_be_slower_are_not_taken_for_the_best() -> None:
+    plan = planned()
+    ranked = plan.best("tokens_per_s")
+    best = replace(ranked[0], doubt=MEASURED)
+    slower = replace(best, metrics=best.metrics | {"tokens_per_s": 0.9 * best.metrics["tokens_per_s"]})
+    assert not _close(best, replace(slower, doubt=UNLAUNCHED), "tokens_per_s")
+    assert _close(replace(best, doubt=UNLAUNCHED), slower, "tokens_per_s")
 
 
 def test_axes_that_nobody_chose_are_told_with_their_reasons() -> None:
