@@ -74,9 +74,26 @@ class Nursery:
             first = self._context.Process(target=_nothing)
             first.start()
             first.join()
+        self._store: BaseProcess | None = None
+
+    def keep_store(self, host: str) -> int:
+        """Have a child keep a key-value store on `host`, at which ranks can meet until this process ends; its port.
+
+        This process itself need not import torch for it. Raises `EOFError` if there cannot be one.
+        """
+        ours, theirs = self._context.Pipe(duplex=False)
+        self._store = self._context.Process(target=_keep_store, args=(host, theirs), daemon=True)
+        self._store.start()
+        theirs.close()
+        with ours:
+            port: int = ours.recv()
+        return port
 
     def close(self) -> None:
         """Remove what is temporary: Ray ends workers without Python's own clean-up."""
+        if self._store is not None:
+            self._store.kill()
+            self._store.join()
         shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
         self._ending.close()
 
@@ -94,8 +111,10 @@ class Nursery:
         `follow` is given the latest progress at once when there is some, and every `POLL_S` while there is none.
 
         The child lives on until the block ends. The ranks that wait for it would see it die, and should not be heard
-        before the cause is known.
+        before the cause is known. Raises `RuntimeError` if the store that is kept here was lost.
         """
+        if self._store is not None and not self._store.is_alive():
+            raise RuntimeError("the process that keeps the key-value store of trials has ended")
         ours, theirs = self._context.Pipe(duplex=False)
         with tempfile.NamedTemporaryFile(prefix="stack-", dir=self._folder) as stack:
             child = self._context.Process(target=_child, args=(request, place, theirs, stack.name), daemon=True)
@@ -172,6 +191,16 @@ def _where(child: BaseProcess, stack: Path) -> str | None:
         time.sleep(POLL_S)
     time.sleep(POLL_S)  # the rest of it
     return stack.read_text() or None
+
+
+def _keep_store(host: str, connection: Connection) -> None:
+    from torch.distributed import TCPStore
+
+    end_with_parent()
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    while True:
+        signal.pause()
 
 
 def _nothing() -> None:

@@ -47,17 +47,17 @@ class Leftovers:
         self.begin()
 
     def begin(self) -> None:
-        """A trial begins."""
-        self._segments, self._used_gib = _segments(), self._memory_gib()
+        """A trial begins. What is there by then is none of its."""
+        self._there, self._segments, self._used_gib = set(self._marked()), _segments(), self._memory_gib()
 
     def end(self) -> tuple[str, ...]:
         """The trial's own process has ended. Returns what it has left behind, a line each, which is gone now if that
         could be done; nothing as a rule, within some milliseconds."""
         told = []
         until = time.monotonic() + PATIENCE_S
-        while (left := self._marked()) and time.monotonic() < until:
+        while (left := set(self._marked()) - self._there) and time.monotonic() < until:
             time.sleep(POLL_S)
-        for pid in left:
+        for pid in sorted(left):
             told.append(f"process {pid} ({_command(pid)})")
             _kill(pid)
         if came := {name: inode for name, inode in _segments().items() if name not in self._segments}:

@@ -1,4 +1,7 @@
-"""The training function of a gang's Ray Train run: take a trial from the mailbox, run it in a child, hand it in."""
+"""The training function of a gang's Ray Train run: take a trial from the mailbox, run it in a child, hand it in.
+
+Neither a worker nor Ray Train's controller, which both import this, imports torch: their children have it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ from typing import Any
 import ray
 import ray.train
 from ray.exceptions import RayError
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
-from torch.distributed import TCPStore
+from ray.train.backend import Backend, BackendConfig
 
 from telemetry.actor import NodeState, Work
 from telemetry.devices.cpu import cpu_uuid
@@ -53,16 +54,12 @@ class OneByOne(Backend):
     has_replica_groups = True
 
 
-class GangConfig(TorchConfig):
+class GangConfig(BackendConfig):
     """Workers without a process group. They must not open CUDA contexts: their children own the GPUs."""
 
     @property
     def backend_cls(self) -> type[Backend]:
         return OneByOne
-
-    @property
-    def train_func_context(self) -> Any:
-        return contextlib.nullcontext
 
 
 class Follower:
@@ -124,7 +121,6 @@ def worker_loop(config: dict[str, Any]) -> None:
     runtime = ray.get_runtime_context()
     node_id = runtime.get_node_id()
     watching = config["telemetry"].awaited(node_id)
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     sys.modules["__main__"].__file__ = None  # or each child would import the script of a Ray worker as its own
     platform = platform_of(config["accelerator"])
     if platform.ray_resource is not None:
@@ -134,11 +130,12 @@ def worker_loop(config: dict[str, Any]) -> None:
     leftovers = Leftovers(f"{mailbox._actor_id.hex()}/{worker}", lambda: memory_gib(watching, device))
     power = PowerLimit(watching, device, config["telemetry"].power_limits)
     nursery = Nursery(platform, config["preload"])
+    store_port = nursery.keep_store(host)
     data, places = config["data"], config["places"]
     if data is not None and is_uri(data) and refusal(data, places) is None:
         with contextlib.suppress(OSError, ValueError):  # which trials tell in their causes
             fetch(data)
-    member = Member(worker, node_id, host, store.port, device, os.getpid())
+    member = Member(worker, node_id, host, store_port, device, os.getpid())
     ray.get(mailbox.join.remote(member))
     number = 0
     with beating(mailbox, worker):

@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from service.problem import Cluster
 from service.remote import ON_HEAD
@@ -31,7 +31,7 @@ RETRY_S = 1.0
 
 
 class Gang:
-    """`size` workers under one `TorchTrainer.fit()`, which a thread of the driver waits for.
+    """`size` workers under one `DataParallelTrainer.fit()`, which a thread of the driver waits for.
 
     Ray Train starts a worker anew that dies, as often as that happens, and leaves the others alone; should the whole
     run end early, the thread starts another. A mailbox that dies is started again, empty; its workers fail, and join it
@@ -66,7 +66,7 @@ class Gang:
             scaling["label_selector"] = {"ray.io/node-id": f"!in({barred})"}
         # Ray Train looks for dead workers every 2 s unless told otherwise.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-        self._trainer: Callable[[], Any] = lambda: TorchTrainer(
+        self._trainer: Callable[[], Any] = lambda: DataParallelTrainer(
             worker_loop,
             train_loop_config={
                 "mailbox": self.mailbox,
@@ -76,7 +76,7 @@ class Gang:
                 "data": data,
                 "places": places,
             },
-            torch_config=GangConfig(),
+            backend_config=GangConfig(),
             scaling_config=ScalingConfig(num_workers=size, **scaling),
             run_config=RunConfig(name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=-1)),
         )

@@ -153,6 +153,25 @@ def test_a_child_lives_until_its_outcome_was_dealt_with(nursery: Nursery, store:
     assert is_gone(child)
 
 
+def test_a_child_keeps_the_store_at_which_ranks_meet(nursery: Nursery) -> None:
+    keeping = Nursery(CPU, [])  # by the fork server that is there
+    port = keeping.keep_store("127.0.0.1")
+    here, there = (TCPStore("127.0.0.1", port, is_master=False) for _ in range(2))
+    here.set("greeting", "hello")
+    assert there.get("greeting") == b"hello"
+    (keeper,) = (one for one in psutil.Process().children(recursive=True) if port in listened(one))
+    keeper.kill()
+    keeper.wait(10)
+    trial = keeping.trial(REQUEST, Place(0, 0, "127.0.0.1", port, CPU), lambda: 0, lambda: False)
+    with pytest.raises(RuntimeError, match="keeps the key-value store"), trial:
+        pass
+
+
+def listened(process: psutil.Process) -> set[int]:
+    """Ports at which a process listens."""
+    return {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
+
 def test_an_error_is_a_crash_with_its_phase_and_text(run: Callable[..., Outcome]) -> None:
     outcome = run(replace(REQUEST, program=replace(TRAINING, data="/nowhere.npy")))
     assert replace(outcome, traceback=None) == Outcome(

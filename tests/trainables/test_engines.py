@@ -45,8 +45,9 @@ def test_only_what_the_layouts_need_is_imported_ahead() -> None:
 
 
 def test_a_trial_is_asked_for_without_torch() -> None:
-    modules = "mailbox", "training", "engines.deepspeed.configuration", "platforms.base"
-    imports = ", ".join(f"trainables.{name}" for name in modules)
+    modules = ["mailbox", "worker", "training", "engines.deepspeed.configuration"]
+    modules += [f"platforms.{name}" for name in ("base", "cpu", "cuda", "rocm")]
+    imports = ", ".join(["service.driver", *(f"trainables.{name}" for name in modules)])
     program = f"import sys, {imports}; sys.exit(bool({{'torch', 'deepspeed'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], cwd=Path(engines.__path__[0]).parents[1], check=True)
 

@@ -28,7 +28,8 @@ class Mark(Protocol):
 class Platform(ABC):
     """One kind of device: what torch, Ray and the fork server of trials must know of it.
 
-    A value without state, which travels from the gang to the processes of its trials.
+    A value without state, which travels from the gang to the processes of its trials. Only these need torch, which the
+    methods for them import themselves: drivers and workers ask for the rest, and are up sooner.
 
     - `backend`: of process groups between such devices.
     - `ray_resource`: what Ray counts such devices as; None for what it only knows as CPUs.

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from trainables.platforms.base import AHEAD_S, Platform
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,13 @@ class Cpu(Platform):
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cpu"}
 
     def device(self, local_rank: int) -> torch.device:
+        import torch
+
         return torch.device("cpu")
 
     def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
+        import torch
+
         torch.set_num_threads(1)
         return self.device(local_rank)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from trainables.platforms.base import AHEAD_S, Platform
+
+if TYPE_CHECKING:
+    import torch
 
 SPIN_HZ = 2e9
 """Cycles of a second in which a GPU is kept waiting, about: no GPU has more."""
@@ -27,9 +28,13 @@ class Cuda(Platform):
     environment: ClassVar[Mapping[str, str]] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
 
     def device(self, local_rank: int) -> torch.device:
+        import torch
+
         return torch.device("cuda", local_rank)
 
     def take(self, local_rank: int, expandable_segments: bool = False) -> torch.device:
+        import torch
+
         if expandable_segments:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         device = self.device(local_rank)
@@ -37,24 +42,36 @@ class Cuda(Platform):
         return device
 
     def limit_memory(self, device: torch.device, size: float) -> None:
+        import torch
+
         share = size / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
     def synchronize(self) -> None:
+        import torch
+
         torch.cuda.synchronize()
 
     def mark(self) -> torch.cuda.Event:
+        import torch
+
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def peak_memory_gib(self, device: torch.device) -> float | None:
+        import torch
+
         return torch.cuda.max_memory_reserved(device) / 2**30
 
     def identity(self, device: torch.device) -> str | None:
+        import torch
+
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
     def versions(self, device: torch.device) -> dict[str, str]:
+        import torch
+
         return {
             "gpu_name": torch.cuda.get_device_name(device),
             "cuda": str(torch.version.cuda or torch.version.hip),
@@ -62,6 +79,8 @@ class Cuda(Platform):
         }
 
     def race(self, first: Callable[[], object], *tasks: Callable[[], object], ahead_s: float = AHEAD_S) -> list[float]:
+        import torch
+
         start = torch.cuda.Event(enable_timing=True)
         ends = [torch.cuda.Event(enable_timing=True) for _ in tasks]
         torch.cuda.synchronize()
@@ -78,6 +97,8 @@ class Cuda(Platform):
         return [start.elapsed_time(end) / 1e3 for end in ends]
 
     def handed_s(self, task: Callable[[], object], held_s: float) -> float:
+        import torch
+
         torch.cuda.synchronize()
         torch.cuda._sleep(round(SPIN_HZ * held_s))
         began = time.perf_counter()
@@ -89,6 +110,8 @@ class Cuda(Platform):
 
 @cache
 def _stream(number: int) -> torch.cuda.Stream:
+    import torch
+
     """The same each time: cuBLAS allocates a workspace for each that it sees."""
     return torch.cuda.Stream()
 

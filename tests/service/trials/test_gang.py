@@ -654,7 +654,7 @@ def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
         def fit(self) -> None:
             raise RuntimeError("no workers today")
 
-    monkeypatch.setattr("service.trials.gang.TorchTrainer", Failing)
+    monkeypatch.setattr("service.trials.gang.DataParallelTrainer", Failing)
     gang = Gang("failing", 1, CLUSTER, tmp_path, Fleet("nobody"), [])
     killed(gang.mailbox)
     until = time.monotonic() + 120
