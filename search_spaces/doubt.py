@@ -36,8 +36,9 @@ WAITING = Doubt(0.10, 0.08, 0.08)
 """Context parallelism, eager tensor parallelism and products in fp8: 100 layouts on H200, and blind ones in fp8."""
 
 UNLAUNCHED = Doubt(0.60, 0.50, 0.0)
-"""Layouts that may wait for the CPU, of whose mode launches were not measured: 56 on one to four H100 and H200, the
-host deciding: they are slower then. Those whose GPU is at work `AHEAD` times as long, and 209 at ten, are as others."""
+"""Layouts that may wait for the CPU, of whose mode launches were not measured: of 56 on one to four H100 and H200 all
+but eager tensor-parallel ones are slower, the host deciding by how much. Where the GPU is taken to be at work `AHEAD`
+times as long as the CPU, few are, of 209 at ten times none."""
 
 AHEAD = 4.0
 
