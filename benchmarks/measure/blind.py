@@ -42,6 +42,7 @@ from search_spaces.layout import AXES, Layout
 from search_spaces.memory import estimate
 from service.answers.tables import render
 from service.calibrate import TRIALS, calibrate
+from service.cluster import ray_session
 from service.fitting import design, expected, timings
 from service.fitting import load as load_calibration
 from service.home import Home
@@ -117,6 +118,17 @@ def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
 def predict_calibrated(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -> None:
     """Append a line to `out` for each layout that has none there yet, once the cost model is calibrated to it."""
     done = {_key(row) for row in read(out)}
+    with ray_session(next(iter(specs.values())).cluster):
+        rows = _calibrated(specs, layouts, seed, done)
+        write(
+            out, rows, lambda row: f"{row['before']['step_time_s']:.4g} s, now {row['foretold']['step_time_s']:.4g} s"
+        )
+
+
+def _calibrated(
+    specs: Mapping[str, Problem], layouts: int, seed: int, done: Collection[tuple[str, Layout]]
+) -> Iterator[Row]:
+    """What is foretold of layouts that no calibration tried, one spec after the other."""
     for path, spec in specs.items():
         before = expected(spec.cluster)
         if before is None:
@@ -127,21 +139,16 @@ def predict_calibrated(specs: Mapping[str, Problem], layouts: int, seed: int, ou
         if not todo:
             continue
         came = calibrate(spec)
-        found = came.operators
-        print(
-            f"{path}: {came.trials} trials; {found.measured} of {found.wanted} operators", *found.left_out, sep="\n  "
-        )
-        operators = timings(Home.locate(), spec.cluster.accelerator)
-        rows = (
-            _row(path, layout)
-            | {"foretold": foretold(spec, layout)}
-            | {"by_operators": predicted_metrics(layout, spec.workload, replace(before, operators=operators))}
-            | {"before": predicted_metrics(layout, spec.workload, before)}
-            for layout in todo
-        )
-        write(
-            out, rows, lambda row: f"{row['before']['step_time_s']:.4g} s before, {row['foretold']['step_time_s']:.4g}"
-        )
+        operators = came.operators
+        print(f"{path}: {came.trials} trials; {operators.measured} of {operators.wanted} operators measured")
+        print(*operators.left_out, sep="\n")
+        alone = replace(before, operators=timings(Home.locate(), spec.cluster.accelerator))
+        for layout in todo:
+            yield _row(path, layout) | {
+                "foretold": foretold(spec, layout),
+                "by_operators": predicted_metrics(layout, spec.workload, alone),
+                "before": predicted_metrics(layout, spec.workload, before),
+            }
 
 
 def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until: float) -> None:

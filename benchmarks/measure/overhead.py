@@ -45,7 +45,7 @@ def warm(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) 
 
 
 def cold(spec: Problem, layouts: list[Layout], telemetry: Fleet, storage: Path) -> list[float]:
-    """Seconds of overhead of each trial in a `TorchTrainer.fit()` of its own, from its start to its end."""
+    """Seconds of overhead of each trial in a gang of its own, from its start to its end."""
     seconds = []
     for number, layout in enumerate(layouts):
         began = time.monotonic()
