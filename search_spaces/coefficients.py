@@ -62,9 +62,9 @@ class Coefficients:
     joules_per_byte: float = 6e-11
     joules_per_link_byte: float = 2e-10
     matmul_half: float = 64.0
-    compiled_launch_s: float = 0.8e-3
-    eager_launch_s: float = 1.5e-3
-    tensor_launch_s: float = 12e-3
+    compiled_launch_s: float = 0.75e-3
+    eager_launch_s: float = 1.4e-3
+    tensor_launch_s: float = 11e-3
     fp8_launch_s: float = 10e-3
     deepspeed_launch_s: float = 0.3e-3
     step_s: float = 0.02
