@@ -175,6 +175,7 @@ def test_wrong_choices_are_refused(choices: list[str], problem: str) -> None:
 
 
 def test_more_layouts_than_there_is_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = spec()
     monkeypatch.setattr("search_spaces.space.MOST_LAYOUTS", 2)
     with pytest.raises(InputError, match=r"^space: more than 2 layouts"):
-        why(spec(), parse_choices(["micro_batch_size=[1, 2, 4, 8]"]))
+        why(problem, parse_choices(["micro_batch_size=[1, 2, 4, 8]"]))
