@@ -55,7 +55,7 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     layers = [layout.layers_of(rank, work.shape.layers) for rank in range(layout.pipeline_parallel_size)]
     loads = _loads(layout, work, layers, c)
     launch = launch_s(layout, work, c)
-    sums = [_sums_s(layout, work, rank, c) / rounds for rank in range(len(loads))]
+    sums = _sums_s(layout, work, layers, c)
     computing = [load.seconds + summed for load, summed in zip(loads, sums, strict=True)]
     behind = [launch * count for count in layers]
     for end in layout.end_ranks:
@@ -116,7 +116,12 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
 def predicted_metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:
     """What is predicted of a layout, by the names that trials have their figures under. MFU is missing where the
     accelerator's peak is not known."""
-    prediction, tokens = predict(layout, work, calibration), layout.global_batch_size * work.sequence_length
+    return metrics_of(predict(layout, work, calibration), layout, work)
+
+
+def metrics_of(prediction: Prediction, layout: Layout, work: Workload) -> dict[str, float]:
+    """A prediction of a layout, likewise."""
+    tokens = layout.global_batch_size * work.sequence_length
     speed = work.speed(prediction.tokens_per_s, layout.num_gpus)
     return {name: value for name, value in speed.items() if value is not None} | {
         "step_time_s": prediction.step_time_s,
@@ -168,11 +173,17 @@ def update_s(engine: EngineFacts, parameters: float, c: Coefficients) -> float:
     return engine.update_bytes * parameters / c.states_bytes_per_s
 
 
-def _sums_s(layout: Layout, work: Workload, rank: int, c: Coefficients) -> float:
-    """Seconds of a step in which a GPU of a pipeline rank sums up gradients, microbatch by microbatch."""
-    engine = facts_of(layout, work)
-    whole = held(layout, work.shape, rank, engine.splits_tables).whole
-    return _summed_bytes(layout, engine, whole) / c.states_bytes_per_s
+def _sums_s(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -> list[float]:
+    """Seconds in which a GPU of each pipeline rank, which has so many `layers`, sums up the gradients of a
+    microbatch."""
+    engine, rounds, (first, last) = facts_of(layout, work), layout.gradient_accumulation_steps, layout.end_ranks
+    kinds = [(count, rank == first, rank == last) for rank, count in enumerate(layers)]
+    seconds = {}
+    for rank, kind in enumerate(kinds):
+        if kind not in seconds:
+            whole = held(layout, work.shape, rank, engine.splits_tables).whole
+            seconds[kind] = _summed_bytes(layout, engine, whole) / c.states_bytes_per_s / rounds
+    return [seconds[kind] for kind in kinds]
 
 
 def _summed_bytes(layout: Layout, engine: EngineFacts, whole: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from search_spaces.coefficients import Coefficients, is_fitted, is_unproven
-from search_spaces.cost import predict
+from search_spaces.cost import Prediction
 from search_spaces.engines import facts_of
 from search_spaces.launches import launch_of
 from search_spaces.layout import Layout
@@ -58,8 +58,8 @@ SPREAD_EXPERTS = Doubt(0.55, 0.50, 0.50)
 """What ranks wait for the fullest one: two layouts on four H200."""
 
 
-def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coefficients) -> Doubt:
-    """Of a layout predicted with `calibration` for the accelerator of this name: the widest of its kinds."""
+def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coefficients, prediction: Prediction) -> Doubt:
+    """Of what is predicted of a layout with `calibration` for the accelerator of this name: the widest of its kinds."""
     fitted = is_fitted(accelerator, calibration)
     kinds = [FITTED if fitted else UNPROVEN if is_unproven(accelerator, calibration) else MEASURED]
     if work.accelerator.platform == "cpu" and not fitted:
@@ -69,7 +69,7 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     eager_tensor_parallel = layout.tensor_parallel_size > 1 and not layout.compile
     if layout.context_parallel_size > 1 or eager_tensor_parallel or layout.precision == "fp8":
         kinds.append(WAITING)
-    if _may_wait(layout, work, calibration):
+    if _may_wait(layout, work, calibration, prediction):
         kinds.append(UNLAUNCHED)
     if layout.num_gpus > work.gpus_per_node and not fitted:
         kinds.append(SEVERAL_NODES)
@@ -78,9 +78,8 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     return Doubt(*map(max, zip(*kinds, strict=True)))
 
 
-def _may_wait(layout: Layout, work: Workload, calibration: Coefficients) -> bool:
+def _may_wait(layout: Layout, work: Workload, calibration: Coefficients, prediction: Prediction) -> bool:
     """Whether the step may be the CPU's, of which nothing was measured."""
     if calibration.operators.of(launch_of(layout, work)) is not None:
         return False
-    waits = facts_of(layout, work).waits_for_gpu(layout, work.shape)
-    return waits or predict(layout, work, calibration).ahead < AHEAD
+    return prediction.ahead < AHEAD or facts_of(layout, work).waits_for_gpu(layout, work.shape)

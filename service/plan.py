@@ -187,12 +187,15 @@ def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients |
     work = problem.workload
     if work.model is None:
         return Forecast(layout, None, None, {})
-    metrics = {} if calibration is None else cost.predicted_metrics(layout, work, calibration)
+    metrics, off = {}, None
+    if calibration is not None:
+        prediction = cost.predict(layout, work, calibration)
+        metrics = cost.metrics_of(prediction, layout, work)
+        off = doubt(layout, work, problem.cluster.accelerator, calibration, prediction)
     whole = memory.estimate(layout, work)
     share = memory.estimate(layout, work.run).share if work.depths else whole.share
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
-    off = None if calibration is None else doubt(layout, work, problem.cluster.accelerator, calibration)
     return Forecast(layout, share, memory.band_of(layout, work, share), metrics, off)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
@@ -155,17 +156,29 @@ def busy_s(task: Callable[[], object], platform: Platform) -> float:
     with profile(use_device=platform.profiler_device, use_cpu=False, use_kineto=True) as recorder:
         task()
         platform.synchronize()
-    events = recorded(recorder.kineto_results.events())
-    done = [e for e in events if not e.on_host and not e.is_annotation]
-    if not done:
-        raise RuntimeError("the profiler saw no kernel")
-    starts = np.array([e.start_ns for e in done], dtype=np.int64)
-    return union_ns(starts, starts + np.array([e.duration_ns for e in done], dtype=np.int64)) / 1e9
+    return union_ns(*_spans(_kernels(recorded(recorder.kineto_results.events())))) / 1e9
+
+
+def _on_device(events: Sequence[Event]) -> list[Event]:
+    return [e for e in events if not e.on_host and not e.is_annotation]
+
+
+def _kernels(events: Sequence[Event]) -> list[Event]:
+    """What the device did. Raises `RuntimeError` where the profiler saw nothing."""
+    if kernels := _on_device(events):
+        return kernels
+    raise RuntimeError("it saw no kernel")
+
+
+def _spans(kernels: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """When each began and ended, in ns."""
+    starts = np.array([e.start_ns for e in kernels], dtype=np.int64)
+    return starts, starts + np.array([e.duration_ns for e in kernels], dtype=np.int64)
 
 
 def _computing(events: Sequence[Event]) -> dict[str, list[float]]:
     """Seconds of the kernels that compute, in their order, by name; none where the host computes."""
-    kernels = sorted((e for e in events if not e.on_host and not e.is_annotation), key=lambda e: e.start_ns)
+    kernels = sorted(_on_device(events), key=lambda e: e.start_ns)
     times: dict[str, list[float]] = defaultdict(list)
     for e in kernels:
         if kernel_category(e.name) in COMPUTE:
@@ -199,9 +212,7 @@ def of_events(events: Sequence[Event], device: str | None, exchange: str | None,
 
 
 def _of_kernels(events: Sequence[Event], exchange: str | None, span_s: float) -> Breakdown:
-    kernels = [e for e in events if not e.on_host and not e.is_annotation]
-    if not kernels:
-        raise RuntimeError("it saw no kernel")
+    kernels = _kernels(events)
     categories = [kernel_category(e.name) for e in kernels]
     unclear = [i for i, category in enumerate(categories) if category in (GENERIC, "send_recv")]
     launched_by = _recorded_collectives(events) if exchange is None else {}
@@ -209,8 +220,7 @@ def _of_kernels(events: Sequence[Event], exchange: str | None, span_s: float) ->
         known = exchange if categories[i] == "send_recv" else None
         fallback = "send_recv" if categories[i] == "send_recv" else "other_communication"
         categories[i] = known or launched_by.get(kernels[i].linked_correlation, fallback)
-    starts = np.array([e.start_ns for e in kernels], dtype=np.int64)
-    return break_down(categories, starts, starts + np.array([e.duration_ns for e in kernels], dtype=np.int64), span_s)
+    return break_down(categories, *_spans(kernels), span_s)
 
 
 def _recorded_collectives(events: Sequence[Event]) -> dict[int, str]:

@@ -36,7 +36,7 @@ COUNT = 16
 def records() -> list[Observation]:
     """All committed measurements."""
     return [
-        _observation(one.layout, one.work, one.result["metrics"])
+        observation(one.layout, one.work, one.result["metrics"])
         for one in measurements()
         if one.result["status"] == "ok"
     ]
@@ -46,13 +46,14 @@ def sweep(path: Path) -> list[Observation]:
     """The layouts of a table that ran. Raises ValueError or OSError if it or its spec cannot be read."""
     work = load_spec(path.with_suffix(".yaml")).workload
     return [
-        _observation(replace(result.layout, global_batch_size=work.global_batch_size), work, result.metrics)
+        observation(replace(result.layout, global_batch_size=work.global_batch_size), work, result.metrics)
         for result in Table(path).results.values()
         if result.status == "ok"
     ]
 
 
-def _observation(layout: Layout, work: Workload, metrics: Mapping[str, Any]) -> Observation:
+def observation(layout: Layout, work: Workload, metrics: Mapping[str, Any]) -> Observation:
+    """By the figures of a trial, or of a row of a table."""
     total = metrics.get("mean_power_w")
     return Observation(layout, work, metrics["step_time_s"], None if total is None else total / layout.num_gpus)
 

@@ -15,15 +15,17 @@ import json
 import statistics
 import tarfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from search_spaces.coefficients import data_sheet
+from benchmarks.judge.cost import observation, relative_errors
+from search_spaces.coefficients import Coefficients, data_sheet
 from search_spaces.layout import Layout
 from service.answers.tables import render
-from service.fitting import Observation, design, fit, ratios
+from service.fitting import Observation, design, fit
 from service.record import store
 from service.result import TrialResult
 from service.spec import make_problem
@@ -32,52 +34,57 @@ from trainables.status import Status
 TRIALS = 6
 
 
-def observed(archive: Path) -> tuple[str, list[Observation]]:
-    """The accelerator of a search, and the mean of each layout's trials. Raises OSError or `tarfile.TarError` if it
-    cannot be read."""
-    results: dict[Layout, list[TrialResult]] = defaultdict(list)
+def observed(archive: Path) -> tuple[Coefficients, list[Observation]]:
+    """The data sheet of a search's accelerator, and the mean of each layout's trials.
+
+    Raises OSError, `tarfile.TarError` or ValueError, with one line, for what is no such archive.
+    """
+    trials: dict[Layout, list[Mapping[str, Any]]] = defaultdict(list)
     with tarfile.open(archive) as files:
         texts = {member.name: file.read() for member in files if (file := files.extractfile(member)) is not None}
-    (spec,) = (text for name, text in texts.items() if Path(name).name == store.SPEC)
-    problem = make_problem(yaml.safe_load(spec))
+    specs = [text for name, text in texts.items() if Path(name).name == store.SPEC]
+    if not specs:
+        raise ValueError("no search is in it")
+    problem = make_problem(yaml.safe_load(specs[0]))
+    if (sheet := data_sheet(problem.cluster.accelerator)) is None:
+        raise ValueError(f"nothing is known of {problem.cluster.accelerator}")
     for name, text in sorted(texts.items()):
         if Path(name).name == store.RESULT:
             result = TrialResult.from_dict(json.loads(text))
             if result.status == Status.OK:
-                results[result.layout].append(result)
-    return problem.cluster.accelerator, [
-        Observation(
-            layout, problem.workload, _mean(trials, "step_time_s"), _mean(trials, "mean_power_w") / layout.num_gpus
-        )
-        for layout, trials in results.items()
-    ]
+                trials[result.layout].append(result.metrics)
+    return sheet, [observation(layout, problem.workload, _mean(metrics)) for layout, metrics in trials.items()]
 
 
-def _mean(trials: Sequence[TrialResult], name: str) -> float:
-    return statistics.fmean(value for one in trials if (value := one.metrics[name]) is not None)
+def _mean(trials: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Of what a layout's trials took; None where one of them lacks it."""
+    means: dict[str, float | None] = {}
+    for name in ("step_time_s", "mean_power_w"):
+        values = [value for one in trials if (value := one.get(name)) is not None]
+        means[name] = statistics.fmean(values) if len(values) == len(trials) else None
+    return means
 
 
-def told(name: str, accelerator: str, rows: Sequence[Observation], trials: int) -> str:
+def told(name: str, sheet: Coefficients, rows: Sequence[Observation], trials: int) -> str:
     """Every layout, and what it comes to."""
-    sheet = data_sheet(accelerator)
-    assert sheet is not None
     chosen = design([one.layout for one in rows], rows[0].work, sheet, trials)
     fitted = fit([one for one in rows if one.layout in chosen], sheet)
-    errors = {one.layout: [[ratio - 1 for ratio in ratios(one, by) if ratio] for by in (sheet, fitted)] for one in rows}
+    errors = {one.layout: (*relative_errors(one, sheet), *relative_errors(one, fitted)) for one in rows}
     lines = [
-        ["*" * (layout in chosen), layout.label, *(f"{error:+.1%}" for of in both for error in of)]
-        for layout, both in sorted(errors.items(), key=lambda item: -abs(item[1][0][0]))
+        ["*" * (layout in chosen), layout.label, *("" if error is None else f"{error:+.1%}" for error in four)]
+        for layout, four in sorted(errors.items(), key=lambda item: -abs(item[1][0]))
     ]
-    others = [both for layout, both in errors.items() if layout not in chosen]
+    others = [four for layout, four in errors.items() if layout not in chosen]
     for title, of in (("mean", statistics.fmean), ("largest", max)):
-        every, rest = (
-            [f"{of([abs(both[by][column]) for both in rows]):.1%}" for by in (0, 1) for column in (0, 1)]
-            for rows in (list(errors.values()), others)
-        )
-        lines.append(["", f"{title} of {len(errors)}", *every[:2], "", ""])
-        lines.append(["", f"{title} of the {len(others)} that it did not choose", *rest])
-    headings = ["", f"{name} ({accelerator})", "step time", "power", f"after {len(chosen)} trials", "power"]
-    return render(headings, lines)
+        lines.append(["", f"{title} of {len(errors)}", *_over(errors.values(), of)[:2], "", ""])
+        lines.append(["", f"{title} of the {len(others)} that it did not choose", *_over(others, of)])
+    return render(["", name, "step time", "power", f"after {len(chosen)} trials", "power"], lines)
+
+
+def _over(rows: Iterable[tuple[float | None, ...]], of: Callable[[list[float]], float]) -> list[str]:
+    """The mean, or what else `of` makes of the sizes of each column's errors; "" where it has none."""
+    columns = [[abs(error) for error in column if error is not None] for column in zip(*rows, strict=True)]
+    return [f"{of(column):.1%}" if column else "" for column in columns]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,10 +94,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     for path in arguments.archives:
         try:
-            accelerator, rows = observed(path)
-        except (OSError, tarfile.TarError) as error:
+            sheet, rows = observed(path)
+        except (OSError, tarfile.TarError, ValueError) as error:
             parser.error(f"{path}: {error}")
-        print(told(path.name.split(".")[0], accelerator, rows, arguments.trials), end="\n\n")
+        print(told(path.name.split(".")[0], sheet, rows, arguments.trials), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.cost import data_sheet
-from search_spaces.doubt import UNLAUNCHED, doubt
+from search_spaces.cost import Coefficients, data_sheet, predict
+from search_spaces.doubt import UNLAUNCHED, Doubt, doubt
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.launches import launch_of
 from search_spaces.layout import Layout
@@ -23,7 +23,11 @@ def off(accelerator: str, layout: Layout = PLAIN, fitted: bool = False) -> float
     sheet = data_sheet(accelerator)
     assert sheet is not None
     known = replace(sheet, source=f"16 trials, from {sheet.source}") if fitted else sheet
-    return doubt(layout, Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS[accelerator]), accelerator, known).off
+    return told(layout, Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS[accelerator]), accelerator, known).off
+
+
+def told(layout: Layout, work: Workload, accelerator: str, known: Coefficients) -> Doubt:
+    return doubt(layout, work, accelerator, known, predict(layout, work, known))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_machines_that_were_never_measured_are_in_more_doubt_until_they_are() ->
     stated = data_sheet("h200")
     assert stated is not None
     work = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h200"])
-    assert doubt(PLAIN, work, "h200", stated.stated(power_limit_w=500)).off == off("h200")
+    assert told(PLAIN, work, "h200", stated.stated(power_limit_w=500)).off == off("h200")
 
 
 def test_what_may_wait_for_the_cpu_may_be_slower_until_its_launches_are_measured() -> None:
@@ -56,11 +60,11 @@ def test_what_may_wait_for_the_cpu_may_be_slower_until_its_launches_are_measured
     assert sheet is not None
     work = Workload(PRESETS["gpt3-1.3b"], 2048, 32, ACCELERATORS["h100"])
     waiting, busy = (Layout("megatron", 1, 32, micro_batch_size=size, compile=True) for size in (1, 16))
-    usual = doubt(busy, work, "h100", sheet)
-    assert doubt(waiting, work, "h100", sheet) == UNLAUNCHED._replace(faster=usual.faster)
+    usual = told(busy, work, "h100", sheet)
+    assert told(waiting, work, "h100", sheet) == UNLAUNCHED._replace(faster=usual.faster)
     assert usual.off < UNLAUNCHED.off
     assert usual.apart < UNLAUNCHED.apart
     experts = replace(work, model=PRESETS["mixtral-8x7b"])
-    assert doubt(Layout("deepspeed", 1, 32), experts, "h100", sheet).off == UNLAUNCHED.off
+    assert told(Layout("deepspeed", 1, 32), experts, "h100", sheet).off == UNLAUNCHED.off
     measured = Timings((OperatorTiming(launch_of(waiting, work), 1e-3),))
-    assert doubt(waiting, work, "h100", replace(sheet, operators=measured)) == usual
+    assert told(waiting, work, "h100", replace(sheet, operators=measured)) == usual

@@ -103,7 +103,7 @@ def test_what_fails_or_comes_too_late_is_left_out(run_ranks: RunRanks) -> None:
 
 
 class Held(Cpu):
-    """A device that races in 1 ms, to which the host needs some seconds to hand anything over."""
+    """A device that takes 4 ms for anything, to which the host needs some seconds to hand anything over."""
 
     def __init__(self, handed_s: float) -> None:
         self.taken_s = handed_s

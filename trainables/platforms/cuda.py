@@ -110,9 +110,9 @@ class Cuda(Platform):
 
 @cache
 def _stream(number: int) -> torch.cuda.Stream:
+    """The same each time: cuBLAS allocates a workspace for each that it sees."""
     import torch
 
-    """The same each time: cuBLAS allocates a workspace for each that it sees."""
     return torch.cuda.Stream()
 
 

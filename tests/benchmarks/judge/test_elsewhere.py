@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tarfile
+from pathlib import Path
+
 import pytest
 
 from benchmarks import DATA
 from benchmarks.judge.elsewhere import main, observed
+from search_spaces.coefficients import data_sheet
 
 
 def test_layouts_of_two_machines_are_foretold_by_data_sheet_and_after_six_trials(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     archives = [DATA / f"llama3_1b_1x{name}.tar.xz" for name in ("h100", "h200")]
-    accelerator, rows = observed(archives[0])
-    assert accelerator == "h100"
+    sheet, rows = observed(archives[0])
+    assert sheet == data_sheet("h100")
     assert len(rows) == 15
     main([str(archive) for archive in archives])
     first, second = capsys.readouterr().out.strip().split("\n\n")
@@ -31,3 +35,11 @@ def test_what_is_no_archive_is_named(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(["nowhere.tar.xz"])
     assert "nowhere.tar.xz" in capsys.readouterr().err
+
+
+def test_an_archive_without_a_search_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive = tmp_path / "empty.tar.xz"
+    tarfile.open(archive, "w:xz").close()
+    with pytest.raises(SystemExit, match="2"):
+        main([str(archive)])
+    assert "empty.tar.xz: no search is in it" in capsys.readouterr().err
