@@ -41,6 +41,7 @@ from service.record.tracking import Tracker
 from service.remote import call
 from service.sampling.agenda import CalibrationAgenda
 from service.spec import new_search_id
+from service.trials.bench import Bench
 from service.turns import bench_in_turn
 from trainables.collectives import Collectives
 from trainables.mailbox import Mailbox
@@ -71,22 +72,22 @@ class Error:
 @dataclass(frozen=True)
 class Calibrated:
     """What a calibration came to: its record, its file, the trials it rests on, and its errors on just these trials,
-    and what was measured besides."""
+    and what was measured besides: nothing of what it was stopped before."""
 
     search_id: str
     path: Path
     trials: int
     before: Error
     after: Error
-    operators: MeasuredOperators
+    operators: MeasuredOperators | None
     collectives: Measured | None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         values = asdict(self) | {"path": str(self.path)}
-        values["operators"]["path"] = str(self.operators.path)
-        if self.collectives is not None:
-            values["collectives"]["path"] = str(self.collectives.path)
+        for name, besides in (("operators", self.operators), ("collectives", self.collectives)):
+            if besides is not None:
+                values[name]["path"] = str(besides.path)
         return values
 
 
@@ -139,15 +140,22 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         queue = Member()
         tracker = Tracker(store_uri(tracking_uri), home)
         admission = admit(queue, store_uri(tracking_uri), problem.data)
-        Driver(problem, search_id, home, tracker, CalibrationAgenda(problem, layouts), None, admission).run()
-        operators = measure_operators(search_id, problem, problem.legal.layouts, start, home, queue)
-        collectives = measure_collectives(search_id, problem, home, queue) if problem.cluster.size > 1 else None
+        agenda, measured = CalibrationAgenda(problem, layouts), list[MeasuredOperators]()
+
+        def afterwards(bench: Bench) -> None:
+            measured.append(measure_operators(bench, start, home))
+
+        Driver(problem, search_id, home, tracker, agenda, None, admission, afterwards).run()
+        collectives = None
+        if problem.cluster.size > 1 and not agenda.stopped:
+            collectives = measure_collectives(search_id, problem, home, queue)
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
     fitted = fit(observed, replace(start, operators=timings(home, accelerator)))
     save(home, accelerator, fitted)
     before, after = errors(observed, start), errors(observed, fitted)
+    operators = measured[0] if measured else None
     return Calibrated(search_id, home.calibration(accelerator), len(observed), before, after, operators, collectives)
 
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from service.sampling.searcher import AgendaSearcher, outcome_of
 from service.step import Step, Wish
 from service.trials import thermal
 from service.trials.accelerators import nodes, resources_per_worker
+from service.trials.bench import Bench
 from service.trials.evaluate import evaluate
 from service.trials.gang import Gang, awaited, room
 from service.trials.pool import Pool, start_pool
@@ -90,11 +91,13 @@ class Driver:
         agenda: Agenda,
         network: Network | None,
         admission: Admission,
+        afterwards: Callable[[Bench], None] | None = None,
     ) -> None:
-        """`network`: as far as it is known, for slices."""
+        """`network`: as far as it is known, for slices. `afterwards` has one worker of the gang for itself, once the
+        agenda came to its end."""
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda, self.network = tracker, agenda, network
-        self.admission = admission
+        self.admission, self.afterwards = admission, afterwards
         self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
         self.pool: ActorHandle[Pool] | None = None
@@ -164,6 +167,8 @@ class Driver:
             self.pool = pool = start_pool()
             turns.begin(pool)
             self._tune(pool, turns, telemetry, environment)
+            if self.afterwards is not None and not self.agenda.stopped:
+                self.afterwards(turns.bench(self.problem, pool, telemetry, size=1))
             status = "stopped" if self.agenda.stopped else "finished"
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
             reason = first_line(error.__cause__ or error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,8 @@ from search_spaces.network import Network
 from search_spaces.operators import Kind, Operator, OperatorTiming
 from service.fitting import save_timings, timings
 from service.home import Home
-from service.problem import Problem
-from service.queue.actor import Member
 from service.remote import call
 from service.trials.bench import Bench
-from service.turns import bench_in_turn
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox
 from trainables.measure import Procedure
@@ -58,29 +56,25 @@ class MeasuredOperators:
     left_out: tuple[str, ...]
 
 
-def measure_operators(
-    name: str, problem: Problem, layouts: Sequence[Layout], start: Coefficients, home: Home, queue: Member
-) -> MeasuredOperators:
-    """Have one worker measure the operators of some layouts of a problem, and keep what they take.
+def measure_operators(bench: Bench, start: Coefficients, home: Home) -> MeasuredOperators:
+    """Have a worker measure the operators of the layouts of its problem, and keep what they take.
 
-    First those that have not been measured here before, and of these those that take most time by `start`. On the Ray
-    that is at hand, when it is its turn there: `queue` knows it by `name`, as one more search. Whatever fails is left
-    out. Raises `InputError` if what was measured before cannot be read.
+    First those that have not been measured here before, and of these those that take most time by `start`. Whatever
+    fails is left out. Raises `InputError` if what was measured before cannot be read.
     """
+    problem, layouts = bench.problem, bench.problem.legal.layouts
     accelerator = problem.cluster.accelerator
     known = timings(home, accelerator)
     found = operators_of(layouts, problem.workload.run, start)
     wanted = sorted(found, key=lambda operator: known.of(operator) is not None)
-    modules = [*Operators.preload(layouts), *Slice.preload(layouts)]
     measured, left_out = 0, list[str]()
     try:
-        with bench_in_turn(name, problem, 1, modules, queue) as bench:
-            for one in (*_kernels(bench, wanted), *_launches(bench, wanted)):
-                if isinstance(one, str):
-                    left_out.append(one)
-                else:
-                    save_timings(home, accelerator, [one])  # which stands, whatever becomes of the others
-                    measured += 1
+        for one in itertools.chain(_kernels(bench, wanted), _launches(bench, wanted)):
+            if isinstance(one, str):
+                left_out.append(one)
+            else:
+                save_timings(home, accelerator, [one])  # which stands, whatever becomes of the others
+                measured += 1
     except RayError as error:
         left_out.append(f"the machine was lost: {type(error).__name__}")
     return MeasuredOperators(home.operators(accelerator), len(wanted), measured, tuple(left_out))

@@ -29,7 +29,7 @@ from service.trials.accelerators import resources_per_worker
 from service.trials.bench import Bench
 from service.trials.gang import CLOSE_TIMEOUT_S, Gang, close_gangs
 from service.trials.pool import RETRY_S, Lease, Pool, start_pool
-from telemetry.actor import start_telemetry, stop_telemetry
+from telemetry.actor import Fleet, start_telemetry, stop_telemetry
 
 CHECK_IN_S = 2.0
 
@@ -88,6 +88,21 @@ class Turns:
     def foresee(self, trials: int, left_s: float | None) -> None:
         """Say how many trials are to come at most, and how long they may take: there is no use for more gangs."""
         self._needs = max(1, min(self._claim.gangs, trials)), left_s
+
+    def bench(self, problem: Problem, pool: ActorHandle[Pool], telemetry: Fleet, size: int) -> Bench:
+        """What `size` workers of a gang that `pool` lends from measure on, alone there from now on, for `problem`.
+
+        Waits until it is the turn of the search and they are free.
+        """
+        trial_id = "alone"
+
+        def leased() -> Lease | None:
+            ray.get(call(pool, Pool.lend, trial_id, [Wish(size, alone=True)]))
+            return ray.get(call(pool, Pool.lease, trial_id))
+
+        while self.waiting or (lease := leased()) is None:
+            time.sleep(RETRY_S)
+        return Bench(problem, lease.mailbox, telemetry, {}, workers=lease.workers)
 
     def end(self) -> None:
         """Close the gangs and give everything back."""
@@ -160,7 +175,7 @@ def bench_in_turn(name: str, problem: Problem, size: int, preload: Sequence[str]
     `queue` knows it by `name` as a search. `preload`: modules that its programs need. Raises `InputError` for data that
     the cluster does not allow.
     """
-    trial_id, cluster = "alone", problem.cluster
+    cluster = problem.cluster
     places = policy_for(queue, problem.data).data
     claim = Claim(name, problem.priority, time.time(), resources_per_worker(cluster), size, gangs=1)
     telemetry, pool = start_telemetry(name), start_pool()
@@ -169,16 +184,10 @@ def bench_in_turn(name: str, problem: Problem, size: int, preload: Sequence[str]
         def start(gang: str, avoid: Collection[str]) -> Gang:
             return Gang(gang, size, cluster, Path(storage), telemetry, preload, avoid, problem.data, places)
 
-        def leased() -> Lease | None:
-            ray.get(call(pool, Pool.lend, trial_id, [Wish(size, alone=True)]))
-            return ray.get(call(pool, Pool.lease, trial_id))
-
         turns = Turns(claim, queue, start, partial(print, file=sys.stderr, flush=True))
         turns.begin(pool)
         try:
-            while turns.waiting or (lease := leased()) is None:
-                time.sleep(RETRY_S)
-            yield Bench(problem, lease.mailbox, telemetry, {}, workers=lease.workers)
+            yield turns.bench(problem, pool, telemetry, size)
         finally:
             turns.end()
             stop_telemetry(telemetry)

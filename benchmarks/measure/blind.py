@@ -139,9 +139,9 @@ def _calibrated(
         if not todo:
             continue
         came = calibrate(spec)
-        operators = came.operators
-        print(f"{path}: {came.trials} trials; {operators.measured} of {operators.wanted} operators measured")
-        print(*operators.left_out, sep="\n")
+        print(f"{path}: {came.trials} trials")
+        if (operators := came.operators) is not None:
+            print(f"{operators.measured} of {operators.wanted} operators measured", *operators.left_out, sep="\n")
         alone = replace(before, operators=timings(Home.locate(), spec.cluster.accelerator))
         for layout in todo:
             yield _row(path, layout) | {

@@ -391,6 +391,7 @@ def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, to
     assert done.after.step_time is not None
     assert done.after.step_time < done.before.step_time
     assert done.after.power is None, "power of a CPU machine is estimated"
+    assert done.operators is not None
     assert 0 < done.operators.measured <= done.operators.wanted
     assert done.operators.path == home.operators("cpu")
     assert {row.operator.kind for row in fitted.operators.rows} >= {Kind.PRODUCT, Kind.ATTENTION, Kind.LAUNCH}
