@@ -42,7 +42,8 @@ class Coefficients:
     - `operators`: what was measured of operators, which counts in place of what the others say of them;
       `operators_in_step`, `launches_in_step`: what these take within a step, in what they were measured to take alone,
       of the GPU and of the CPU.
-    - `idle_w`: power of a GPU that waits for others within a step; `power_limit_w`: what its mean is held at.
+    - `idle_w`: power of a GPU that waits for others within a step; `unlaunched_share`: of one that waits for the CPU,
+      in that; `power_limit_w`: what its mean is held at.
     - `joules_per_flop`: of bf16, at the full clock; `joules_per_byte`: of memory; `joules_per_link_byte`: sent.
     """
 
@@ -62,7 +63,7 @@ class Coefficients:
     joules_per_byte: float = 6e-11
     joules_per_link_byte: float = 2e-10
     matmul_half: float = 64.0
-    compiled_launch_s: float = 0.75e-3
+    compiled_launch_s: float = 1.2e-3
     eager_launch_s: float = 1.4e-3
     tensor_launch_s: float = 11e-3
     fp8_launch_s: float = 10e-3
@@ -73,6 +74,7 @@ class Coefficients:
     contention: float = 0.4
     expert_imbalance: float = 1.1
     offloaded_per_s: float = 5e8
+    unlaunched_share: float = 0.5
     operators_in_step: float = 1.0
     launches_in_step: float = 1.0
     operators: Timings = NONE_MEASURED

@@ -7,25 +7,39 @@ costs until the limit is reached and the clock falls. A prediction warms a searc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from search_spaces.blocks import Cut, Places, update_of
 from search_spaces.coefficients import IDLE_SHARE, POWER_SHARE, Coefficients, data_sheet
 from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
-from search_spaces.launches import ENDS, launch_of
+from search_spaces.launches import ENDS, launch_of, specimen_of
 from search_spaces.layout import Layout
 from search_spaces.network import Collective
+from search_spaces.operators import NONE_MEASURED, Kind, Timings
 from search_spaces.parameters import held
 from search_spaces.roofline import Load, communicate, network, passes, spread
 from search_spaces.workload import Workload
 
-__all__ = ["Coefficients", "Prediction", "data_sheet", "predict", "predicted_metrics"]
+__all__ = ["Coefficients", "Prediction", "data_sheet", "informed", "predict", "predicted_metrics"]
 
-LAUNCHED_AGAIN = 1.8
-"""Time of the CPU for a block of which some is computed again, in that for one of which nothing is. Most of it goes to
-the forward pass, which is Python."""
+LAUNCHING = [field.name for field in fields(Coefficients) if field.name.endswith("_launch_s")]
+"""Coefficients that are times of the host."""
+
+LAUNCHED_AGAIN = {"none": (1.0, 1.0), "selective": (2.4, 1.0), "full": (1.5, 1.3)}
+"""Time of the CPU for a block, eager and compiled, of which some is computed again, in that for one of which nothing
+is. An eager block that keeps some asks so of each operator. Measured of GPT's blocks, by both engines, on a host of
+H100 (benchmarks/results/README.md)."""
+
+ADDED_AGAIN = 1.8
+"""The same of what an engine or a precision adds to a block."""
+
+TOGETHER = 6
+"""Power of the mean by which a microbatch takes longer than the longer of what its GPU computes and its CPU launches:
+each is the longer one for a while, as forward passes are short on the GPU, and the CPU's lead is bounded. Nothing is
+added where one takes twice as long as the other, an eighth where both are alike. Of GPT's blocks on H100."""
 
 AUTOCAST_BYTES = 14
 """Memory traffic of one parameter and microbatch under autocast, which casts weights and their gradients."""
@@ -63,7 +77,7 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     if facts_of(layout, work).waits_for_gpu(layout, work.shape):
         times = [gpu + cpu for gpu, cpu in zip(computing, behind, strict=True)]
     else:
-        times = [max(both) for both in zip(computing, behind, strict=True)]
+        times = [_together(gpu, cpu) for gpu, cpu in zip(computing, behind, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
     upkeep = _upkeep(layout, work, slow, times[slow], c)
@@ -78,8 +92,9 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     if layout.power_limit_w is not None:
         limit = min(limit, POWER_SHARE * layout.power_limit_w)
         idle = min(idle, IDLE_SHARE * limit)
-    budget = limit - idle
-    clock = _clock(clocked, steady, core, rest, budget)
+    launching = rounds * (times[slow] - computing[slow])
+    spared = idle * (1 - c.unlaunched_share) * launching
+    clock = _clock(clocked, steady, core, rest, limit - idle + spared / (clocked + steady))
     stretched = rounds * times[slow] + clocked / clock - clocked
 
     # With the sums of gradients in them, bubbles are up to 0.8% of a step too long (four H200).
@@ -92,13 +107,13 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
 
     # What ranks have less to do than the slowest they wait for it.
     busy = sum(each.seconds for each in loads) / len(loads) / load.seconds
-    power = idle + busy * (core * clock**2 + rest) / step
+    power = idle + (busy * (core * clock**2 + rest) - spared) / step
     tokens_per_s = layout.global_batch_size * work.sequence_length / step
     parts = {
         "matmul": rounds * load.matmul / clock,
         "attention": rounds * load.attention / clock,
         "elementwise": rounds * load.elementwise,
-        "launch": rounds * (times[slow] - computing[slow]),
+        "launch": launching,
         "model_states": rounds * sums[slow] + updating,
         "offload": offloading,
         "tensor_parallel": rounds * load.tensor,
@@ -157,13 +172,33 @@ def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -
     return loads
 
 
+def _together(gpu: float, cpu: float) -> float:
+    """Seconds of a microbatch that takes the GPU and the CPU so many."""
+    longer, shorter = max(gpu, cpu), min(gpu, cpu)
+    return longer * float((1 + (shorter / longer) ** TOGETHER) ** (1 / TOGETHER))
+
+
+def informed(calibration: Coefficients, operators: Timings) -> Coefficients:
+    """The coefficients where these operators were measured.
+
+    A host that was slower or faster at the launches that were measured is so at all others.
+    """
+    bare, ratios = replace(calibration, operators=NONE_MEASURED), []
+    for row in operators.rows:
+        if row.operator.kind == Kind.LAUNCH:
+            layout, model, length, (batch, _) = specimen_of(row.operator)
+            ratios.append(row.forward_s / launch_s(layout, Workload(model, length, batch), bare))
+    slower = statistics.median(ratios) if ratios else 1.0
+    return replace(calibration, operators=operators, **{name: slower * getattr(bare, name) for name in LAUNCHING})
+
+
 def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Time of the CPU for a block and a microbatch."""
     if c.operators.rows and (timing := c.operators.of(launch_of(layout, work))) is not None:
         return c.launches_in_step * timing.forward_s
     seconds = c.compiled_launch_s if layout.compile else c.eager_launch_s
-    seconds += facts_of(layout, work).launch_s(layout, c)
-    return seconds * (1.0 if layout.recompute == "none" else LAUNCHED_AGAIN)
+    added = facts_of(layout, work).launch_s(layout, c) * (1.0 if layout.recompute == "none" else ADDED_AGAIN)
+    return seconds * LAUNCHED_AGAIN[layout.recompute][layout.compile] + added
 
 
 def update_s(engine: EngineFacts, parameters: float, c: Coefficients) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from search_spaces import memory
 from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
-from search_spaces.cost import Coefficients, data_sheet, predict
+from search_spaces.cost import Coefficients, data_sheet, informed, predict
 from search_spaces.layout import Layout
 from search_spaces.network import Curve, Network
 from search_spaces.operators import OperatorTiming, Timings
@@ -50,6 +50,7 @@ SPREADS = {
     "contention": 0.7,
     "expert_imbalance": 0.3,
     "offloaded_per_s": 1.0,
+    "unlaunched_share": 0.2,
     "operators_in_step": 0.05,
     "launches_in_step": 0.3,
 }
@@ -204,7 +205,7 @@ def load(home: Home, cluster: Cluster) -> Coefficients | None:
     known = _fitted(home.calibration(cluster.accelerator)) or data_sheet(cluster.accelerator)
     if known is None:
         return None
-    return cluster.as_stated(replace(known, operators=timings(home, cluster.accelerator)))
+    return cluster.as_stated(informed(known, timings(home, cluster.accelerator)))
 
 
 def _fitted(file: Path) -> Coefficients | None:

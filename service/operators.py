@@ -30,7 +30,7 @@ from trainables.program import TrialRequest
 from trainables.slice import Slice
 from trainables.training import Training
 
-KERNELS_S, LAUNCHES_S = 40.0, 60.0
+KERNELS_S, LAUNCHES_S = 40.0, 120.0
 """Seconds after which no other operator, and no other mode's launches, are begun to be measured."""
 
 CPU_S = 10.0

@@ -14,6 +14,7 @@ from search_spaces.coefficients import is_unproven
 from search_spaces.cost import Coefficients, data_sheet, predict, predicted_metrics
 from search_spaces.engines.megatron import Megatron
 from search_spaces.hardware import ACCELERATORS
+from search_spaces.launches import ENDS
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS, ModelShape
 from search_spaces.space import enumerate_space
@@ -248,6 +249,23 @@ def test_a_layouts_own_power_limit_counts_if_it_is_the_lower_one() -> None:
 def test_gpus_that_wait_take_idle_power() -> None:
     waiting = replace(IDEAL, step_s=1e6)
     assert predict(layout_of(zero_stage=1), WORK, waiting).power_w == pytest.approx(IDEAL.idle_w, rel=1e-3)
+
+
+def test_gpus_that_wait_for_the_cpu_take_less() -> None:
+    waiting = replace(IDEAL, eager_launch_s=1e6, unlaunched_share=0.3)
+    assert predict(ALONE, WORK, waiting).power_w == pytest.approx(0.3 * IDEAL.idle_w, rel=1e-3)
+
+
+def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
+    (blocks, rounds), computing = (WORK.shape.layers + ENDS, WORK.global_batch_size), seconds(ALONE, IDEAL)
+
+    def beside(times: float) -> float:
+        """The step where the CPU has so many times as much to do."""
+        return seconds(ALONE, replace(IDEAL, eager_launch_s=times * computing / blocks / rounds)) / computing
+
+    assert beside(1.0) == pytest.approx(2 ** (1 / 6))
+    assert beside(0.5) == pytest.approx(1.0, abs=0.003)
+    assert beside(2.0) == pytest.approx(2.0, abs=0.006)
 
 
 def test_groups_within_a_node_are_faster() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search_spaces.blocks import Cut, Parts, parts_of, update_of
-from search_spaces.cost import Coefficients, data_sheet, predict
+from search_spaces.cost import Coefficients, data_sheet, informed, launch_s, predict
 from search_spaces.engines import engine_of
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.inventory import operators_of
@@ -248,6 +248,20 @@ def test_timings_are_values_and_newer_ones_count() -> None:
     assert with_timings(FAST, LAUNCHED).told == f"{SHEET.source}; 2 operators measured"
     assert SHEET.told == SHEET.source
     assert PRODUCT.label == "product 8x4x2 bias bf16"
+
+
+def test_a_host_that_is_slow_at_some_launches_is_so_at_others() -> None:
+    work, layouts = WORKS[0], [Layout("megatron", 1, 16, recompute=each) for each in ("none", "selective", "full")]
+    slower = zip(layouts, (2.0, 3.0, 10.0), strict=True)
+    rows = [OperatorTiming(launch_of(one, work), by * launch_s(one, work, SHEET)) for one, by in slower]
+    known = informed(SHEET, Timings((FAST, *rows)))
+    assert known.operators.rows == (FAST, *rows)
+    for one, row in zip(layouts, rows, strict=True):
+        assert launch_s(one, work, known) == row.forward_s
+    for other in (replace(layouts[0], engine="deepspeed"), replace(layouts[2], compile=True, precision="fp8")):
+        assert launch_s(other, work, known) == pytest.approx(3 * launch_s(other, work, SHEET))
+    assert informed(known, known.operators) == known, "what is slower already is not so once more"
+    assert informed(SHEET, Timings((FAST,))) == replace(SHEET, operators=Timings((FAST,)))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), "1", None])

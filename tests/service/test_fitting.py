@@ -206,7 +206,8 @@ def test_what_is_stated_of_a_cluster_counts_in_place_of_its_calibration(home: Ho
 
 
 PRODUCT = Operator(Kind.PRODUCT, (8192, 4096, 14_336), "bf16", False)
-TAKEN = [OperatorTiming(PRODUCT, 1e-3, 2e-3), OperatorTiming(Operator(Kind.LAUNCH, (), "bf16", True), 1e-3)]
+LAUNCH = Operator(Kind.LAUNCH, (), "bf16", True, ("megatron", "llama", "none"))
+TAKEN = [OperatorTiming(PRODUCT, 1e-3, 2e-3), OperatorTiming(LAUNCH, 1e-3)]
 
 
 def test_measured_operators_are_kept_and_newer_ones_count(home: Home) -> None:
