@@ -88,9 +88,8 @@ class Cut(NamedTuple):
     def shares(self, model: ModelShape) -> tuple[int, int, int, int]:
         """The width of hidden states, and a GPU's share of that of the feed-forward network, of queries, and of
         keys."""
-        keys = model.kv_heads * model.head_dim
         tensor = self.tensor
-        return model.hidden, model.ffn_hidden // tensor, model.hidden // tensor, keys // tensor
+        return model.hidden, model.ffn_hidden // tensor, model.query_width // tensor, model.key_width // tensor
 
 
 Used = tuple[Operator, int]

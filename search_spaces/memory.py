@@ -348,9 +348,9 @@ def _block_activations(
     In fp8 these inputs are kept in 8 bits, and where nothing is compiled, weights as well.
     """
     tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
-    hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
+    hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.key_width / tensor
     outside = hidden_between(layout, model)
-    heads = hidden / tensor
+    heads = model.query_width / tensor
     attention = 2 * heads + keys
     if context > 1 and engine.exchanges_heads:  # before and after the exchange
         attention *= 2
