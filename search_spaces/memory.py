@@ -359,11 +359,12 @@ def _block_activations(
     masks = 0.0
     if model.num_experts:
         spread = layout.expert_parallel_size > 1
-        rows = model.experts_per_token * (IMBALANCE if spread else 1.0)
+        fullest = 1.0 if engine.routes_evenly else IMBALANCE if spread else FULLEST
+        rows = model.experts_per_token * (fullest if spread else 1.0)
         results = model.experts_per_token * hidden
         network, products = rows * (hidden + 4 * inner) + results, rows * (2 * inner + hidden) + results
         if engine.masks_experts:  # weights in fp32 and masks in bf16 of each token, expert, and place there
-            masks = 6.0 * (IMBALANCE if spread else FULLEST) * model.experts_per_token * tokens
+            masks = 6.0 * fullest * model.experts_per_token * tokens
     elif model.family == "llama":
         network, products = (3 if layout.compile else 4) * inner, 2 * inner
     else:
