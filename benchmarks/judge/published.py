@@ -60,6 +60,10 @@ WIDE_MODELS = {"qwen3_30b_a3b": QWEN3_30B, "qwen3_235b_a22b": QWEN3_235B}
 """Such models by name, as the configurations have them that were published with the weights: their feed-forward
 networks are `moe_intermediate_size` wide."""
 
+SPREAD_FURTHER = "experts spread over tensor-parallel ranks"
+"""What there is of layouts with more expert-parallel ranks than hold the same dense parameters. Here these share each
+expert."""
+
 NOT_MODELLED = "norms of queries and of keys"
 """What the models of `WIDE_MODELS` have besides."""
 
@@ -67,7 +71,7 @@ FRAMEWORKS = {
     "Megatron-LM": "megatron-lm-2022",
     "Megatron-DeepSpeed": "megatron-lm-2022",
     "Megatron-LM 0.14": "megatron-lm",
-    "Megatron-Bridge": "megatron-lm",
+    "Megatron-Bridge": "megatron-bridge",
     "torchtitan": "torchtitan",
     "Composer FSDP": "composer",
     "InternEvo": "internevo",
@@ -167,7 +171,8 @@ def _published(row: Mapping[str, str]) -> Published:
 
 
 def _unexpressed(row: Mapping[str, str]) -> str | None:
-    """Why a model or machine cannot be said here: what the table says, and an accelerator that is not known."""
+    """Why a model, layout or machine cannot be said here: what the table says, an accelerator that is not known, and
+    experts on more ranks than Wattune spreads them over."""
     parts = [part.strip() for part in row["unexpressed"].split(";")]
     known = row["model"] in WIDE_MODELS
     reasons = [part for part in parts if part and not part.startswith("accelerator ") and not (known and part == WIDE)]
@@ -175,7 +180,16 @@ def _unexpressed(row: Mapping[str, str]) -> str | None:
         reasons.insert(0, f"accelerator {row['gpu']}")
     if not reasons and not known and row["family"] not in FAMILIES:
         reasons.append(f"models of the family {row['family'] or 'that the row does not name'}")
+    if _spreads_further(row):
+        reasons.append(SPREAD_FURTHER)
     return "; ".join(reasons) or None
+
+
+def _spreads_further(row: Mapping[str, str]) -> bool:
+    """Whether experts are on so many ranks that some of a tensor-parallel group must have others than the rest."""
+    tensor, experts = int(row["tp"]), int(row["ep"])
+    ranks = int(row["num_gpus"]) // (int(row["pp"]) * tensor)
+    return experts > ranks and ranks * tensor % experts == 0
 
 
 def _machine(row: Mapping[str, str]) -> tuple[Workload, Coefficients]:
