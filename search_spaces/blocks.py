@@ -81,6 +81,11 @@ class Cut(NamedTuple):
         """GPUs over which embedding and head are split."""
         return self.tensor if self.engine.splits_tables else 1
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether more tokens come to the experts of one rank than to those of another."""
+        return self.experts > 1 and not self.engine.routes_evenly
+
     def tokens(self, sequence_length: int) -> int:
         """Tokens of a microbatch that a GPU has between the parts."""
         return self.micro_batch_size * sequence_length // self.context
@@ -88,9 +93,8 @@ class Cut(NamedTuple):
     def shares(self, model: ModelShape) -> tuple[int, int, int, int]:
         """The width of hidden states, and a GPU's share of that of the feed-forward network, of queries, and of
         keys."""
-        keys = model.kv_heads * model.head_dim
         tensor = self.tensor
-        return model.hidden, model.ffn_hidden // tensor, model.hidden // tensor, keys // tensor
+        return model.hidden, model.ffn_hidden // tensor, model.query_width // tensor, model.key_width // tensor
 
 
 Used = tuple[Operator, int]

@@ -348,9 +348,9 @@ def _block_activations(
     In fp8 these inputs are kept in 8 bits, and where nothing is compiled, weights as well.
     """
     tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
-    hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.kv_heads * model.head_dim / tensor
+    hidden, inner, keys = model.hidden, model.ffn_hidden / tensor, 2 * model.key_width / tensor
     outside = hidden_between(layout, model)
-    heads = hidden / tensor
+    heads = model.query_width / tensor
     attention = 2 * heads + keys
     if context > 1 and engine.exchanges_heads:  # before and after the exchange
         attention *= 2
@@ -359,11 +359,12 @@ def _block_activations(
     masks = 0.0
     if model.num_experts:
         spread = layout.expert_parallel_size > 1
-        rows = model.experts_per_token * (IMBALANCE if spread else 1.0)
+        fullest = 1.0 if engine.routes_evenly else IMBALANCE if spread else FULLEST
+        rows = model.experts_per_token * (fullest if spread else 1.0)
         results = model.experts_per_token * hidden
         network, products = rows * (hidden + 4 * inner) + results, rows * (2 * inner + hidden) + results
         if engine.masks_experts:  # weights in fp32 and masks in bf16 of each token, expert, and place there
-            masks = 6.0 * (IMBALANCE if spread else FULLEST) * model.experts_per_token * tokens
+            masks = 6.0 * fullest * model.experts_per_token * tokens
     elif model.family == "llama":
         network, products = (3 if layout.compile else 4) * inner, 2 * inner
     else:

@@ -14,6 +14,7 @@ class ModelShape:
     `family` chooses the block: `llama` (RMSNorm, rotary positions, SwiGLU, no biases; Touvron et al. 2023) or `gpt`
     (LayerNorm, learned positions up to `max_sequence_length`, GELU, biases; Brown et al. 2020).
     `kv_heads` below `heads` is grouped-query attention (Ainslie et al. 2023). `rope_theta` is the rotary base.
+    `head_dim` is the width of a head, `hidden` / `heads` if left out; a copy of the shape keeps it.
     With `num_experts` the feed-forward network is that many SwiGLU experts of width `ffn_hidden`, of which a router
     chooses `experts_per_token` for each token (Jiang et al. 2024); `router_aux_loss` weighs the loss that balances them
     (Fedus et al. 2021), computed for each sequence.
@@ -32,10 +33,21 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 2
     router_aux_loss: float = 0.02
+    head_dim: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def query_width(self) -> int:
+        """Of all queries of a token, and of what attention gives."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Of all keys of a token, and of all values."""
+        return self.kv_heads * self.head_dim
 
     @property
     def expert_parameters(self) -> int:
@@ -45,13 +57,12 @@ class ModelShape:
     @property
     def block_parameters(self) -> int:
         """Parameters of one transformer block."""
-        kv_width = self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv_width
+        attention = 2 * self.hidden * (self.query_width + self.key_width)
         if self.num_experts:
             return attention + self.num_experts * (self.expert_parameters + self.hidden) + 2 * self.hidden
         if self.family == "llama":
             return attention + self.expert_parameters + 2 * self.hidden
-        biases = 2 * self.hidden + 2 * kv_width + self.ffn_hidden + self.hidden
+        biases = self.query_width + 2 * self.key_width + self.ffn_hidden + 2 * self.hidden
         return attention + 2 * self.hidden * self.ffn_hidden + biases + 4 * self.hidden
 
     @property
@@ -82,7 +93,7 @@ class ModelShape:
         lookups = 0 if self.tie_embeddings else self.vocab * self.hidden
         if self.family == "gpt":
             lookups += self.max_sequence_length * self.hidden
-        return 6.0 * (self.active_parameters - lookups) + 12.0 * self.layers * self.hidden * sequence_length
+        return 6.0 * (self.active_parameters - lookups) + 12.0 * self.layers * self.query_width * sequence_length
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> ModelShape:

@@ -124,7 +124,7 @@ def priced(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     forward, backward = _FORMULAS[operator.kind](operator, cut, c)
     if not c.operators.rows or (timing := c.operators.of(operator)) is None:
         return forward, backward
-    fullest = c.expert_imbalance if operator.kind == Kind.EXPERTS and cut.experts > 1 else 1.0
+    fullest = c.expert_imbalance if operator.kind == Kind.EXPERTS and cut.is_uneven else 1.0
     factor = fullest * c.operators_in_step
     return forward.lasting(factor * timing.forward_s), backward.lasting(factor * (timing.backward_s or 0.0))
 
@@ -280,7 +280,7 @@ def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     """The busiest rank has more tokens than an even share. Those that are `masked` are dealt out and collected by
     products with masks of each token, expert and place there; the others are sorted by expert, and back."""
     tokens, hidden, inner, here, chosen = operator.dims
-    rows = tokens * chosen * (c.expert_imbalance if cut.experts > 1 else 1.0)
+    rows = tokens * chosen * (c.expert_imbalance if cut.is_uneven else 1.0)
     network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
     products = _products(max(1.0, rows / here), network, operator, c).times(here)
     if "masked" in operator.form:
@@ -346,7 +346,7 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
         spread = Load(context=c.contention * seconds if cut.engine.rings_keys else seconds, sent=sent)
     if not model.num_experts:
         return spread
-    rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.experts > 1 else 1.0)
+    rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.is_uneven else 1.0)
     size = 2 * cut.width * rows * hidden
     seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
     return spread.plus(Load(experts=seconds, sent=sent))

@@ -168,7 +168,7 @@ def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
         return f"fp8 is in the {' and '.join(having)} engine alone"
     if model.num_experts and not facts_of(layout, work).fp8_experts:
         return "grouped matrix products of experts have no fp8 form here"
-    shares = [width / size for width in (model.hidden, model.ffn_hidden, model.kv_heads * model.head_dim)]
+    shares = [width / size for width in (model.query_width, model.key_width, model.ffn_hidden)]
     if any(width % 16 for width in (model.hidden, *shares)):
         return "fp8 matrix products need widths on a GPU that are multiples of 16"
     if layout.micro_batch_size * work.sequence_length // layout.context_parallel_size % 16:

@@ -62,6 +62,7 @@ class ModelSpec(Strict):
     hidden: Positive
     heads: Positive
     kv_heads: Positive | None = None
+    head_dim: Positive | None = None
     ffn_hidden: Positive
     vocab: Positive
     max_sequence_length: Positive = 8192
@@ -73,8 +74,10 @@ class ModelSpec(Strict):
 
     @model_validator(mode="after")
     def _divides(self) -> ModelSpec:
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+        if self.head_dim is None and (self.hidden % self.heads or (self.hidden // self.heads) % 2):
             raise ValueError(f"hidden {self.hidden} must be an even multiple of heads {self.heads}")
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         if self.num_experts and self.family != "llama":

@@ -53,14 +53,14 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, rotary: Tensor | None) -> None:
         super().__init__()
-        bias, kv_width = shape.family == "gpt", shape.kv_heads * shape.head_dim
+        bias = shape.family == "gpt"
         self.head_dim = shape.head_dim
         self.rotary = rotary  # a plain attribute: dtype casts of the module must leave it in fp32
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
-        self.wq = nn.Linear(shape.hidden, shape.hidden, bias=bias)
-        self.wk = nn.Linear(shape.hidden, kv_width, bias=bias)
-        self.wv = nn.Linear(shape.hidden, kv_width, bias=bias)
-        self.wo = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+        self.wq = nn.Linear(shape.hidden, shape.query_width, bias=bias)
+        self.wk = nn.Linear(shape.hidden, shape.key_width, bias=bias)
+        self.wv = nn.Linear(shape.hidden, shape.key_width, bias=bias)
+        self.wo = nn.Linear(shape.query_width, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.wo(self.mixed(self.wq(x), self.wk(x), self.wv(x)))

@@ -13,7 +13,7 @@ program does otherwise than another. Stages that a row does not name are as even
   the layout is that is foretold to be the best;
 - the error in peak memory, where it was published, by what was published of it;
 - which layouts that ran are refused, and by what, and which that ran out of memory are called safe;
-- what cannot be expressed, and why.
+- what cannot be expressed, and why, and what of a model is not modelled.
 """
 
 from __future__ import annotations
@@ -49,11 +49,29 @@ FEWEST = 3
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "num_experts", "experts_per_token")
 """Columns of a model, which are fields of `ModelShape`."""
 
+WIDE = "heads wider than hidden / heads"
+"""What a row says of a model that has such heads. It has no sizes then."""
+
+QWEN3_30B, QWEN3_235B = (
+    ModelShape("llama", *sizes, 151_936, 40_960, False, 1_000_000.0, 128, 8, 0.001, head_dim=128)
+    for sizes in ((48, 2048, 32, 4, 768), (94, 4096, 64, 4, 1536))
+)
+WIDE_MODELS = {"qwen3_30b_a3b": QWEN3_30B, "qwen3_235b_a22b": QWEN3_235B}
+"""Such models by name, as the configurations have them that were published with the weights: their feed-forward
+networks are `moe_intermediate_size` wide."""
+
+SPREAD_FURTHER = "experts spread over tensor-parallel ranks"
+"""What there is of layouts with more expert-parallel ranks than hold the same dense parameters. Here these share each
+expert."""
+
+NOT_MODELLED = "norms of queries and of keys"
+"""What the models of `WIDE_MODELS` have besides."""
+
 FRAMEWORKS = {
     "Megatron-LM": "megatron-lm-2022",
     "Megatron-DeepSpeed": "megatron-lm-2022",
     "Megatron-LM 0.14": "megatron-lm",
-    "Megatron-Bridge": "megatron-lm",
+    "Megatron-Bridge": "megatron-bridge",
     "torchtitan": "torchtitan",
     "Composer FSDP": "composer",
     "InternEvo": "internevo",
@@ -61,7 +79,8 @@ FRAMEWORKS = {
 """The engine as whose a framework's layouts are predicted."""
 
 COLUMNS = (
-    *("id", "source", "group", "framework", "family", *SIZES, "tie", "seq", "gpu", "num_gpus", "gpus_per_node"),
+    *("id", "source", "group", "framework", "model", "family", *SIZES, "tie", "seq"),
+    *("gpu", "num_gpus", "gpus_per_node"),
     *("tp", "pp", "vp", "cp", "ep", "zero", "shard_copies", "mbs", "gbs", "recompute", "precision", "reduce_precision"),
     *("seq_parallel", "async_tp", "fused", "schedule", "stage_layers", "overlap_grad", "overlap_param", "status"),
     *("step_time_s", "memory_gib", "memory_kind", "hw_memory_gib", "hw_memory_TBps", "hw_power_w", "hw_network_GBps"),
@@ -72,6 +91,7 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Published:
     """A measurement of others. `unexpressed`: why it cannot be said here, and then all below it are None.
+    `not_modelled`: what its model has that no model here does.
 
     `layout` is without settings that have no effect. `refused`: rule and reason by which the layout is none here;
     `share` and `band` of its memory. `coefficients`: of its machine, by data sheet and as published. `step_time_s` is
@@ -90,6 +110,7 @@ class Published:
     work: Workload | None = None
     coefficients: Coefficients | None = None
     refused: tuple[str, str] | None = None
+    not_modelled: str | None = None
 
     @property
     def timed(self) -> tuple[Observation, Coefficients] | None:
@@ -144,28 +165,41 @@ def _published(row: Mapping[str, str]) -> Published:
     work, coefficients = _machine(row)
     # Memory that is not known refuses nothing, so that the layout is settled up to its last axis.
     roomy = replace(work, accelerator=replace(work.accelerator, memory_gib=None))
-    layout = canonical(_layout(row), roomy)
-    return Published(*facts, None, layout, work, coefficients, refusal(layout, work))
+    layout = canonical(_layout(row, work.shape.layers), roomy)
+    lacking = NOT_MODELLED if row["model"] in WIDE_MODELS else None
+    return Published(*facts, None, layout, work, coefficients, refusal(layout, work), lacking)
 
 
 def _unexpressed(row: Mapping[str, str]) -> str | None:
-    """Why a model or machine cannot be said here: what the table says, and an accelerator that is not known."""
+    """Why a model, layout or machine cannot be said here: what the table says, an accelerator that is not known, and
+    experts on more ranks than Wattune spreads them over."""
     parts = [part.strip() for part in row["unexpressed"].split(";")]
-    reasons = [part for part in parts if part and not part.startswith("accelerator ")]
+    known = row["model"] in WIDE_MODELS
+    reasons = [part for part in parts if part and not part.startswith("accelerator ") and not (known and part == WIDE)]
     if data_sheet(row["gpu"]) is None:
         reasons.insert(0, f"accelerator {row['gpu']}")
-    if not reasons and row["family"] not in FAMILIES:
+    if not reasons and not known and row["family"] not in FAMILIES:
         reasons.append(f"models of the family {row['family'] or 'that the row does not name'}")
+    if _spreads_further(row):
+        reasons.append(SPREAD_FURTHER)
     return "; ".join(reasons) or None
+
+
+def _spreads_further(row: Mapping[str, str]) -> bool:
+    """Whether experts are on so many ranks that some of a tensor-parallel group must have others than the rest."""
+    tensor, experts = int(row["tp"]), int(row["ep"])
+    ranks = int(row["num_gpus"]) // (int(row["pp"]) * tensor)
+    return experts > ranks and ranks * tensor % experts == 0
 
 
 def _machine(row: Mapping[str, str]) -> tuple[Workload, Coefficients]:
     """What is trained, on which machine, and what is to be expected of that."""
     sheet, coefficients = ACCELERATORS[row["gpu"]], data_sheet(row["gpu"])
     assert coefficients is not None
-    length = int(row["seq"])
-    sizes = {name: int(row[name]) for name in SIZES}
-    model = ModelShape(row["family"], **sizes, max_sequence_length=length, tie_embeddings=row["tie"] == "1")
+    length, model = int(row["seq"]), WIDE_MODELS.get(row["model"])
+    if model is None:
+        sizes = {name: int(row[name]) for name in SIZES}
+        model = ModelShape(row["family"], **sizes, max_sequence_length=length, tie_embeddings=row["tie"] == "1")
     gib, terabytes, watts, gigabytes = (
         float(row[name]) if row[name] else None
         for name in ("hw_memory_gib", "hw_memory_TBps", "hw_power_w", "hw_network_GBps")
@@ -192,8 +226,8 @@ def _with_memory(coefficients: Coefficients, sheet: Accelerator, bytes_per_s: fl
     )
 
 
-def _layout(row: Mapping[str, str]) -> Layout:
-    layers, stages = int(row["layers"]), int(row["pp"]) * int(row["vp"])
+def _layout(row: Mapping[str, str], layers: int) -> Layout:
+    stages = int(row["pp"]) * int(row["vp"])
     given = tuple(map(int, row["stage_layers"].split("-"))) if row["stage_layers"] else None
     return Layout(
         engine=FRAMEWORKS.get(row["framework"], "megatron"),
@@ -328,6 +362,13 @@ def unexpressed(rows: Sequence[Published]) -> str:
     return render(["source", "layouts", "cannot be expressed"], lines) if lines else "All can be expressed."
 
 
+def not_modelled(rows: Sequence[Published]) -> str:
+    """What the models of some layouts have besides, by source."""
+    counts = Counter((one.source, one.not_modelled) for one in rows if one.not_modelled is not None)
+    lines = [[source, str(count), lacking or ""] for (source, lacking), count in counts.items()]
+    return render(["source", "layouts", "not modelled"], lines) if lines else "Nothing of the models is left out."
+
+
 def listing(rows: Sequence[Published]) -> str:
     """One row a layout that is predicted."""
     lines = []
@@ -365,7 +406,8 @@ def main(argv: list[str] | None = None) -> None:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     parts = [listing(rows)] if arguments.rows else []
-    parts += [times(rows, arguments.seeds), orders(rows), peaks(rows), refusals(rows), unexpressed(rows)]
+    parts += [times(rows, arguments.seeds), orders(rows), peaks(rows), refusals(rows)]
+    parts += [unexpressed(rows), not_modelled(rows)]
     print("\n\n".join(parts))
 
 

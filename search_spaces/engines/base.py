@@ -126,6 +126,9 @@ class EngineFacts(ABC):
     """Whether tokens are dealt out to experts and collected by products with masks of each token, expert and place
     there (Lepikhin et al. 2020, section 2.2), of which all experts then have as many as the fullest needs."""
 
+    routes_evenly: ClassVar[bool] = False
+    """Whether all experts have as many tokens, as benchmarks make routers deal them out."""
+
     sums_inputs_apart: ClassVar[bool] = False
     """Whether tensor parallelism sums the gradients of what goes into each matrix product apart."""
 

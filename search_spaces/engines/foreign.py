@@ -59,7 +59,7 @@ def names_of(layout: Layout, work: Workload) -> dict[str, Value]:
     names |= {name: getattr(layout, name) for name in DERIVED} | dict(layout.own)
     names |= {"global_batch_size": layout.global_batch_size}
     names |= {"sequence_length": work.sequence_length, "gpus_per_node": work.gpus_per_node}
-    return names if work.model is None else names | vars(work.model) | {"head_dim": work.model.head_dim}
+    return names if work.model is None else names | vars(work.model)
 
 
 def _rule(text: str) -> Rule:

@@ -76,6 +76,20 @@ class MegatronLM(Megatron):
         return super().parts_on_their_way(layout, held) if layout.zero_stage > 1 else 0.0
 
 
+class MegatronBridge(MegatronLM):
+    """Megatron-Bridge as it is benchmarked, at github.com/NVIDIA-NeMo/Megatron-Bridge: "we force-balance the token
+    distribution among experts" (`docs/performance-summary-archive.md`, commit 067f987).
+
+    Routers choose at random: `moe_router_force_load_balancing` in
+    `scripts/performance/configs/qwen3/qwen3_llm_pretrain.py`, commit 7af9601, and since. Before, each expert was filled
+    up to an even share, and what was more dropped: `apply_moe_token_drop` in `scripts/performance/run_script.py`,
+    commit bf71eba.
+    """
+
+    name = "megatron-bridge"
+    routes_evenly = True
+
+
 class MegatronLM2022(MegatronLM):
     """Megatron-LM before FlashAttention: attention by products, with kernels for softmax and dropout between them."""
 

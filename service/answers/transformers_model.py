@@ -23,12 +23,17 @@ def configuration_of(shape: ModelShape) -> dict[str, Any]:
     """
     if shape.family == "gpt":
         return _gpt2(shape)
+    if not shape.num_experts and shape.hidden % shape.heads:
+        raise InputError(
+            f"the Llama of Transformers has no hidden {shape.hidden} that is no multiple of {shape.heads} heads"
+        )
     model = {
         "model_type": "mixtral" if shape.num_experts else "llama",
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
         "intermediate_size": shape.ffn_hidden,
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.max_sequence_length,
@@ -55,6 +60,10 @@ def tokens_of(launch: Launch) -> Variable:
 def _gpt2(shape: ModelShape) -> dict[str, Any]:
     if shape.kv_heads != shape.heads:
         raise InputError(f"the GPT-2 of Transformers has no grouped queries, as kv_heads {shape.kv_heads} asks for")
+    if shape.query_width != shape.hidden:
+        raise InputError(
+            f"the GPT-2 of Transformers has heads as wide as hidden / heads, not head_dim {shape.head_dim}"
+        )
     return {
         "model_type": "gpt2",
         "n_embd": shape.hidden,

@@ -152,7 +152,7 @@ def test_attention_takes_longer_over_few_tokens_and_in_narrow_heads() -> None:
     few = replace(ALONE, micro_batch_size=4, global_batch_size=4 * ALONE.global_batch_size)
     short = predict(few, replace(WORK, sequence_length=2048, global_batch_size=few.global_batch_size), IDEAL)
     assert short.parts["attention"] / seconds() == pytest.approx((1 + 300 / 2048) / (1 + 300 / 8192) / 4)
-    narrow = replace(WORK.shape, heads=2 * WORK.shape.heads, kv_heads=2 * WORK.shape.kv_heads)
+    narrow = replace(WORK.shape, heads=2 * WORK.shape.heads, kv_heads=2 * WORK.shape.kv_heads, head_dim=64)
     assert narrow.head_dim == 64
     assert seconds(model=narrow) / seconds() == pytest.approx((1.40 + 2.5 * 1.20) / 3.5)
     a100 = ACCELERATORS["a100"]

@@ -203,6 +203,16 @@ def test_what_programs_of_others_do_otherwise() -> None:
     beside = replace(fp8, engine="torchtitan", sequence_parallel=True, async_tensor_parallel=True)
     assert refusal(beside, work) is None
     assert refusal(replace(beside, engine="megatron"), work) == ("megatron_overlaps_no_casts", ANY)
+    names = ("megatron-lm", "megatron-bridge")
+    young, even = (replace(fp8, engine=name, expert_parallel_size=4) for name in names)
+    sent, dealt_out = (predict(layout, mixture, sheet).parts for layout in (young, even))
+    assert sent["expert_parallel"] / dealt_out["expert_parallel"] == pytest.approx(sheet.expert_imbalance, rel=0.01)
+    assert sent["matmul"] > dealt_out["matmul"]
+    together = replace(fp8, expert_parallel_size=1)
+    fullest, share, all_of_them = (
+        memory.estimate(layout, mixture).ranks[0].activations for layout in (young, even, together)
+    )
+    assert fullest > share == all_of_them
     ends = others_layout("megatron-lm", stage_layers=(0, 16, 16, 0))
     assert layers_divide(ends, work) is None
     assert layers_divide(replace(ends, engine="megatron"), work) is not None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.judge.published import QWEN3_30B, QWEN3_235B
 from search_spaces.models import PRESETS, ModelShape
 from trainables.model import Parts
 
@@ -26,6 +29,29 @@ from trainables.model import Parts
 def test_sizes_as_published(preset: str, parameters: int) -> None:
     """The numbers of parameters of the weights that Meta and Mistral AI published."""
     assert PRESETS[preset].parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        (ModelShape("llama", 40, 5120, 32, 8, 14_336, 131_072, 131_072, head_dim=128), 12_247_782_400),
+        # Of which the norms of queries and keys, 128 wide each, are not modelled.
+        (QWEN3_30B, 30_532_122_624 - 48 * 2 * 128),
+        (QWEN3_235B, 235_093_634_560 - 94 * 2 * 128),
+    ],
+    ids=["Mistral-Nemo", "Qwen3-30B-A3B", "Qwen3-235B-A22B"],
+)
+def test_sizes_of_models_with_wide_heads_as_published(shape: ModelShape, parameters: int) -> None:
+    assert shape.parameters == parameters
+
+
+def test_heads_are_as_wide_as_is_said_or_as_share_the_model() -> None:
+    plain = PRESETS["tiny-llama"]
+    assert (plain.head_dim, plain.query_width, plain.key_width) == (16, 64, 32)
+    assert replace(plain, head_dim=16) == plain
+    assert ModelShape(**{name: value for name, value in vars(plain).items() if name != "head_dim"}) == plain
+    wide = replace(plain, head_dim=24)
+    assert (wide.query_width, wide.key_width) == (96, 48)
 
 
 @pytest.mark.parametrize(("preset", "billions"), [("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.0)])
@@ -83,6 +109,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         tie_embeddings=draw(st.booleans()),
         num_experts=experts,
         experts_per_token=min(2, experts or 2),
+        head_dim=draw(st.sampled_from([None, 2, 4, 10])),  # type: ignore[arg-type]
     )
 
 
@@ -120,6 +147,13 @@ def test_flops_of_mixtral_8x7b_worked_by_hand() -> None:
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14_336 + 8 * 4096 + 2 * 4096
     matmuls = 32 * block + 32_000 * 4096 + 4096
     assert PRESETS["mixtral-8x7b"].flops_per_token(4096) == 6 * matmuls + 12 * 32 * 4096 * 4096
+
+
+def test_flops_of_wide_heads_worked_by_hand() -> None:
+    """Of Mistral-Nemo: the attention term goes by 32 x 128, what heads are wide together, and not by 5120."""
+    nemo = ModelShape("llama", 40, 5120, 32, 8, 14_336, 131_072, 131_072, head_dim=128)
+    matmuls = nemo.parameters - 131_072 * 5120
+    assert nemo.flops_per_token(8192) == 6 * matmuls + 12 * 40 * 4096 * 8192
 
 
 def test_tying_the_embeddings_saves_parameters_but_no_flops() -> None:

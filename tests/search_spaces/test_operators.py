@@ -41,6 +41,7 @@ WORKS = [
     Workload(replace(PRESETS[name], layers=4), length, 16, ACCELERATORS["h100"])
     for name, length in (("llama3-8b", 8192), ("gpt3-1.3b", 2048), ("mixtral-8x7b", 4096))
 ]
+WORKS.append(replace(WORKS[0], model=replace(WORKS[0].shape, head_dim=96)))
 
 
 def sheet() -> Coefficients:
@@ -128,6 +129,18 @@ def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layo
                 again[0] -= last_product_s(layout, work)
         total = [sum(seconds) for seconds in zip(forward, backward, again, strict=True)]
         assert [getattr(through, name) for name in PARTS] == pytest.approx(total)
+
+
+def test_heads_need_not_share_the_width_of_the_model() -> None:
+    """Of 32 heads 96 wide and 8 of keys, half of each on either rank."""
+    layout = Layout("megatron", 2, 16, tensor_parallel_size=2)
+    found = [operator for operator, count in consists(layout, WORKS[-1]).block for _ in range(count)]
+    products = [operator.dims[1:] for operator in found if operator.kind == Kind.PRODUCT]
+    assert sorted(products) == sorted(
+        [(4096, 1536), (4096, 384), (4096, 384), (1536, 4096)] + 2 * [(4096, 7168)] + [(7168, 4096)]
+    )
+    (attention,) = (operator for operator in found if operator.kind == Kind.ATTENTION)
+    assert attention.dims == (1, 8192, 1536, 384, 96, 1)
 
 
 @settings(deadline=None, max_examples=60)

@@ -21,6 +21,7 @@ MODELS = st.builds(
     st.sampled_from([PRESETS[name] for name in ("tiny-gpt", "tiny-llama", "tiny-moe", "gpt3-1.3b", "mixtral-8x7b")]),
     tie_embeddings=st.booleans(),
     layers=st.just(8),
+    head_dim=st.sampled_from([16, 24, 128]),
 )
 
 

@@ -228,6 +228,7 @@ CASES: dict[str, list[Case]] = {
         ),
         Case({"precision": "fp8"}, {}, "experts", model=EXPERTS, work=H200),
         Case({"precision": "fp8"}, {}, "multiples of 16", model={"ffn_hidden": 184}, work=H200),
+        Case({"precision": "fp8"}, {}, "multiples of 16", model={"head_dim": 20}, work=H200),
         Case(
             {"precision": "fp8", "context_parallel_size": 2},
             {"precision": "fp8", "context_parallel_size": 2, "micro_batch_size": 2},

@@ -80,10 +80,11 @@ def test_programs_know_of_wattune_in_as_many_lines_as_the_documentation_says(pro
 
 def families() -> list[Any]:
     gpt = PRESETS["gpt3-175b"]
-    return [PRESETS["llama3-8b"], PRESETS["mixtral-8x7b"], replace(gpt, layers=4)]
+    wide = replace(PRESETS["mixtral-8x7b"], head_dim=192)
+    return [PRESETS["llama3-8b"], PRESETS["mixtral-8x7b"], replace(gpt, layers=4), wide]
 
 
-@pytest.mark.parametrize("shape", families(), ids=["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("shape", families(), ids=["llama", "mixtral", "gpt2", "wide heads"])
 def test_transformers_reads_the_model_as_that_of_an_export(shape: Any, tmp_path: Path) -> None:
     import transformers
 

@@ -175,6 +175,17 @@ def test_key_value_heads_default_to_heads() -> None:
     assert spec(model={**SHAPE, "kv_heads": 2}).workload.shape.kv_heads == 2
 
 
+def test_heads_share_the_width_of_the_model_by_default() -> None:
+    """So they do in what was recorded before they could be wider."""
+    plain = spec(model=SHAPE)
+    assert plain.workload.shape.head_dim == 16
+    assert "head_dim" not in SHAPE
+    assert spec(model={**SHAPE, "head_dim": 16}) == spec(model={**SHAPE, "head_dim": None}) == plain
+    wide = spec(model={**SHAPE, "hidden": 66, "head_dim": 24})
+    assert wide.workload.shape.query_width == 96
+    assert parse_spec(dump_spec(wide)) == wide
+
+
 def test_llama_knows_no_longest_sequence() -> None:
     assert spec(model="tiny-llama", sequence_length=4096).sequence_length == 4096
 
@@ -374,6 +385,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {**SHAPE, "layers": 10**9}}, r"model\.layers: must be less than or equal to 100000 "),
     ({"model": {**SHAPE, "hidden": 66}}, r"model: hidden 66 must be an even multiple of heads 4$"),
     ({"model": {**SHAPE, "hidden": 60}}, r"model: hidden 60 must be an even multiple of heads 4$"),
+    ({"model": {**SHAPE, "head_dim": 15}}, r"model: head_dim 15 must be even$"),
+    ({"model": {**SHAPE, "head_dim": 0}}, r"model\.head_dim: must be greater than or equal to 1 \(given: 0\)$"),
     ({"model": {**SHAPE, "kv_heads": 3}}, r"model: heads 4 must be a multiple of kv_heads 3$"),
     ({"model": {**SHAPE, "rope_theta": float("nan")}}, r"model\.rope_theta: must be"),
     ({"model": {**SHAPE, "tie_embeddings": "yes"}}, r"model\.tie_embeddings: must be a valid boolean"),

@@ -22,7 +22,7 @@ from search_spaces.models import ModelShape
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
 from tests.trainables.ledgers import CPU, no_time
-from tests.trainables.test_parity import GLOBAL_BATCH_SIZE, GPT, SEQUENCE_LENGTH, WIDER, megatron
+from tests.trainables.test_parity import GLOBAL_BATCH_SIZE, GPT, SEQUENCE_LENGTH, WIDER, megatron, wide
 from trainables.engines.base import Job
 from trainables.engines.megatron.engine import MegatronEngine
 from trainables.engines.megatron.fp8 import Float8Linear, use_fp8
@@ -159,7 +159,7 @@ def kept_bytes(model: ModelShape, layout: Layout) -> int:
         return sum(sizes.values())
 
 
-@pytest.mark.parametrize("model", [WIDER, GPT])
+@pytest.mark.parametrize("model", [WIDER, wide(WIDER), GPT])
 @pytest.mark.parametrize(("ranks", "splits_sequence"), [(1, False), (2, False), (2, True)])
 def test_blocks_keep_beyond_those_in_bf16_what_the_memory_model_counts(
     model: ModelShape, ranks: int, splits_sequence: bool
@@ -171,3 +171,13 @@ def test_blocks_keep_beyond_those_in_bf16_what_the_memory_model_counts(
     more = kept_bytes(model, rough) - kept_bytes(model, layout)
     # The model takes norms and biases for weights, and counts no scales.
     assert more == pytest.approx((estimate - plain_estimate) / model.layers, abs=16 * model.hidden)
+
+
+@pytest.mark.parametrize("model", [GPT, wide(GPT)])
+@pytest.mark.parametrize(("ranks", "splits_sequence"), [(1, False), (2, False), (2, True)])
+def test_blocks_keep_in_bf16_what_the_memory_model_counts(model: ModelShape, ranks: int, splits_sequence: bool) -> None:
+    """But for what norms and attention keep of each token. A llama's norms keep copies on CPUs."""
+    layout = megatron(ranks, tp=ranks, sp=splits_sequence, precision="bf16")
+    work = Workload(model, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE)
+    counted = memory.estimate(layout, work).ranks[0].activations / model.layers
+    assert kept_bytes(model, layout) == pytest.approx(counted, abs=32 * layout.micro_batch_size * SEQUENCE_LENGTH)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,7 +71,11 @@ def attention_by_hand(attention: Attention, shape: ModelShape, x: Tensor) -> Ten
     return attention.wo(torch.cat(outs, -1))
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["grouped-query with rotary", "multi-head"])
+@pytest.mark.parametrize(
+    "shape",
+    [LLAMA, GPT, replace(LLAMA, head_dim=24), replace(GPT, head_dim=8)],
+    ids=["grouped-query with rotary", "multi-head", "wide heads", "narrow heads"],
+)
 def test_attention_follows_its_definition(shape: ModelShape) -> None:
     attention = Parts(shape, torch.arange(12), 0).block(0).attention
     x = torch.randn(2, 12, shape.hidden)

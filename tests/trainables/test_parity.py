@@ -47,6 +47,11 @@ def tied(model: ModelShape) -> ModelShape:
     return replace(model, tie_embeddings=True)
 
 
+def wide(model: ModelShape) -> ModelShape:
+    """With heads three times as wide: neither all of them nor those of half the ranks are together as wide as it."""
+    return replace(model, head_dim=3 * model.head_dim)
+
+
 def layout(
     engine: str,
     gpus: int,
@@ -89,6 +94,7 @@ deepspeed = partial(layout, "deepspeed")
 def cases(model: ModelShape, *layouts: Layout, slow: bool = False) -> list[Any]:
     """Rows of a table: the same model in several layouts."""
     name = f"{model.family}{model.layers}" + "-experts" * bool(model.num_experts) + "-tied" * model.tie_embeddings
+    name += "-wide" * (model.query_width > model.hidden)
     marks = [pytest.mark.slow] if slow else []
     return [pytest.param(model, layout, id=f"{name} {layout.label}", marks=marks) for layout in layouts]
 
@@ -183,13 +189,18 @@ DENSE = [
         deepspeed(2, zero=3, recompute="full", mbs=1, overlap_grad_reduce=False),
         deepspeed(2, tp=2),
         deepspeed(2, tp=2, recompute="full"),
-        *(deepspeed(4, tp=2, zero=zero) for zero in range(4)),
+        deepspeed(4, tp=2),
+    ),
+    *cases(wide(LLAMA), deepspeed(4, tp=2, zero=1)),
+    *cases(
+        LLAMA,
+        *(deepspeed(4, tp=2, zero=zero) for zero in (2, 3)),
         deepspeed(4, tp=2, zero=2, offload_optimizer=True),
         deepspeed(2, cp=2, recompute="selective"),
         deepspeed(2, cp=2, zero=1),
         deepspeed(2, cp=2, zero=3, recompute="full", overlap_param_gather=False),
-        deepspeed(4, cp=2, zero=2),
     ),
+    *cases(wide(LLAMA), deepspeed(4, cp=2, zero=2)),
     *cases(GPT, deepspeed(2, tp=2, mbs=8)),
     *cases(
         LLAMA,
@@ -213,9 +224,9 @@ PIPELINES = [
         megatron(4, pp=2, zero=1),
         megatron(4, pp=2, cp=2, zero=1, stage_layers=(1, 3)),
         megatron(4, pp=4, mbs=1, recompute="selective"),
-        megatron(4, **V_SHAPED, tp=2, sp=True),
-        megatron(4, **ZERO_BUBBLE, zero=1, recompute="full"),
     ),
+    *cases(wide(deep(LLAMA)), megatron(4, **V_SHAPED, tp=2, sp=True)),
+    *cases(deep(LLAMA), megatron(4, **ZERO_BUBBLE, zero=1, recompute="full")),
     *cases(deep(GPT), megatron(4, **ZERO_BUBBLE, tp=2, sp=True), slow=True),
     *cases(
         deep(LLAMA),
@@ -230,8 +241,8 @@ PIPELINES = [
         deepspeed(4, pp=2),
         deepspeed(4, pp=2, zero=1, recompute="selective"),
         deepspeed(4, pp=2, zero=1, offload_optimizer=True),
-        deepspeed(4, pp=2, cp=2, zero=1),
     ),
+    *cases(wide(LLAMA), deepspeed(4, pp=2, cp=2, zero=1)),
     *cases(deep(LLAMA), deepspeed(4, pp=4, mbs=1)),
     *cases(LLAMA, deepspeed(4, pp=2, cp=2), slow=True),
 ]
@@ -247,7 +258,10 @@ EXPERTS = [
         megatron(4, ep=2, zero=2, copies=2, recompute="selective"),
         megatron(4, zero=3, copies=2, mbs=1),
         megatron(2, tp=2, sp=True),
-        megatron(4, tp=2, zero=3),
+    ),
+    *cases(wide(MIXTURE), megatron(4, tp=2, zero=3)),
+    *cases(
+        MIXTURE,
         megatron(4, ep=2, pp=2, zero=1),
         megatron(4, ep=2, **GPIPE, zero=1, recompute="selective", overlap_grad_reduce=False),
         megatron(4, ep=2, **V_SHAPED),
@@ -260,8 +274,8 @@ EXPERTS = [
         deepspeed(4, ep=2, mbs=1),
         deepspeed(4, zero=2, ep=2, offload_optimizer=True, recompute="full"),
         deepspeed(4, zero=2, ep=4, **SMALL_BUCKETS),
-        deepspeed(2, ep=2, cp=2),
     ),
+    *cases(wide(MIXTURE), deepspeed(2, ep=2, cp=2)),
     *cases(
         MIXTURE,
         megatron(4, ep=2, tp=2),
@@ -278,7 +292,10 @@ TIED = [
     *cases(
         tied(GPT),
         megatron(2, zero=3),
-        megatron(2, tp=2, sp=True),
+    ),
+    *cases(wide(tied(GPT)), megatron(2, tp=2, sp=True)),
+    *cases(
+        tied(GPT),
         megatron(2, pp=2),
         megatron(4, pp=2, zero=1),
         megatron(2, cp=2),
@@ -302,8 +319,8 @@ TIED = [
         deepspeed(4, pp=2, zero=1),
         deepspeed(4, cp=4, zero=2),
         deepspeed(4, tp=2, cp=2, zero=1),
-        deepspeed(4, tp=2, cp=2, zero=3),
     ),
+    *cases(wide(tied(GPT)), deepspeed(4, tp=2, cp=2, zero=3)),
     *cases(tied(LLAMA), deepspeed(2, cp=2, zero=3, mbs=8, recompute="selective", overlap_param_gather=False)),
     *cases(
         tied(GPT),
@@ -319,8 +336,8 @@ BF16 = changed(
             LLAMA,
             *(megatron(2, zero=zero, mbs=1) for zero in range(4)),
             megatron(2, tp=2, sp=True),
-            megatron(4, tp=2, cp=2, sp=True, zero=2, mbs=8, overlap_grad_reduce=False),
         ),
+        *cases(wide(LLAMA), megatron(4, tp=2, cp=2, sp=True, zero=2, mbs=8, overlap_grad_reduce=False)),
         *cases(tied(LLAMA), megatron(1, mbs=8, recompute="selective")),
         *cases(
             deep(LLAMA),
@@ -354,7 +371,8 @@ BF16 = changed(
 )
 BF16_SUMS = changed(
     [
-        *cases(LLAMA, *(megatron(2, zero=zero, mbs=1) for zero in range(4))),
+        *cases(wide(LLAMA), megatron(2, zero=0, mbs=1)),
+        *cases(LLAMA, *(megatron(2, zero=zero, mbs=1) for zero in (1, 2, 3))),
         *cases(
             LLAMA,
             megatron(4, zero=3, copies=2, mbs=1),
@@ -403,7 +421,7 @@ BF16_SUMS = changed(
 )
 COMPILED = changed(
     [
-        *cases(LLAMA, megatron(1)),
+        *cases(wide(LLAMA), megatron(1)),
         *cases(
             LLAMA,
             megatron(1, recompute="selective"),
@@ -449,7 +467,8 @@ COMPILED = changed(
 )
 FP8 = changed(
     [
-        *cases(LLAMA, megatron(2, zero=3, recompute="selective"), megatron(2, cp=2, zero=1)),
+        *cases(wide(LLAMA), megatron(2, zero=3, recompute="selective")),
+        *cases(LLAMA, megatron(2, cp=2, zero=1)),
         *cases(deep(GPT), megatron(2, **ZERO_BUBBLE)),
         *cases(WIDER, megatron(2, tp=2)),
         *cases(tied(GPT), megatron(2, tp=2, sp=True)),
@@ -459,9 +478,9 @@ FP8 = changed(
             megatron(2, zero=2, recompute="selective", compile=True),
             slow=True,
         ),
+        *cases(wide(WIDER), megatron(2, tp=2, sp=True), slow=True),
         *cases(
             WIDER,
-            megatron(2, tp=2, sp=True),
             megatron(2, tp=2, recompute="selective"),
             megatron(2, tp=2, sp=True, recompute="full", mbs=1),
             megatron(4, tp=2, zero=1),
@@ -607,7 +626,12 @@ def test_every_setting_is_run_by_default_and_ways_to_spread_work_together_but_fo
     def together_in(rows: list[Any]) -> set[Any]:
         return {(row.values[1].engine, pair) for row in rows for pair in together(*row.values)}
 
+    def wide_in(rows: list[Any]) -> set[Any]:
+        several = [row.values for row in rows if row.values[0].query_width > row.values[0].hidden]
+        return {(layout.engine, size) for _, layout in several for size in SIZES[:2] if getattr(layout, size) > 1}
+
     assert shown_by(ROWS) <= shown_by(BY_DEFAULT)
+    assert wide_in(BY_DEFAULT) == set(itertools.product(ENGINES, SIZES[:2]))
     assert together_in([row for row in ROWS if not row.marks]) <= together_in(BY_DEFAULT)
 
 

@@ -174,6 +174,8 @@ def _model(shape: ModelShape) -> list[str]:
         *("--attention-dropout", "0.0"),
         *("--hidden-dropout", "0.0"),
     ]
+    if shape.query_width != shape.hidden:
+        args += ["--kv-channels", str(shape.head_dim)]
     if shape.kv_heads < shape.heads:
         args += ["--group-query-attention", "--num-query-groups", str(shape.kv_heads)]
     if not shape.tie_embeddings:

@@ -67,7 +67,7 @@ def norm():
 def block():
     dim = MODEL["dim"]
     rope = ComplexRoPE.Config(
-        dim=dim // MODEL["heads"], max_seq_len=MODEL["positions"], theta=MODEL["rope_theta"], scaling="none"
+        dim=MODEL["head_dim"], max_seq_len=MODEL["positions"], theta=MODEL["rope_theta"], scaling="none"
     )
     return Llama3TransformerBlock.Config(
         attention_norm=norm(),
@@ -76,6 +76,7 @@ def block():
             dim=dim,
             n_heads=MODEL["heads"],
             n_kv_heads=MODEL["kv_heads"],
+            head_dim=MODEL["head_dim"],
             wqkv_param_init=DRAWN,
             wo_param_init=DRAWN,
             inner_attention=get_attention_config("flex"),
@@ -143,6 +144,7 @@ def settings(launch: Launch) -> dict[str, Any]:
             "dim": shape.hidden,
             "heads": shape.heads,
             "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
             "hidden_dim": shape.ffn_hidden,
             "vocab_size": shape.vocab,
             "positions": shape.max_sequence_length,

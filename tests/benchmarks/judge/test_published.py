@@ -123,6 +123,33 @@ def test_tells_what_is_refused_and_what_cannot_be_said(tmp_path: Path, capsys: p
     assert "ran out of memory: 1 fits" in out
 
 
+def test_models_with_wide_heads_are_known_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nameless = {"family": "", **dict.fromkeys(published.SIZES, 0), "unexpressed": "heads wider than hidden / heads"}
+    path = table(
+        tmp_path / "table.csv", {"model": "qwen3_30b_a3b", "zero": 1, **nameless}, {"model": "other", **nameless}
+    )
+    known, other = published.read(path)
+    assert known.work is not None
+    assert (known.work.shape.query_width, known.work.shape.hidden) == (4096, 2048)
+    assert other.unexpressed == "heads wider than hidden / heads"
+    published.main([str(path)])
+    assert "norms of queries and of keys" in capsys.readouterr().out
+
+
+def test_experts_that_tensor_parallel_ranks_hold_apart_cannot_be_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = {"num_experts": 8, "tp": 4, "num_gpus": 16, "zero": 1, "framework": "Megatron-Bridge"}
+    path = table(tmp_path / "table.csv", *(mixture | {"ep": size} for size in (4, 8, 3)))
+    within, beyond, wrong = published.read(path)
+    assert within.layout is not None
+    assert (within.layout.engine, within.refused) == ("megatron-bridge", None)
+    assert beyond.unexpressed == "experts spread over tensor-parallel ranks"
+    assert wrong.refused == ("experts_divide", "8 experts cannot be spread over 3 GPUs")
+    published.main([str(path)])
+    assert "1 of 2 layouts that ran are refused." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

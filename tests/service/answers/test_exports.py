@@ -174,9 +174,11 @@ def test_megatron_core_has_the_names_of_megatron_lms_arguments() -> None:
     known = core_fields()
     mixtral = replace(ONE, training=replace(ONE.training, model=PRESETS["mixtral-8x7b"]))
     parted = replace(mixtral, layout=replace(ONE.layout, expert_parallel_size=2, precision="fp8"))
+    wide = replace(ONE, training=replace(ONE.training, model=replace(MODEL, head_dim=192)))
+    assert "--kv-channels 192\n" in exports.named("megatron-lm").text(wide)
     named = {
         word.removeprefix("--").replace("-", "_")
-        for launch in [*MEGATRON, mixtral, parted]
+        for launch in [*MEGATRON, mixtral, parted, wide]
         for word in megatron_lm.settings(launch)
         if word.startswith("--")
     }
@@ -301,15 +303,31 @@ def test_deepspeed_takes_its_configuration() -> None:
         assert read.gradient_accumulation_steps == launch.layout.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+WIDE = {f"{name}-wide": replace(PRESETS[name], head_dim=40) for name in ("tiny-llama", "tiny-moe")}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS | WIDE))
 def test_a_model_of_transformers_has_the_parameters_of_its_shape(name: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import torch
 
-    config = transformers.AutoConfig.for_model(**configuration_of(PRESETS[name]))
+    shape = (PRESETS | WIDE)[name]
+    config = transformers.AutoConfig.for_model(**configuration_of(shape))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS[name].parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"family": "gpt", "kv_heads": 4, "head_dim": 40}, "as wide as hidden / heads, not head_dim 40"),
+        ({"hidden": 66, "head_dim": 16}, "no hidden 66 that is no multiple of 4 heads"),
+    ],
+)
+def test_heads_that_transformers_has_not_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        configuration_of(replace(PRESETS["tiny-llama"], **changes))
 
 
 def test_transformers_takes_its_training_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
