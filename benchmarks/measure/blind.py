@@ -54,7 +54,7 @@ from service.spec import load_spec
 SHOWN = ("step_time_s", "joules_per_token", "peak_memory_gib")
 
 IDLE = 0.1
-"""Share of a profiled step in which a GPU has nothing to do, from which on its layout is told to wait for the CPU."""
+"""Share of a step in which a GPU has nothing to do, from which on its layout is told to wait for the CPU."""
 
 Row = dict[str, Any]
 """A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `calibrated`
@@ -207,18 +207,18 @@ def _key(row: Row) -> tuple[str, Layout]:
 def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
     """What was foretold and measured, by layout: `error`, as `benchmarks.measure.off.errors` has it, of slices or of
     the cost model where it was foretold by that, `beside` the same of what else was foretold, by its heading, and the
-    share of a step that a GPU was `idle`."""
+    share of a step that a GPU was `idle`: by what it computes in the profiled one, of which only the waits are longer."""
     full = {_key(row): TrialResult.from_dict(row["full"]).metrics for row in measured}
     found = []
     for row in foretold:
         if (metrics := full.get(_key(row))) is not None:
-            span_s, idle_s = metrics.get("breakdown_span_s"), metrics.get("breakdown_idle_s")
+            span_s, idle_s, step_s = map(metrics.get, ("breakdown_span_s", "breakdown_idle_s", "step_time_s"))
             first, beside = _foretold(row)
             found.append(
                 {name: row[name] for name in ("spec", "layout")}
                 | {"error": errors(first, metrics)}
                 | {"beside": {told: errors(figures, metrics) for told, figures in beside.items()}}
-                | {"idle": idle_s / span_s if span_s and idle_s is not None else None}
+                | {"idle": 1 - (span_s - idle_s) / step_s if span_s and step_s and idle_s is not None else None}
             )
     return found
 
