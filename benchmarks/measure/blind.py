@@ -207,7 +207,7 @@ def _key(row: Row) -> tuple[str, Layout]:
 def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
     """What was foretold and measured, by layout: `error`, as `benchmarks.measure.off.errors` has it, of slices or of
     the cost model where it was foretold by that, `beside` the same of what else was foretold, by its heading, and the
-    share of a step that a GPU was `idle`: by what it computes in the profiled one, of which only the waits are longer."""
+    share of a step that a GPU was `idle`: by what it does in the profiled one, of which only waits are longer."""
     full = {_key(row): TrialResult.from_dict(row["full"]).metrics for row in measured}
     found = []
     for row in foretold:
