@@ -69,7 +69,7 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     eager_tensor_parallel = layout.tensor_parallel_size > 1 and not layout.compile
     if layout.context_parallel_size > 1 or eager_tensor_parallel or layout.precision == "fp8":
         kinds.append(WAITING)
-    if _may_wait(layout, work, calibration, prediction):
+    if may_wait(layout, work, prediction) and calibration.operators.of(launch_of(layout, work)) is None:
         kinds.append(UNLAUNCHED)
     if layout.num_gpus > work.gpus_per_node and not fitted:
         kinds.append(SEVERAL_NODES)
@@ -78,8 +78,6 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     return Doubt(*map(max, zip(*kinds, strict=True)))
 
 
-def _may_wait(layout: Layout, work: Workload, calibration: Coefficients, prediction: Prediction) -> bool:
-    """Whether the step may be the CPU's, of which nothing was measured."""
-    if calibration.operators.of(launch_of(layout, work)) is not None:
-        return False
+def may_wait(layout: Layout, work: Workload, prediction: Prediction) -> bool:
+    """Whether the step may be the CPU's."""
     return prediction.ahead < AHEAD or facts_of(layout, work).waits_for_gpu(layout, work.shape)

@@ -126,6 +126,30 @@ def test_power_may_be_unknown() -> None:
     assert error(observed, fitted) < 0.01
 
 
+def test_a_layout_that_may_wait_for_the_cpu_moves_the_others_less() -> None:
+    """One that is 10% slower than foretold, whose GPU is at work eight times and twice as long as the CPU."""
+    layout, moved = Layout("megatron", 1, 16), []
+    for ahead in (8.0, 2.0):
+        launch = SHEET.eager_launch_s * predict(layout, WORK, SHEET).ahead / ahead
+        start = replace(SHEET, eager_launch_s=launch)
+        one = measured(layout, start)
+        moved.append(fit([replace(one, step_time_s=1.1 * one.step_time_s)], start).matmul_flops / SHEET.matmul_flops)
+    assert moved[0] < moved[1] < 1
+
+
+def test_a_design_leaves_less_in_doubt_than_trials_at_random() -> None:
+    """Of machines as unlike the data sheet as is to be expected."""
+    chance, errors = random.Random(0), []
+    chosen = design(POINTS, WORK, SHEET, 6)
+    for _ in range(3):
+        off = {name: getattr(SHEET, name) * chance.lognormvariate(0, by) for name, by in SPREADS.items()}
+        truth = replace(SHEET, **off)
+        every = [measured(point, truth) for point in POINTS]
+        for trials in (chosen, chance.sample(POINTS, 6)):
+            errors.append(error(every, fit([measured(point, truth) for point in trials], SHEET)))
+    assert statistics.mean(errors[::2]) < 0.8 * statistics.mean(errors[1::2])
+
+
 def test_a_design_is_small_and_safe_and_the_same_again() -> None:
     chosen = design(POINTS, WORK, SHEET, 12)
     assert len(set(chosen)) == 12
