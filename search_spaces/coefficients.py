@@ -63,11 +63,11 @@ class Coefficients:
     joules_per_byte: float = 6e-11
     joules_per_link_byte: float = 2e-10
     matmul_half: float = 64.0
-    compiled_launch_s: float = 1.2e-3
-    eager_launch_s: float = 1.4e-3
-    tensor_launch_s: float = 11e-3
-    fp8_launch_s: float = 10e-3
-    deepspeed_launch_s: float = 0.3e-3
+    compiled_launch_s: float = 1.8e-3
+    eager_launch_s: float = 2.1e-3
+    tensor_launch_s: float = 10e-3
+    fp8_launch_s: float = 9e-3
+    deepspeed_launch_s: float = 0.4e-3
     step_s: float = 0.02
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6

@@ -41,6 +41,9 @@ TOGETHER = 6
 each is the longer one for a while, as forward passes are short on the GPU, and the CPU's lead is bounded. Nothing is
 added where one takes twice as long as the other, an eighth where both are alike. Of GPT's blocks on H100."""
 
+IN_TURNS = 2
+"""The same where the CPU waits in each block for some of what it gave the GPU. Of DeepSpeed's experts on H100."""
+
 AUTOCAST_BYTES = 14
 """Memory traffic of one parameter and microbatch under autocast, which casts weights and their gradients."""
 
@@ -74,10 +77,8 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     behind = [launch * count for count in layers]
     for end in layout.end_ranks:
         behind[end] += launch * ENDS / 2
-    if facts_of(layout, work).waits_for_gpu(layout, work.shape):
-        times = [gpu + cpu for gpu, cpu in zip(computing, behind, strict=True)]
-    else:
-        times = [_together(gpu, cpu) for gpu, cpu in zip(computing, behind, strict=True)]
+    exponent = IN_TURNS if facts_of(layout, work).waits_for_gpu(layout, work.shape) else TOGETHER
+    times = [_together(gpu, cpu, exponent) for gpu, cpu in zip(computing, behind, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]
     upkeep = _upkeep(layout, work, slow, times[slow], c)
@@ -172,10 +173,10 @@ def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -
     return loads
 
 
-def _together(gpu: float, cpu: float) -> float:
+def _together(gpu: float, cpu: float, exponent: int) -> float:
     """Seconds of a microbatch that takes the GPU and the CPU so many."""
     longer, shorter = max(gpu, cpu), min(gpu, cpu)
-    return longer * float((1 + (shorter / longer) ** TOGETHER) ** (1 / TOGETHER))
+    return longer * float((1 + (shorter / longer) ** exponent) ** (1 / exponent))
 
 
 def informed(calibration: Coefficients, operators: Timings) -> Coefficients:
@@ -196,9 +197,12 @@ def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
     """Time of the CPU for a block and a microbatch."""
     if c.operators.rows and (timing := c.operators.of(launch_of(layout, work))) is not None:
         return c.launches_in_step * timing.forward_s
-    seconds = c.compiled_launch_s if layout.compile else c.eager_launch_s
-    added = facts_of(layout, work).launch_s(layout, c) * (1.0 if layout.recompute == "none" else ADDED_AGAIN)
-    return seconds * LAUNCHED_AGAIN[layout.recompute][layout.compile] + added
+    engine, has_experts = facts_of(layout, work), work.shape.num_experts > 0
+    compiled = layout.compile and not has_experts
+    seconds = c.compiled_launch_s if compiled else c.eager_launch_s
+    seconds *= engine.launched_with_experts if has_experts else 1.0
+    added = engine.launch_s(layout, c) * (1.0 if layout.recompute == "none" else ADDED_AGAIN)
+    return seconds * LAUNCHED_AGAIN[layout.recompute][compiled] + added
 
 
 def update_s(engine: EngineFacts, parameters: float, c: Coefficients) -> float:

@@ -126,6 +126,9 @@ class EngineFacts(ABC):
     """Whether tokens are dealt out to experts and collected by products with masks of each token, expert and place
     there (Lepikhin et al. 2020, section 2.2), of which all experts then have as many as the fullest needs."""
 
+    launched_with_experts: ClassVar[float] = 2.0
+    """Time of the CPU for a block with experts, compiled or not, in that for an eager one without. Fitted."""
+
     routes_evenly: ClassVar[bool] = False
     """Whether all experts have as many tokens, as benchmarks make routers deal them out."""
 
@@ -199,8 +202,7 @@ class EngineFacts(ABC):
         return 0.0
 
     def waits_for_gpu(self, layout: Layout, model: ModelShape) -> bool:
-        """Whether the CPU waits in each block for what it gave the GPU before, so that neither works while the other
-        does."""
+        """Whether the CPU waits in each block for some of what it gave the GPU before."""
         return False
 
     def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:

@@ -131,6 +131,8 @@ class DeepSpeed(EngineFacts):
             return round(parameters / layout.bucket_size) + 1
         return super().messages(layout, layers, parameters)
 
+    launched_with_experts = 4.0
+
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         return calibration.deepspeed_launch_s
 
