@@ -7,8 +7,9 @@ says, the network as GB/s of a GPU. A layout is predicted as one of its `framewo
 known (`search_spaces.engines.others`), else as one of the `megatron` engine's, so that a part of an error is what one
 program does otherwise than another. Stages that a row does not name are as even as can be. Printed are, by source:
 
-- the mean and the largest error in step time by data sheet; what is left of it once all predictions of the source are
-  multiplied by one factor; and after a fit to `COUNT` of its layouts, drawn at random, on the others;
+- the mean and the largest error in step time, also by precision, by data sheet; what is left of it once all
+  predictions of the source are multiplied by one factor; and after a fit to `COUNT` of its layouts, drawn at random, on
+  the others;
 - within each group, of one model on one cluster, the rank correlation of step times, and how much slower than the best
   the layout is that is foretold to be the best;
 - the error in peak memory, where it was published, by what was published of it;
@@ -269,10 +270,23 @@ def by_source(rows: Iterable[Published]) -> dict[str, list[Published]]:
     return dict(found)
 
 
-def times(rows: Sequence[Published], seeds: int) -> str:
-    """Errors in step time by source: by data sheet, with one factor, and fitted."""
-    lines = []
+def by_source_and_precision(rows: Iterable[Published]) -> dict[str, list[Published]]:
+    """The rows of each source, and then those of each of its precisions, where it has more than one."""
+    found: dict[str, list[Published]] = {}
     for source, these in by_source(rows).items():
+        found[source] = these
+        precisions = dict.fromkeys(one.layout.precision for one in these if one.layout is not None)
+        for precision in precisions if len(precisions) > 1 else ():
+            alike = [one for one in these if one.layout is not None and one.layout.precision == precision]
+            found[f"{source} {precision}"] = alike
+    return found
+
+
+def times(rows: Sequence[Published], seeds: int) -> str:
+    """Errors in step time by source, and by its precisions if it has several: by data sheet, with one factor, and
+    fitted."""
+    lines = []
+    for source, these in by_source_and_precision(rows).items():
         timed = [one.timed for one in these if one.timed is not None]
         if not timed:
             continue

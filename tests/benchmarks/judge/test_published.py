@@ -106,6 +106,19 @@ def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest
     assert fitted < sheet / 3
 
 
+def test_a_source_of_several_precisions_is_told_by_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = [{"precision": "bf16"}, {"precision": "bf16", "mbs": 2}, {"precision": "fp8"}, {"source": "other"}]
+    seconds = foretold(table(tmp_path / "blind.csv", *kinds))
+    # By the formula of the model: twice as slow in bf16, as foretold in fp8.
+    measured = [{**kind, "step_time_s": s * by} for kind, s, by in zip(kinds, seconds, (2, 2, 1, 1), strict=True)]
+    published.main([str(table(tmp_path / "t.csv", *measured)), "--seeds", "1"])
+    rows = [line.split()[:4] for line in capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]]
+    assert rows[0][:3] == ["s", "3", "33.3%"]
+    assert rows[1] == ["s", "bf16", "2", "50.0%"]
+    assert rows[2] == ["s", "fp8", "1", "0.0%"]
+    assert [row[0] for row in rows[3:]] == ["other"]
+
+
 def test_tells_what_is_refused_and_what_cannot_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(
         tmp_path / "table.csv",
