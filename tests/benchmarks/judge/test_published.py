@@ -107,7 +107,12 @@ def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest
 
 
 def test_a_source_of_several_precisions_is_told_by_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = [{"precision": "bf16"}, {"precision": "bf16", "mbs": 2}, {"precision": "fp8"}, {"source": "other"}]
+    kinds: list[dict[str, object]] = [
+        {"precision": "bf16"},
+        {"precision": "bf16", "mbs": 2},
+        {"precision": "fp8"},
+        {"source": "other"},
+    ]
     seconds = foretold(table(tmp_path / "blind.csv", *kinds))
     # By the formula of the model: twice as slow in bf16, as foretold in fp8.
     measured = [{**kind, "step_time_s": s * by} for kind, s, by in zip(kinds, seconds, (2, 2, 1, 1), strict=True)]
