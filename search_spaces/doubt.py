@@ -12,8 +12,8 @@ from typing import NamedTuple
 from search_spaces.coefficients import Coefficients, is_fitted, is_unproven
 from search_spaces.cost import Prediction
 from search_spaces.engines import facts_of
-from search_spaces.launches import launch_of
 from search_spaces.layout import Layout
+from search_spaces.operators import Kind
 from search_spaces.workload import Workload
 
 
@@ -36,9 +36,12 @@ WAITING = Doubt(0.10, 0.08, 0.08)
 """Context parallelism, eager tensor parallelism and products in fp8: 100 layouts on H200, and blind ones in fp8."""
 
 UNLAUNCHED = Doubt(0.60, 0.50, 0.0)
-"""Layouts that may wait for the CPU, of whose mode launches were not measured: of 56 on one to four H100 and H200 all
-but eager tensor-parallel ones are slower, the host deciding by how much. Where the GPU is taken to be at work `AHEAD`
-times as long as the CPU, few are, of 209 at ten times none."""
+"""Layouts that may wait for the CPU, of a host on which no launches were measured: of 56 on one to four H100 and H200
+all but eager tensor-parallel ones are slower, the host deciding by how much. Where the GPU is taken to be at work
+`AHEAD` times as long as the CPU, few are, of 209 at ten times none."""
+
+LAUNCHED = Doubt(0.20, 0.15, 0.15)
+"""Those of a host on which launches were measured, of their mode or of others: 20 on two H100, not blind."""
 
 AHEAD = 4.0
 
@@ -69,8 +72,9 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     eager_tensor_parallel = layout.tensor_parallel_size > 1 and not layout.compile
     if layout.context_parallel_size > 1 or eager_tensor_parallel or layout.precision == "fp8":
         kinds.append(WAITING)
-    if may_wait(layout, work, prediction) and calibration.operators.of(launch_of(layout, work)) is None:
-        kinds.append(UNLAUNCHED)
+    if may_wait(layout, work, prediction):
+        launched = any(row.operator.kind == Kind.LAUNCH for row in calibration.operators.rows)
+        kinds.append(LAUNCHED if launched else UNLAUNCHED)
     if layout.num_gpus > work.gpus_per_node and not fitted:
         kinds.append(SEVERAL_NODES)
     if layout.expert_parallel_size > 1:

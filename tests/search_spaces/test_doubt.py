@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from search_spaces.cost import Coefficients, data_sheet, predict
-from search_spaces.doubt import UNLAUNCHED, Doubt, doubt
+from search_spaces.doubt import LAUNCHED, UNLAUNCHED, Doubt, doubt
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.launches import launch_of
 from search_spaces.layout import Layout
@@ -55,7 +55,7 @@ def test_machines_that_were_never_measured_are_in_more_doubt_until_they_are() ->
     assert told(PLAIN, work, "h200", stated.stated(power_limit_w=500)).off == off("h200")
 
 
-def test_what_may_wait_for_the_cpu_may_be_slower_until_its_launches_are_measured() -> None:
+def test_what_may_wait_for_the_cpu_is_less_in_doubt_once_launches_are_measured() -> None:
     sheet = data_sheet("h100")
     assert sheet is not None
     work = Workload(PRESETS["gpt3-1.3b"], 2048, 32, ACCELERATORS["h100"])
@@ -66,5 +66,8 @@ def test_what_may_wait_for_the_cpu_may_be_slower_until_its_launches_are_measured
     assert usual.apart < UNLAUNCHED.apart
     experts = replace(work, model=PRESETS["mixtral-8x7b"])
     assert told(Layout("deepspeed", 1, 32), experts, "h100", sheet).off == UNLAUNCHED.off
-    measured = Timings((OperatorTiming(launch_of(waiting, work), 1e-3),))
-    assert told(waiting, work, "h100", replace(sheet, operators=measured)) == usual
+    for mode in (waiting, replace(waiting, recompute="full")):
+        measured = replace(sheet, operators=Timings((OperatorTiming(launch_of(mode, work), 1e-3),)))
+        assert told(waiting, work, "h100", measured) == LAUNCHED
+        assert told(busy, work, "h100", measured) == usual
+    assert usual.off < LAUNCHED.off < UNLAUNCHED.off
