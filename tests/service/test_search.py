@@ -359,14 +359,18 @@ def test_collectives_are_measured_when_it_is_their_turn(
     problem = spec_of(tokens, cluster=cluster, space=space)
     other = Claim("another", 0, time.time(), {"CPU": 1.0}, size=1, gangs=1)
     other = replace(other, grants=queue.ask(Queue.check_in, other).grants)
+
+    def gangs() -> set[str]:
+        return {one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "mailbox" in one["name"]}
+
+    before = gangs()  # of searches that are over, while their drivers' memory is not cleaned up
     with ThreadPoolExecutor() as beside:
         measuring = beside.submit(measure_collectives, "collectives", problem, home, Member())
         asked = time.monotonic()
         while time.monotonic() < asked + 20:
             queue.ask(Queue.check_in, other)
             time.sleep(1)
-        gangs = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "mailbox" in one["name"]]
-        assert not gangs, "the node is another's"
+        assert gangs() <= before, "the node is another's"
         queue.ask(Queue.check_out, other.search)
         measured = measuring.result()
     assert measured.cause is None
