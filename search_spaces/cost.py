@@ -18,7 +18,7 @@ from search_spaces.engines.base import EngineFacts
 from search_spaces.launches import ENDS, launch_of, specimen_of
 from search_spaces.layout import Layout
 from search_spaces.network import Collective
-from search_spaces.operators import NONE_MEASURED, Kind, Timings
+from search_spaces.operators import NONE_MEASURED, Timings
 from search_spaces.parameters import held
 from search_spaces.roofline import Load, communicate, network, passes, spread
 from search_spaces.workload import Workload
@@ -185,10 +185,9 @@ def informed(calibration: Coefficients, operators: Timings) -> Coefficients:
     A host that was slower or faster at the launches that were measured is so at all others.
     """
     bare, ratios = replace(calibration, operators=NONE_MEASURED), []
-    for row in operators.rows:
-        if row.operator.kind == Kind.LAUNCH:
-            layout, model, length, (batch, _) = specimen_of(row.operator)
-            ratios.append(row.forward_s / launch_s(layout, Workload(model, length, batch), bare))
+    for row in operators.launches:
+        layout, model, length, (batch, _) = specimen_of(row.operator)
+        ratios.append(row.forward_s / launch_s(layout, Workload(model, length, batch), bare))
     slower = statistics.median(ratios) if ratios else 1.0
     return replace(calibration, operators=operators, **{name: slower * getattr(bare, name) for name in LAUNCHING})
 

@@ -13,7 +13,6 @@ from search_spaces.coefficients import Coefficients, is_fitted, is_unproven
 from search_spaces.cost import Prediction
 from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
-from search_spaces.operators import Kind
 from search_spaces.workload import Workload
 
 
@@ -73,8 +72,7 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     if layout.context_parallel_size > 1 or eager_tensor_parallel or layout.precision == "fp8":
         kinds.append(WAITING)
     if may_wait(layout, work, prediction):
-        launched = any(row.operator.kind == Kind.LAUNCH for row in calibration.operators.rows)
-        kinds.append(LAUNCHED if launched else UNLAUNCHED)
+        kinds.append(LAUNCHED if calibration.operators.launches else UNLAUNCHED)
     if layout.num_gpus > work.gpus_per_node and not fitted:
         kinds.append(SEVERAL_NODES)
     if layout.expert_parallel_size > 1:

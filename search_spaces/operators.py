@@ -95,6 +95,11 @@ class Timings:
     def of(self, operator: Operator) -> OperatorTiming | None:
         return self._by_operator.get(operator)
 
+    @cached_property
+    def launches(self) -> tuple[OperatorTiming, ...]:
+        """What the CPU took to launch blocks."""
+        return tuple(row for row in self.rows if row.operator.kind == Kind.LAUNCH)
+
     def updated(self, newer: Iterable[OperatorTiming]) -> Timings:
         """With what was measured since, which counts in place of what there is."""
         return Timings(tuple((self._by_operator | {row.operator: row for row in newer}).values()))

@@ -167,9 +167,9 @@ class Driver:
             self.pool = pool = start_pool()
             turns.begin(pool)
             self._tune(pool, turns, telemetry, environment)
-            if self.afterwards is not None and not self.agenda.stopped:
-                self.afterwards(turns.bench(self.problem, pool, telemetry, size=1))
             status = "stopped" if self.agenda.stopped else "finished"
+            if self.afterwards is not None and status == "finished":
+                self.afterwards(turns.bench(self.problem, pool, telemetry, size=1))
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
             reason = first_line(error.__cause__ or error)
             if not isinstance(error, OSError) or self.home.is_why(error):

@@ -13,7 +13,7 @@ import numpy as np
 
 from search_spaces import memory
 from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
-from search_spaces.cost import Coefficients, data_sheet, informed, predict
+from search_spaces.cost import Coefficients, Prediction, data_sheet, informed, predict
 from search_spaces.doubt import may_wait
 from search_spaces.layout import Layout
 from search_spaces.network import Curve, Network
@@ -133,7 +133,7 @@ def shifts(observed: Sequence[tuple[Observation, Coefficients]]) -> dict[str, fl
     names = list(SPREADS)
     spreads = np.array([SPREADS[name] for name in names])
     found = [_off(one, start) for one, start in observed]
-    expected = [_misfit(one.layout, one.work, start) for one, start in observed]
+    expected = [_misfit(one.layout, one.work, predict(one.layout, one.work, start)) for one, start in observed]
     times = np.array([each[0] for each in found])
     more = max(1.0, float(np.median(np.abs(times - np.median(times)) / expected)) / NORMAL)
     scales = more * np.repeat(expected, [len(each) for each in found])
@@ -154,9 +154,9 @@ def shifts(observed: Sequence[tuple[Observation, Coefficients]]) -> dict[str, fl
     return dict(zip(names, best.x * spreads, strict=True))
 
 
-def _misfit(layout: Layout, work: Workload, calibration: Coefficients) -> float:
+def _misfit(layout: Layout, work: Workload, prediction: Prediction) -> float:
     """By how much the model is taken to be off a measurement of a layout, whatever the coefficients."""
-    return MISFIT_WAITING if may_wait(layout, work, predict(layout, work, calibration)) else MISFIT
+    return MISFIT_WAITING if may_wait(layout, work, prediction) else MISFIT
 
 
 def _off(observed: Observation, calibration: Coefficients) -> np.ndarray:
@@ -181,10 +181,12 @@ def design(layouts: Sequence[Layout], work: Workload, calibration: Coefficients,
     drawn = random.Random(0).sample(list(layouts), len(layouts))
     safe = (layout for layout in drawn if memory.band(layout, work) in ("fits", None))
     candidates = list(itertools.islice(safe, CANDIDATES))
-    seconds = [TRIAL_S + TRIAL_STEPS * predict(layout, work, calibration).step_time_s for layout in candidates]
+    predictions = [predict(layout, work, calibration) for layout in candidates]
+    seconds = [TRIAL_S + TRIAL_STEPS * prediction.step_time_s for prediction in predictions]
     slopes = np.array([_slopes(layout, work, calibration) for layout in candidates]).reshape(-1, len(SPREADS))
     off = slopes * list(SPREADS.values())
-    misfits = np.repeat([_misfit(layout, work, calibration) for layout in candidates], 2)
+    of_each = [_misfit(layout, work, found) for layout, found in zip(candidates, predictions, strict=True)]
+    misfits = np.repeat(of_each, 2)
     unknown = off @ off.T + np.diag(misfits**2)  # covariance; of each layout a row for step time, and one for power
 
     def told(index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -223,10 +225,11 @@ def load(home: Home, cluster: Cluster) -> Coefficients | None:
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    known = _fitted(home.calibration(cluster.accelerator)) or data_sheet(cluster.accelerator)
-    if known is None:
-        return None
-    return cluster.as_stated(informed(known, timings(home, cluster.accelerator)))
+    operators = timings(home, cluster.accelerator)
+    if (fitted := _fitted(home.calibration(cluster.accelerator))) is not None:
+        return cluster.as_stated(replace(fitted, operators=operators))
+    sheet = data_sheet(cluster.accelerator)
+    return None if sheet is None else cluster.as_stated(informed(sheet, operators))
 
 
 def _fitted(file: Path) -> Coefficients | None:

@@ -109,6 +109,7 @@ class DeepSpeed(EngineFacts):
     exchanges_heads = True
     sends_one_by_one = True
     masks_experts = True
+    launched_with_experts = 4.0
     sums_inputs_apart = True
     releases_gradients = False
     update_bytes = 70  # it scales and copies gradients in between
@@ -130,8 +131,6 @@ class DeepSpeed(EngineFacts):
         if layout.zero_stage:
             return round(parameters / layout.bucket_size) + 1
         return super().messages(layout, layers, parameters)
-
-    launched_with_experts = 4.0
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         return calibration.deepspeed_launch_s

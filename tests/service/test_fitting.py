@@ -147,7 +147,7 @@ def test_a_design_leaves_less_in_doubt_than_any_trials_at_random() -> None:
 
     def left(trials: list[Layout]) -> float:
         seen = np.concatenate([slopes[point] for point in trials])
-        off = np.repeat([_misfit(point, WORK, SHEET) for point in trials], 2)
+        off = np.repeat([_misfit(point, WORK, predict(point, WORK, SHEET)) for point in trials], 2)
         told = every @ seen.T
         return float(np.sum(every**2) - np.sum(told @ np.linalg.inv(seen @ seen.T + np.diag(off**2)) * told))
 
@@ -247,13 +247,15 @@ def test_measured_operators_are_kept_and_newer_ones_count(home: Home) -> None:
     assert found.operators.rows == tuple(TAKEN)
     assert found.told == "data sheet of h200; as the spec states: power limit; 2 operators measured"
     assert not is_fitted("h200", found)
-    save(home, "h200", replace(found, source="16 trials", operators_in_step=1.1))
+    assert found.compiled_launch_s < SHEET.compiled_launch_s
+    save(home, "h200", replace(found, source="16 trials", operators_in_step=1.1, compiled_launch_s=3e-3))
     slower = OperatorTiming(PRODUCT, 1.5e-3, 2e-3)
     save_timings(home, "h200", [slower])
     again = load(home, cluster("h200"))
     assert again is not None
     assert again.operators.rows == (slower, TAKEN[1])
     assert (again.told, again.operators_in_step) == ("16 trials; 2 operators measured", 1.1)
+    assert again.compiled_launch_s == 3e-3, "what launches took was known to the fit"
     assert load(home, cluster("h100")) == data_sheet("h100")
     save_timings(home, "gpu", TAKEN)
     assert load(home, cluster("gpu")) is None
