@@ -14,9 +14,8 @@ from search_spaces.models import ModelShape
 from search_spaces.operators import Kind, Operator
 from search_spaces.workload import Workload
 
-ROUNDS = 4
+ROUNDS = 2
 """Microbatches that a step has more than another of which the time is taken off."""
-
 
 ENDS = 1
 """Blocks for whose kernels the CPU needs as long as for the embedding, the head and the loss together: half of one to

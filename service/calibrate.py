@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from search_spaces.cost import Coefficients, informed
+from search_spaces.cost import Coefficients
 from search_spaces.layout import Layout
 from search_spaces.network import Curve
 from service.checks import check_data, check_machine, check_power_limits
@@ -152,7 +152,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
-    fitted = fit(observed, informed(start, timings(home, accelerator)))
+    fitted = fit(observed, replace(start, operators=timings(home, accelerator)))
     save(home, accelerator, fitted)
     before, after = errors(observed, start), errors(observed, fitted)
     operators = measured[0] if measured else None

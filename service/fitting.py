@@ -13,7 +13,7 @@ import numpy as np
 
 from search_spaces import memory
 from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
-from search_spaces.cost import Coefficients, Prediction, data_sheet, informed, predict
+from search_spaces.cost import Coefficients, Prediction, data_sheet, predict
 from search_spaces.doubt import may_wait
 from search_spaces.layout import Layout
 from search_spaces.network import Curve, Network
@@ -225,11 +225,10 @@ def load(home: Home, cluster: Cluster) -> Coefficients | None:
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    operators = timings(home, cluster.accelerator)
-    if (fitted := _fitted(home.calibration(cluster.accelerator))) is not None:
-        return cluster.as_stated(replace(fitted, operators=operators))
-    sheet = data_sheet(cluster.accelerator)
-    return None if sheet is None else cluster.as_stated(informed(sheet, operators))
+    known = _fitted(home.calibration(cluster.accelerator)) or data_sheet(cluster.accelerator)
+    if known is None:
+        return None
+    return cluster.as_stated(replace(known, operators=timings(home, cluster.accelerator)))
 
 
 def _fitted(file: Path) -> Coefficients | None:

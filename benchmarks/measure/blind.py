@@ -37,7 +37,7 @@ from benchmarks import text_of
 from benchmarks.judge.search import Table, of_any_batch
 from benchmarks.measure.gang import RunTrial, some_gangs, spread
 from benchmarks.measure.off import errors, over, percent, worst_first
-from search_spaces.cost import informed, predicted_metrics
+from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
 from search_spaces.memory import estimate
 from service.answers.tables import render
@@ -142,7 +142,7 @@ def _calibrated(
         print(f"{path}: {came.trials} trials")
         if (operators := came.operators) is not None:
             print(f"{operators.measured} of {operators.wanted} operators measured", *operators.left_out, sep="\n")
-        alone = informed(before, timings(Home.locate(), spec.cluster.accelerator))
+        alone = replace(before, operators=timings(Home.locate(), spec.cluster.accelerator))
         for layout in todo:
             yield _row(path, layout) | {
                 "foretold": foretold(spec, layout),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search_spaces.blocks import Cut, Parts, parts_of, update_of
-from search_spaces.cost import Coefficients, data_sheet, informed, launch_s, predict
+from search_spaces.cost import Coefficients, data_sheet, launch_s, predict
 from search_spaces.engines import engine_of
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.inventory import operators_of
@@ -292,15 +292,20 @@ def test_a_host_that_is_slow_at_some_launches_is_so_at_others() -> None:
     work, layouts = WORKS[0], [Layout("megatron", 1, 16, recompute=each) for each in ("none", "selective", "full")]
     slower = zip(layouts, (2.0, 3.0, 10.0), strict=True)
     rows = [OperatorTiming(launch_of(one, work), by * launch_s(one, work, SHEET)) for one, by in slower]
-    known = informed(SHEET, Timings((FAST, *rows)))
-    assert known.operators.rows == (FAST, *rows)
+    known = replace(SHEET, operators=Timings((FAST, *rows)))
     for one, row in zip(layouts, rows, strict=True):
         assert launch_s(one, work, known) == row.forward_s
-    for other in (replace(layouts[0], engine="deepspeed"), replace(layouts[2], compile=True, precision="fp8")):
-        assert launch_s(other, work, known) == pytest.approx(3 * launch_s(other, work, SHEET))
-    again = informed(known, known.operators)
-    assert again.eager_launch_s == pytest.approx(known.eager_launch_s), "what is slower already is not so once more"
-    assert informed(SHEET, Timings((FAST,))) == replace(SHEET, operators=Timings((FAST,)))
+    other, foreign = replace(layouts[2], compile=True, precision="fp8"), replace(layouts[0], engine="deepspeed")
+    assert launch_s(other, work, known) == pytest.approx(3 * launch_s(other, work, SHEET))
+    assert launch_s(foreign, work, known) == pytest.approx(3 * launch_s(foreign, work, SHEET)), "the best that is known"
+    slow = OperatorTiming(launch_of(foreign, work), 7 * launch_s(foreign, work, SHEET))
+    both = replace(SHEET, operators=known.operators.updated([slow]), launches_in_step=1.1)
+    another = replace(foreign, recompute="full")
+    assert launch_s(another, work, both) == pytest.approx(1.1 * 7 * launch_s(another, work, SHEET))
+    assert launch_s(other, work, both) == pytest.approx(1.1 * 3 * launch_s(other, work, SHEET))
+    fitted = replace(both, eager_launch_s=2 * SHEET.eager_launch_s, compiled_launch_s=2 * SHEET.compiled_launch_s)
+    assert launch_s(other, work, fitted) < 1.1 * 3.5 * launch_s(other, work, SHEET), "slower already, not once more"
+    assert launch_s(other, work, with_timings(FAST)) == launch_s(other, work, SHEET)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), "1", None])

@@ -247,15 +247,13 @@ def test_measured_operators_are_kept_and_newer_ones_count(home: Home) -> None:
     assert found.operators.rows == tuple(TAKEN)
     assert found.told == "data sheet of h200; as the spec states: power limit; 2 operators measured"
     assert not is_fitted("h200", found)
-    assert found.compiled_launch_s < SHEET.compiled_launch_s
-    save(home, "h200", replace(found, source="16 trials", operators_in_step=1.1, compiled_launch_s=3e-3))
+    save(home, "h200", replace(found, source="16 trials", operators_in_step=1.1))
     slower = OperatorTiming(PRODUCT, 1.5e-3, 2e-3)
     save_timings(home, "h200", [slower])
     again = load(home, cluster("h200"))
     assert again is not None
     assert again.operators.rows == (slower, TAKEN[1])
     assert (again.told, again.operators_in_step) == ("16 trials; 2 operators measured", 1.1)
-    assert again.compiled_launch_s == 3e-3, "what launches took was known to the fit"
     assert load(home, cluster("h100")) == data_sheet("h100")
     save_timings(home, "gpu", TAKEN)
     assert load(home, cluster("gpu")) is None
