@@ -113,8 +113,9 @@ class Measured:
 def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
-    The operators of which the layouts consist are measured as well, and the collectives of several GPUs. The
-    coefficients and what was measured are kept in the state directory, for all searches on the problem's accelerator.
+    The operators of which the layouts consist are measured first, so that what is run settles what they leave in doubt,
+    and last the collectives of several GPUs. The coefficients and what was measured are kept in the state directory,
+    for all searches on the problem's accelerator.
     Raises `InputError` for an accelerator of which no data sheet is known and for whatever `service.search.run` does,
     `NoAnswerError` if no trial ended well.
     """
@@ -128,11 +129,17 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     check_machine(problem.cluster)
     name, whole = f"{problem.name[:51]}-calibration", replace(problem.measurement, explore="gang")
     problem = replace(problem.located(), name=name, measurement=whole)
-    layouts = design(problem.legal.layouts, problem.workload, start, min(TRIALS, problem.budget.trials))
-    if not layouts:
+    layouts, count = problem.legal.layouts, min(TRIALS, problem.budget.trials)
+    chosen = design(layouts, problem.workload, start, count)
+    if not chosen:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
     home = Home.locate().create()
-    timings(home, accelerator)  # which may not be readable: then nothing is to be run
+
+    def known() -> Coefficients:
+        """What is to be expected where operators were measured."""
+        return replace(start, operators=timings(home, accelerator))
+
+    known()  # what was measured before may not be readable: then nothing is to be run
     store.check(store_uri(tracking_uri))
     search_id = new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
@@ -140,19 +147,22 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         queue = Member()
         tracker = Tracker(store_uri(tracking_uri), home)
         admission = admit(queue, store_uri(tracking_uri), problem.data)
-        agenda, measured = CalibrationAgenda(problem, layouts), list[MeasuredOperators]()
+        agenda, measured = CalibrationAgenda(problem, chosen), list[MeasuredOperators]()
 
-        def afterwards(bench: Bench) -> None:
+        def beforehand(bench: Bench) -> None:
+            driver.display.say("measuring operators, for three minutes at most")
             measured.append(measure_operators(bench, start, home))
+            agenda.change(design(layouts, problem.workload, known(), count))
 
-        Driver(problem, search_id, home, tracker, agenda, None, admission, afterwards).run()
+        driver = Driver(problem, search_id, home, tracker, agenda, None, admission, beforehand)
+        driver.run()
         collectives = None
         if problem.cluster.size > 1 and not agenda.stopped:
             collectives = measure_collectives(search_id, problem, home, queue)
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
-    fitted = fit(observed, replace(start, operators=timings(home, accelerator)))
+    fitted = fit(observed, known())
     save(home, accelerator, fitted)
     before, after = errors(observed, start), errors(observed, fitted)
     operators = measured[0] if measured else None

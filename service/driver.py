@@ -91,13 +91,13 @@ class Driver:
         agenda: Agenda,
         network: Network | None,
         admission: Admission,
-        afterwards: Callable[[Bench], None] | None = None,
+        beforehand: Callable[[Bench], None] | None = None,
     ) -> None:
-        """`network`: as far as it is known, for slices. `afterwards` has one worker of the gang for itself, once the
-        agenda came to its end."""
+        """`network`: as far as it is known, for slices. `beforehand` has one worker of the gang for itself, before
+        the agenda is asked for a trial."""
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda, self.network = tracker, agenda, network
-        self.admission, self.afterwards = admission, afterwards
+        self.admission, self.beforehand = admission, beforehand
         self.display = Display(problem.goals, problem.budget, agenda.sought)
         self.spool = home.spool(search_id)
         self.pool: ActorHandle[Pool] | None = None
@@ -166,10 +166,12 @@ class Driver:
             end_cleaners()  # which such a driver leaves
             self.pool = pool = start_pool()
             turns.begin(pool)
-            self._tune(pool, turns, telemetry, environment)
+            with _stop_on_signal(self.agenda, self.display):
+                if self.beforehand is not None:
+                    with turns.bench(self.problem, pool, telemetry, size=1) as bench:
+                        self.beforehand(bench)
+                self._tune(pool, turns, telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"
-            if self.afterwards is not None and status == "finished":
-                self.afterwards(turns.bench(self.problem, pool, telemetry, size=1))
         except (OSError, StorageInternalError, SQLAlchemyError) as error:
             reason = first_line(error.__cause__ or error)
             if not isinstance(error, OSError) or self.home.is_why(error):
@@ -213,8 +215,7 @@ class Driver:
             ),
             run_config=ray.tune.RunConfig(name="tune", storage_path=str(self.spool), callbacks=[recorder], verbose=0),
         )
-        with _stop_on_signal(self.agenda, self.display):
-            tuner.fit()
+        tuner.fit()
         if recorder.exceeded is not None:
             self.display.say(f"failed: {recorder.exceeded}")
             raise SearchError(f"{recorder.exceeded}: resume the search once there is more")

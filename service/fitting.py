@@ -53,7 +53,7 @@ SPREADS = {
     "offloaded_per_s": 1.0,
     "unlaunched_share": 0.2,
     "operators_in_step": 0.05,
-    "launches_in_step": 0.3,
+    "launches_in_step": 0.1,
 }
 """By how much a coefficient may be off, as standard deviation of its logarithm, before anything was measured."""
 

@@ -89,8 +89,9 @@ class Turns:
         """Say how many trials are to come at most, and how long they may take: there is no use for more gangs."""
         self._needs = max(1, min(self._claim.gangs, trials)), left_s
 
-    def bench(self, problem: Problem, pool: ActorHandle[Pool], telemetry: Fleet, size: int) -> Bench:
-        """What `size` workers of a gang that `pool` lends from measure on, alone there from now on, for `problem`.
+    @contextlib.contextmanager
+    def bench(self, problem: Problem, pool: ActorHandle[Pool], telemetry: Fleet, size: int) -> Iterator[Bench]:
+        """What `size` workers of a gang that `pool` lends from measure on, alone there until the end, for `problem`.
 
         Waits until it is the turn of the search and they are free.
         """
@@ -102,7 +103,10 @@ class Turns:
 
         while self.waiting or (lease := leased()) is None:
             time.sleep(RETRY_S)
-        return Bench(problem, lease.mailbox, telemetry, {}, workers=lease.workers)
+        try:
+            yield Bench(problem, lease.mailbox, telemetry, {}, workers=lease.workers)
+        finally:
+            ray.get(call(pool, Pool.release, trial_id))
 
     def end(self) -> None:
         """Close the gangs and give everything back."""
@@ -187,7 +191,8 @@ def bench_in_turn(name: str, problem: Problem, size: int, preload: Sequence[str]
         turns = Turns(claim, queue, start, partial(print, file=sys.stderr, flush=True))
         turns.begin(pool)
         try:
-            yield turns.bench(problem, pool, telemetry, size)
+            with turns.bench(problem, pool, telemetry, size) as bench:
+                yield bench
         finally:
             turns.end()
             stop_telemetry(telemetry)

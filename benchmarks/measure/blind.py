@@ -41,13 +41,15 @@ from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
 from search_spaces.memory import estimate
 from service.answers.tables import render
-from service.calibrate import TRIALS, calibrate
+from service.calibrate import calibrate
 from service.cluster import ray_session
-from service.fitting import design, expected, timings
+from service.fitting import expected, timings
 from service.fitting import load as load_calibration
 from service.home import Home
+from service.home import tracking_uri as store_uri
 from service.metrics import heading
 from service.problem import Problem
+from service.record.results import Results
 from service.result import TrialResult
 from service.spec import load_spec
 
@@ -116,34 +118,30 @@ def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
 
 
 def predict_calibrated(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -> None:
-    """Append a line to `out` for each layout that has none there yet, once the cost model is calibrated to it."""
-    done = {_key(row) for row in read(out)}
+    """Append lines to `out` for each spec that has none there yet, once the cost model is calibrated to it."""
+    done = {row["spec"] for row in read(out)}
+    left = {path: spec for path, spec in specs.items() if path not in done}
     with ray_session(next(iter(specs.values())).cluster):
-        rows = _calibrated(specs, layouts, seed, done)
+        rows = _calibrated(left, layouts, seed)
         write(
             out, rows, lambda row: f"{row['before']['step_time_s']:.4g} s, now {row['foretold']['step_time_s']:.4g} s"
         )
 
 
-def _calibrated(
-    specs: Mapping[str, Problem], layouts: int, seed: int, done: Collection[tuple[str, Layout]]
-) -> Iterator[Row]:
+def _calibrated(specs: Mapping[str, Problem], layouts: int, seed: int) -> Iterator[Row]:
     """What is foretold of layouts that no calibration tried, one spec after the other."""
     for path, spec in specs.items():
         before = expected(spec.cluster)
         if before is None:
             raise SystemExit(f"{path}: there is no cost model of {spec.cluster.accelerator} to calibrate")
-        tried = design(spec.legal.layouts, spec.workload, before, min(TRIALS, spec.budget.trials))
-        new = [layout for layout in spec.legal.layouts if layout not in tried]
-        todo = [layout for layout in draw(new, layouts, seed) if (path, layout) not in done]
-        if not todo:
-            continue
         came = calibrate(spec)
+        tried = {trial.layout for trial in Results(store_uri(None)).search(came.search_id).trials}
+        new = [layout for layout in spec.legal.layouts if layout not in tried]
         print(f"{path}: {came.trials} trials")
         if (operators := came.operators) is not None:
             print(f"{operators.measured} of {operators.wanted} operators measured", *operators.left_out, sep="\n")
         alone = replace(before, operators=timings(Home.locate(), spec.cluster.accelerator))
-        for layout in todo:
+        for layout in draw(new, layouts, seed):
             yield _row(path, layout) | {
                 "foretold": foretold(spec, layout),
                 "by_operators": predicted_metrics(layout, spec.workload, alone),

@@ -418,6 +418,10 @@ class CalibrationAgenda(Agenda):
     def choose(self) -> Step | None:
         return Step(self.left.pop(0), Purpose.CALIBRATION) if self.left else None
 
+    def change(self, layouts: Sequence[Layout]) -> None:
+        """Run these instead. None was run yet."""
+        self.layouts, self.left = list(layouts), list(layouts)
+
 
 def settled(results: Sequence[TrialResult]) -> list[TrialResult]:
     """The results that count: without failures of the machines after which the layout was, or is, run again."""

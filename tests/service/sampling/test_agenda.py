@@ -455,7 +455,8 @@ def test_a_failure_of_the_machines_is_not_told_to_the_study() -> None:
 def test_a_calibration_runs_its_layouts_once_each() -> None:
     spec = spec_of(budget={"trials": 1})
     layouts = spec.legal.layouts[:3]
-    agenda = CalibrationAgenda(spec, layouts)
+    agenda = CalibrationAgenda(spec, spec.legal.layouts[1:])
+    agenda.change(layouts)
     assert (agenda.sought, agenda.to_come) == (3, 3)
     results = run(agenda)
     assert [result.layout for result in results] == list(layouts)
