@@ -30,11 +30,6 @@ EAGER_COPIES = 20
 """Values that the kernels which sequence parallelism's gathers and scatters need read and write for one of the hidden
 states, where nothing fuses them. Fitted."""
 
-DIAGONAL = 300
-"""Causal attention over S tokens takes 1 + 300 / S of the time of its FLOPs: kernels compute blocks along the diagonal
-whole. So it is with cuDNN and FlashAttention-2 alike, from 512 to 16,384 tokens, within 4% (Shah et al. 2024,
-FlashAttention-3, figure 5)."""
-
 HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
 """Of heads that attention has kernels for; others than multiples of 8 are padded to the next of them (Dao 2023)."""
 
@@ -181,10 +176,13 @@ def _sharing(ranks: int, stride: int, size: int) -> int:
 
 
 def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
-    """A backward pass takes twice the products."""
+    """A backward pass takes twice the products, and sums up the gradients of a bias."""
     rows, inside, outside = operator.dims
     forward = _products(rows, [(inside, outside, 1)], operator, c)
-    return _with_casts(forward, forward.times(2), rows, [(inside, outside, 1)], operator, c)
+    backward = forward.times(2)
+    if "bias" in operator.form:
+        backward = backward.plus(_traffic(1.0 * operator.width * rows * outside, operator.compiled, c))
+    return _with_casts(forward, backward, rows, [(inside, outside, 1)], operator, c)
 
 
 def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients) -> Load:
@@ -243,12 +241,10 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
     if engine.scores_traffic:  # of all pairs
         moved = 1.0 * engine.scores_traffic * tokens * queries * times * heads / width
-        attention = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
+        ahead = back = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
     else:
-        slower = _padded(width) / width * (engine.gathered_attention if times > 1 else 1.0)
-        slower *= 1 + DIAGONAL / (queries * times)
-        attention = Load(attention=slower * work / c.attention_flops, flops=work)
-    ahead, back = (attention._replace(attention=time * attention.attention) for time in cut.attention_time)
+        alone = _padded(width) / width * work / c.attention_flops
+        ahead, back = (Load(attention=time * alone, flops=work) for time in cut.attention.times(queries * times, width))
     return ahead.plus(copies), back.times(2.5).plus(copies, 2)
 
 
