@@ -178,17 +178,17 @@ def _sharing(ranks: int, stride: int, size: int) -> int:
 def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """A backward pass takes twice the products, and sums up the gradients of a bias."""
     rows, inside, outside = operator.dims
-    forward = _products(rows, [(inside, outside, 1)], operator, c)
+    forward = _products(rows, [(inside, outside, 1)], operator, cut, c)
     backward = forward.times(2)
     if "bias" in operator.form:
         backward = backward.plus(_traffic(1.0 * operator.width * rows * outside, operator.compiled, c))
     return _with_casts(forward, backward, rows, [(inside, outside, 1)], operator, c)
 
 
-def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients) -> Load:
+def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, cut: Cut, c: Coefficients) -> Load:
     """Products of `rows` rows with matrices (width in, width out, how many)."""
     seconds = flops = 0.0
-    speed = {"fp32": c.fp32_speed, "fp8": c.fp8_speed}.get(of.precision, 1.0)
+    speed = {"fp32": c.fp32_speed, "fp8": cut.engine.fp8_gain * c.fp8_speed}.get(of.precision, 1.0)
     for inside, outside, count in shapes:
         work = 2.0 * rows * inside * outside / speed
         traffic = of.width * (rows * inside + inside * outside + rows * outside)
@@ -287,9 +287,9 @@ def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     tokens, hidden, inner, here, chosen = operator.dims
     rows = tokens * chosen * _fullest(operator, cut, c)
     network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
-    products = _products(max(1.0, rows / here), network, operator, c).times(here)
+    products = _products(max(1.0, rows / here), network, operator, cut, c).times(here)
     if "masked" in operator.form:
-        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], operator, c)._replace(flops=0.0))
+        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], operator, cut, c)._replace(flops=0.0))
     there, back = _moving(operator, tokens * chosen * (inner * _activated(operator) + 6.0 * hidden), c)
     return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, c)
 

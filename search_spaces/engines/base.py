@@ -71,6 +71,9 @@ class EngineFacts(ABC):
     """Whether it trains models of `search_spaces.models` as `trainables` does: else only what holds for any program
     is a rule for it."""
 
+    fp8_gain: ClassVar[float] = 1.0
+    """Speed of its products in fp8, in that of `Coefficients.fp8_speed`."""
+
     fp8_experts: ClassVar[bool] = False
     """Whether it has them in experts, too."""
 

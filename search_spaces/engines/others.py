@@ -19,6 +19,11 @@ TRITON_FLASH = 1.4, 2.0
 """Time of FlashAttention in Triton in that of FlashAttention-2: 1.3 to 1.5 forward, "around" 2 backward (Dao 2023,
 section 4.1)."""
 
+FP8_ALONE = 1.8 / 1.5
+"""Speed of products in fp8 alone, 1.8 times that in bf16 (benchmarks/results/products_1xh100.txt), in what the
+`megatron` engine attains with its casts, each microbatch's of weights among them. Transformer Engine casts these in a
+step's first microbatch, and torchao once a step, before they are gathered."""
+
 BUCKET = 2**29
 """Gradients of one of InternEvo's sums."""
 
@@ -36,7 +41,7 @@ class MegatronLM(Megatron):
     name = "megatron-lm"
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
-    fp8_experts = True
+    fp8_experts, fp8_gain = True, FP8_ALONE
     sequence_first = True  # (sequence, batch, hidden) in megatron/core/transformer
     fills_pipelines = False
     empty_ends = True
@@ -106,7 +111,7 @@ class Torchtitan(Megatron):
     name = "torchtitan"
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
-    fp8_experts = True
+    fp8_experts, fp8_gain = True, FP8_ALONE
     selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
     rings_keys = True
 
