@@ -33,6 +33,11 @@ states, where nothing fuses them. Fitted."""
 HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
 """Of heads that attention has kernels for; others than multiples of 8 are padded to the next of them (Dao 2023)."""
 
+MERGING, PARTING = 38, 46
+"""Bytes that kernels move to merge a value of what comes of another rank's keys with what there is, and to add up its
+gradients and those of its key and value (`_SDPAMerger` and `_templated_ring_attention_backward` of
+`torch.distributed.tensor.experimental._attention`, PyTorch 2.6)."""
+
 MASKED = 1.3
 """Room that each masked expert makes in a training, in an even share of the tokens: what the fullest one needs, which
 hidden states have far from even. Measured alone, tokens are random, and all experts about as full. Fitted."""
@@ -90,8 +95,11 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     spread = _spread(cut, model, tokens, c)
     ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
     spared, spared_back = _spared_casts(cut, model, tokens, c)
-    forward = _total([(there, 1), (spread, 1), (spared, -1), *((load, count) for (load, _), count in ways)])
-    backward = _total([(back, 1), (spread, 1), (spared_back, -1), *((load, count) for (_, load), count in ways)])
+    merging, parting = _merged(cut, model, tokens, c)
+    beside = [(there, 1), (spread, 1), (merging, 1), (spared, -1)]
+    beside_back = [(back, 1), (spread, 1), (parting, 1), (spared_back, -1)]
+    forward = _total([*beside, *((load, count) for (load, _), count in ways)])
+    backward = _total([*beside_back, *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
     if cut.recompute == "full":
         block = block.plus(forward).plus(_left_out(cut, model, sequence_length, c), -1)
@@ -344,6 +352,7 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     spread = Load()
     if cut.context > 1:
         # Ulysses's four exchanges, or keys and values of the whole sequence.
+        keys = heads if cut.engine.rings_heads else keys
         shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
         kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
         size = cut.width * tokens * shape
@@ -355,6 +364,18 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     size = 2 * cut.width * rows * hidden
     seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
     return spread.plus(Load(experts=seconds, sent=sent))
+
+
+def _merged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
+    """What a ring of context-parallel ranks that has keys once a head of queries does beside attention: kernels merge
+    what comes of each part, and gradients of it, in fp32, in which those of keys and values go around."""
+    if cut.context == 1 or not cut.engine.rings_heads:
+        return Load(), Load()
+    values = 1.0 * tokens * cut.shares(model)[2] * (cut.context - 1)
+    size = 2 * 4 * values * cut.context / (cut.context - 1)
+    seconds, sent = communicate(Collective.ALL_GATHER, size, 1, cut.context, cut.tensor, cut.places, c)
+    back = Load(context=c.contention * seconds, sent=sent)
+    return _traffic(MERGING * values, False, c), back.plus(_traffic(PARTING * values, False, c))
 
 
 def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:

@@ -96,6 +96,9 @@ class EngineFacts(ABC):
     """Whether context parallelism sends keys and values around while it computes (Liu et al. 2023), and keeps its own
     alone."""
 
+    rings_heads: ClassVar[bool] = False
+    """Whether it does so with a key and a value for each head of queries, kernel by kernel."""
+
     scores_traffic: ClassVar[int] = 0
     """Bytes that kernels move forward for a score of attention; 0 where it is fused, and keeps no scores."""
 

@@ -114,6 +114,7 @@ class Torchtitan(Megatron):
     fp8_experts, fp8_gain = True, FP8_ALONE
     selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
     rings_keys = True
+    rings_heads = True  # `repeat_kv` of torchtitan/models/llama/model.py, before attention
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         return flash_2(accelerator)
@@ -128,6 +129,7 @@ class Composer(Megatron):
     (`scripts/train/benchmarking/submit_benchmarks.py` of 2023), and its cross-entropy in place."""
 
     name = "composer"
+    fp8_gain = FP8_ALONE
 
     def eager_loss_bytes(self, layout: Layout) -> int:
         return 6
