@@ -12,7 +12,7 @@ LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.51, 0.8, 0.985
 """What is attained of the bandwidth of links and adapters, and at what share of the power limit mean power is held: on
 H200, but for the adapters, which are a guess."""
 
-ATTENTION_SHARE = 0.615
+ATTENTION_SHARE = 0.61
 """Of the peak, what attention in heads 128 wide attains over many tokens, in trainings on H100 and H200."""
 
 IDLE_SHARE = 0.9
