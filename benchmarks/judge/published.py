@@ -8,8 +8,8 @@ known (`search_spaces.engines.others`), else as one of the `megatron` engine's, 
 program does otherwise than another. Stages that a row does not name are as even as can be. Printed are, by source:
 
 - the mean and the largest error in step time, also by precision, by data sheet; what is left of it once all
-  predictions of the source are multiplied by one factor; and after a fit to `COUNT` of its layouts, drawn at random, on
-  the others;
+  predictions of the source are multiplied by one factor; and after a fit to `COUNT` of its layouts, drawn at random,
+  each accelerator's apart, on the others;
 - within each group, of one model on one cluster, the rank correlation of step times, and how much slower than the best
   the layout is that is foretold to be the best;
 - the error in peak memory, where it was published, by what was published of it;
