@@ -6,6 +6,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+from search_spaces.attention import Kernel
 from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
 from search_spaces.layout import Layout
@@ -52,7 +53,7 @@ class Cut(NamedTuple):
     width: int
     autocast: bool
     leaves_out_last: bool
-    attention_time: tuple[float, float]
+    attention: Kernel
     places: Places
 
     @classmethod
@@ -72,7 +73,7 @@ class Cut(NamedTuple):
             layout.width,
             engine.autocasts(layout),
             engine.leaves_out_last(layout),
-            engine.attention_time(work.accelerator, work.shape.head_dim),
+            engine.attention(work.accelerator, engine.exchanges_heads or layout.context_parallel_size == 1),
             Places.of(layout, work),
         )
 

@@ -12,6 +12,9 @@ LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.51, 0.8, 0.985
 """What is attained of the bandwidth of links and adapters, and at what share of the power limit mean power is held: on
 H200, but for the adapters, which are a guess."""
 
+ATTENTION_SHARE = 0.61
+"""Of the peak, what attention in heads 128 wide attains over many tokens, in trainings on H100 and H200."""
+
 IDLE_SHARE = 0.9
 """Of a power limit, at most, that a GPU is taken to draw while it waits."""
 
@@ -172,11 +175,11 @@ def _gpu(name: str, joules_per_flop: float, idle_w: float) -> Coefficients:
     assert link is not None
     assert network is not None
     assert limit is not None
-    most = sheet.published_mfu or 1.0
+    most = sheet.published_mfu or COUNTED
     return Coefficients(
         source=f"data sheet of {name}",
         matmul_flops=(sheet.products or min(0.9, most)) * peak,
-        attention_flops=(0.57 if sheet.products else min(0.57, most / COUNTED)) * peak,
+        attention_flops=(sheet.attention or min(ATTENTION_SHARE, most / COUNTED)) * peak,
         fp32_speed=fp32 / peak,
         fp8_speed=1.5 if sheet.fp8 else 1.0,
         memory_bytes_per_s=0.8 * memory,

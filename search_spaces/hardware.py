@@ -17,7 +17,8 @@ class Accelerator:
     the node together, one way; `network_bytes_per_s`: the device's share of a node's usual network, one way.
     `platform`: the module of `trainables.platforms` that runs ranks on it; None for that which torch was built for.
     `published_mfu`: where Wattune itself was never measured on it, the largest MFU that others published of it, and
-    `products`: the share of the peak that large matrix products were seen to attain, None where that is not known.
+    `products`, `attention`: the shares of the peak that large matrix products and attention over many tokens were seen
+    to attain, None where that is not known.
     """
 
     memory_gib: float | None = None
@@ -32,6 +33,7 @@ class Accelerator:
     platform: str | None = "cuda"
     published_mfu: float | None = None
     products: float | None = None
+    attention: float | None = None
 
 
 class Bandwidth(NamedTuple):
@@ -70,11 +72,31 @@ ACCELERATORS: dict[str, Accelerator] = {
     # 8192 tokens (Dao 2023, FlashAttention-2, table 1). Products: 271 TFLOP/s (Bekman, Machine Learning Engineering,
     # maximum achievable matmul FLOPS); FlashAttention-2 attains 50 to 73% of the peak (Dao 2023, abstract).
     "a100": Accelerator(
-        80.0, 312e12, False, True, 19.5e12, 2.039e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72, products=0.87
+        80.0,
+        312e12,
+        False,
+        True,
+        19.5e12,
+        2.039e12,
+        *NETWORKS["nvlink3_hdr"],
+        400.0,
+        published_mfu=0.72,
+        products=0.87,
+        attention=0.6,
     ),
     # NVIDIA A100 40GB SXM data sheet: as that of 80 GB, but for the memory.
     "a100-40": Accelerator(
-        40.0, 312e12, False, True, 19.5e12, 1.555e12, *NETWORKS["nvlink3_hdr"], 400.0, published_mfu=0.72, products=0.87
+        40.0,
+        312e12,
+        False,
+        True,
+        19.5e12,
+        1.555e12,
+        *NETWORKS["nvlink3_hdr"],
+        400.0,
+        published_mfu=0.72,
+        products=0.87,
+        attention=0.6,
     ),
     # NVIDIA HGX B200 data sheet (dense rates); usable memory as NVML reports it. MFU: 1676 TFLOP/s, Llama 3.1 405B in
     # fp8 (Megatron-Bridge, performance summary of 25.09); none as large was published in bf16.

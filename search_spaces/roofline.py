@@ -30,13 +30,13 @@ EAGER_COPIES = 20
 """Values that the kernels which sequence parallelism's gathers and scatters need read and write for one of the hidden
 states, where nothing fuses them. Fitted."""
 
-DIAGONAL = 300
-"""Causal attention over S tokens takes 1 + 300 / S of the time of its FLOPs: kernels compute blocks along the diagonal
-whole. So it is with cuDNN and FlashAttention-2 alike, from 512 to 16,384 tokens, within 4% (Shah et al. 2024,
-FlashAttention-3, figure 5)."""
-
 HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
 """Of heads that attention has kernels for; others than multiples of 8 are padded to the next of them (Dao 2023)."""
+
+MERGING, PARTING = 38, 46
+"""Bytes that kernels move to merge a value of what comes of another rank's keys with what there is, and to add up its
+gradients and those of its key and value (`_SDPAMerger` and `_templated_ring_attention_backward` of
+`torch.distributed.tensor.experimental._attention`, PyTorch 2.6)."""
 
 MASKED = 1.3
 """Room that each masked expert makes in a training, in an even share of the tokens: what the fullest one needs, which
@@ -95,8 +95,11 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     spread = _spread(cut, model, tokens, c)
     ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
     spared, spared_back = _spared_casts(cut, model, tokens, c)
-    forward = _total([(there, 1), (spread, 1), (spared, -1), *((load, count) for (load, _), count in ways)])
-    backward = _total([(back, 1), (spread, 1), (spared_back, -1), *((load, count) for (_, load), count in ways)])
+    merging, parting = _merged(cut, model, tokens, c)
+    beside = [(there, 1), (spread, 1), (merging, 1), (spared, -1)]
+    beside_back = [(back, 1), (spread, 1), (parting, 1), (spared_back, -1)]
+    forward = _total([*beside, *((load, count) for (load, _), count in ways)])
+    backward = _total([*beside_back, *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
     if cut.recompute == "full":
         block = block.plus(forward).plus(_left_out(cut, model, sequence_length, c), -1)
@@ -181,16 +184,19 @@ def _sharing(ranks: int, stride: int, size: int) -> int:
 
 
 def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
-    """A backward pass takes twice the products."""
+    """A backward pass takes twice the products, and sums up the gradients of a bias."""
     rows, inside, outside = operator.dims
-    forward = _products(rows, [(inside, outside, 1)], operator, c)
-    return _with_casts(forward, forward.times(2), rows, [(inside, outside, 1)], operator, c)
+    forward = _products(rows, [(inside, outside, 1)], operator, cut, c)
+    backward = forward.times(2)
+    if "bias" in operator.form:
+        backward = backward.plus(_traffic(1.0 * operator.width * rows * outside, operator.compiled, c))
+    return _with_casts(forward, backward, rows, [(inside, outside, 1)], operator, c)
 
 
-def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients) -> Load:
+def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, cut: Cut, c: Coefficients) -> Load:
     """Products of `rows` rows with matrices (width in, width out, how many)."""
     seconds = flops = 0.0
-    speed = {"fp32": c.fp32_speed, "fp8": c.fp8_speed}.get(of.precision, 1.0)
+    speed = {"fp32": c.fp32_speed, "fp8": cut.engine.fp8_gain * c.fp8_speed}.get(of.precision, 1.0)
     for inside, outside, count in shapes:
         work = 2.0 * rows * inside * outside / speed
         traffic = of.width * (rows * inside + inside * outside + rows * outside)
@@ -243,12 +249,10 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
     if engine.scores_traffic:  # of all pairs
         moved = 1.0 * engine.scores_traffic * tokens * queries * times * heads / width
-        attention = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
+        ahead = back = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
     else:
-        slower = _padded(width) / width * (engine.gathered_attention if times > 1 else 1.0)
-        slower *= 1 + DIAGONAL / (queries * times)
-        attention = Load(attention=slower * work / c.attention_flops, flops=work)
-    ahead, back = (attention._replace(attention=time * attention.attention) for time in cut.attention_time)
+        alone = _padded(width) / width * work / c.attention_flops
+        ahead, back = (Load(attention=time * alone, flops=work) for time in cut.attention.times(queries * times, width))
     return ahead.plus(copies), back.times(2.5).plus(copies, 2)
 
 
@@ -291,9 +295,9 @@ def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     tokens, hidden, inner, here, chosen = operator.dims
     rows = tokens * chosen * _fullest(operator, cut, c)
     network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
-    products = _products(max(1.0, rows / here), network, operator, c).times(here)
+    products = _products(max(1.0, rows / here), network, operator, cut, c).times(here)
     if "masked" in operator.form:
-        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], operator, c)._replace(flops=0.0))
+        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], operator, cut, c)._replace(flops=0.0))
     there, back = _moving(operator, tokens * chosen * (inner * _activated(operator) + 6.0 * hidden), c)
     return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, c)
 
@@ -348,6 +352,7 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     spread = Load()
     if cut.context > 1:
         # Ulysses's four exchanges, or keys and values of the whole sequence.
+        keys = heads if cut.engine.rings_heads else keys
         shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
         kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
         size = cut.width * tokens * shape
@@ -359,6 +364,18 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     size = 2 * cut.width * rows * hidden
     seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
     return spread.plus(Load(experts=seconds, sent=sent))
+
+
+def _merged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
+    """What a ring of context-parallel ranks that has keys once a head of queries does beside attention: kernels merge
+    what comes of each part, and gradients of it, in fp32, in which those of keys and values go around."""
+    if cut.context == 1 or not cut.engine.rings_heads:
+        return Load(), Load()
+    values = 1.0 * tokens * cut.shares(model)[2] * (cut.context - 1)
+    size = 2 * 4 * values * cut.context / (cut.context - 1)
+    seconds, sent = communicate(Collective.ALL_GATHER, size, 1, cut.context, cut.tensor, cut.places, c)
+    back = Load(context=c.contention * seconds, sent=sent)
+    return _traffic(MERGING * values, False, c), back.plus(_traffic(PARTING * values, False, c))
 
 
 def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:

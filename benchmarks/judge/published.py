@@ -8,8 +8,8 @@ known (`search_spaces.engines.others`), else as one of the `megatron` engine's, 
 program does otherwise than another. Stages that a row does not name are as even as can be. Printed are, by source:
 
 - the mean and the largest error in step time, also by precision, by data sheet; what is left of it once all
-  predictions of the source are multiplied by one factor; and after a fit to `COUNT` of its layouts, drawn at random, on
-  the others;
+  predictions of the source are multiplied by one factor; and after a fit to `COUNT` of its layouts, drawn at random,
+  each accelerator's apart, on the others;
 - within each group, of one model on one cluster, the rank correlation of step times, and how much slower than the best
   the layout is that is foretold to be the best;
 - the error in peak memory, where it was published, by what was published of it;
@@ -302,15 +302,26 @@ def times(rows: Sequence[Published], seeds: int) -> str:
 
 
 def _fitted(timed: Sequence[tuple[Observation, Coefficients]], seeds: int) -> list[float]:
-    """Errors on what a fit was not made of; none where a source has too few layouts."""
+    """Errors on what a fit was not made of; none where a source has too few layouts.
+
+    Each accelerator has coefficients of its own, as `wattune calibrate` keeps them: fitted to its own of the layouts
+    drawn, or to all of them where none is of it.
+    """
     if len(timed) <= COUNT:
         return []
     errors = []
     for seed in range(seeds):
         drawn = random.Random(seed).sample(range(len(timed)), COUNT)
-        by = shifts([timed[index] for index in drawn])
+        known = defaultdict(list)
+        for index in drawn:
+            known[timed[index][0].work.accelerator].append(timed[index])
+        by = {accelerator: shifts(its) for accelerator, its in known.items()}
         others = [pair for index, pair in enumerate(timed) if index not in drawn]
-        errors += [abs(ratios(observed, shifted(sheet, by))[0] - 1) for observed, sheet in others]
+        if any(observed.work.accelerator not in by for observed, _ in others):
+            in_common = shifts([timed[index] for index in drawn])
+        for observed, sheet in others:
+            own = by.get(observed.work.accelerator)
+            errors.append(abs(ratios(observed, shifted(sheet, in_common if own is None else own))[0] - 1))
     return errors
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from search_spaces.attention import CUDNN, FLASH_2, FLASH_2_ON_HOPPER, Kernel
 from search_spaces.coefficients import Coefficients
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
@@ -24,17 +25,9 @@ Condition = Callable[[Layout], bool]
 Same = Callable[[Any, Layout], Any]
 
 
-NARROW = 64
-"""Width of heads up to which kernels of attention are slower: there are as many exponentials to fewer products."""
-
-CUDNN_NARROW, FLASH_2_NARROW = (1.40, 1.20), (1.13, 1.11)
-"""Time of narrow heads, forward and backward, in that of as many FLOPs with heads 128 wide, over 8192 tokens on H100
-(Shah et al. 2024, FlashAttention-3, figures 5 and 6)."""
-
-
-def narrow(times: tuple[float, float], head_dim: int) -> tuple[float, float]:
-    """Such `times` where heads are narrow, one where they are not."""
-    return times if head_dim <= NARROW else (1.0, 1.0)
+def flash_2(accelerator: Accelerator) -> Kernel:
+    """FlashAttention-2, than which none is faster before Hopper."""
+    return FLASH_2.slower(FLASH_2_ON_HOPPER, FLASH_2_ON_HOPPER) if accelerator.fp8 else FLASH_2
 
 
 @dataclass(frozen=True)
@@ -78,6 +71,9 @@ class EngineFacts(ABC):
     """Whether it trains models of `search_spaces.models` as `trainables` does: else only what holds for any program
     is a rule for it."""
 
+    fp8_gain: ClassVar[float] = 1.0
+    """Speed of its products in fp8, in that of `Coefficients.fp8_speed`."""
+
     fp8_experts: ClassVar[bool] = False
     """Whether it has them in experts, too."""
 
@@ -100,8 +96,8 @@ class EngineFacts(ABC):
     """Whether context parallelism sends keys and values around while it computes (Liu et al. 2023), and keeps its own
     alone."""
 
-    gathered_attention: ClassVar[float] = 1.0
-    """Time of attention where context parallelism gathers keys and values, in that of the same amount without."""
+    rings_heads: ClassVar[bool] = False
+    """Whether it does so with a key and a value for each head of queries, kernel by kernel."""
 
     scores_traffic: ClassVar[int] = 0
     """Bytes that kernels move forward for a score of attention; 0 where it is fused, and keeps no scores."""
@@ -156,12 +152,12 @@ class EngineFacts(ABC):
         """Whether the engine has use for an axis in a layout that is settled up to it."""
         return axis not in self.unused or not self.unused[axis](layout)
 
-    def attention_time(self, accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
-        """Time of its attention, forward and backward, in that of the best kernels there with heads 128 wide.
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        """The kernel of its attention, which is not square where queries are of fewer tokens than keys.
 
-        Of scaled dot-product attention as torch has it: cuDNN's on Hopper, elsewhere FlashAttention-2's.
+        That of scaled dot-product attention as torch has it: cuDNN's on Hopper, elsewhere FlashAttention-2's.
         """
-        return narrow(CUDNN_NARROW if accelerator.fp8 else FLASH_2_NARROW, head_dim)
+        return CUDNN if accelerator.fp8 else FLASH_2
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """Whether full recomputation of a block without experts ends at the last input that a backward pass needs, and

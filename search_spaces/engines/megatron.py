@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from search_spaces.attention import Kernel
 from search_spaces.coefficients import Coefficients
-from search_spaces.engines.base import Condition, EngineFacts, Rule, Same, States
+from search_spaces.engines.base import Condition, EngineFacts, Rule, Same, States, flash_2
+from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import Held
@@ -38,9 +40,10 @@ class Megatron(EngineFacts):
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _zero_stage}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {"async_tensor_parallel": (megatron_overlaps_no_casts,)}
     fp8 = True
-    # Such attention is not square, and torch leaves it to FlashAttention-2; the other it has from cuDNN on Hopper.
-    # Fitted.
-    gathered_attention = 1.9
+
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        """torch leaves attention that is not square to FlashAttention-2."""
+        return super().attention(accelerator, is_square) if is_square else flash_2(accelerator)
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         """DTensors take their time in eager blocks, and so do casts to fp8, whose products are of no DTensors."""

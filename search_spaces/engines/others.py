@@ -8,31 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from search_spaces.engines.base import FLASH_2_NARROW, Rule, Same, States, narrow
+from search_spaces.attention import Kernel
+from search_spaces.engines.base import Rule, Same, States, flash_2
 from search_spaces.engines.megatron import Megatron
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.parameters import Held
 
-FLASH_2_ON_HOPPER = 1.45
-"""Time of FlashAttention-2 in that of cuDNN on H100: 1.6 forward and 1.4 backward, with heads 128 wide (Shah et al.
-2024, FlashAttention-3, figures 5 and 6). Before Hopper none is faster."""
+TRITON_FLASH = 1.4, 2.0
+"""Time of FlashAttention in Triton in that of FlashAttention-2: 1.3 to 1.5 forward, "around" 2 backward (Dao 2023,
+section 4.1)."""
 
-TRITON_FLASH = 1.3, 2.5
-"""Time of FlashAttention in Triton, forward and backward, in that of FlashAttention-2: the ends of what Dao 2023 has in
-section 4.1."""
+FP8_ALONE = 1.8 / 1.5
+"""Speed of products in fp8 alone, 1.8 times that in bf16 (benchmarks/results/products_1xh100.txt), in what the
+`megatron` engine attains with its casts, each microbatch's of weights among them. Transformer Engine casts these in a
+step's first microbatch, and torchao once a step, before they are gathered."""
 
 BUCKET = 2**29
 """Gradients of one of InternEvo's sums."""
 
 TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
-
-
-def _flash_2(accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
-    time = FLASH_2_ON_HOPPER if accelerator.fp8 else 1.0
-    forward, backward = narrow(FLASH_2_NARROW, head_dim)
-    return time * forward, time * backward
 
 
 class MegatronLM(Megatron):
@@ -45,16 +41,20 @@ class MegatronLM(Megatron):
     name = "megatron-lm"
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
-    fp8_experts = True
+    fp8_experts, fp8_gain = True, FP8_ALONE
     sequence_first = True  # (sequence, batch, hidden) in megatron/core/transformer
     fills_pipelines = False
     empty_ends = True
-    rings_keys, gathered_attention = True, 1.0
+    rings_keys = True
     gathers_again = True  # Korthikanti et al. 2022, section 4.2.2
     splits_sends = True  # Narayanan et al. 2021, section 4.1
     releases_gradients = False
     shared_loss_bytes = 10  # a copy in fp32, in which all is computed in place, and logits and gradients
     shared_loss_traffic = 40
+
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        """Around the ring, ranks compute squares."""
+        return super().attention(accelerator, is_square=True)
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """`CheckpointFunction` of `megatron/core/tensor_parallel/random.py` runs blocks as a whole."""
@@ -111,12 +111,13 @@ class Torchtitan(Megatron):
     name = "torchtitan"
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
-    fp8_experts = True
+    fp8_experts, fp8_gain = True, FP8_ALONE
     selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
-    rings_keys, gathered_attention = True, Megatron.gathered_attention / FLASH_2_ON_HOPPER
+    rings_keys = True
+    rings_heads = True  # `repeat_kv` of torchtitan/models/llama/model.py, before attention
 
-    def attention_time(self, accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
-        return _flash_2(accelerator, head_dim)
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        return flash_2(accelerator)
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """The compiler sees what is computed again, and leaves out what nothing needs."""
@@ -128,13 +129,13 @@ class Composer(Megatron):
     (`scripts/train/benchmarking/submit_benchmarks.py` of 2023), and its cross-entropy in place."""
 
     name = "composer"
+    fp8_gain = FP8_ALONE
 
     def eager_loss_bytes(self, layout: Layout) -> int:
         return 6
 
-    def attention_time(self, accelerator: Accelerator, head_dim: int) -> tuple[float, float]:
-        (forward, backward), (ahead, back) = TRITON_FLASH, _flash_2(accelerator, head_dim)
-        return forward * ahead, backward * back
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        return flash_2(accelerator).slower(*TRITON_FLASH)
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """PyTorch 2.0 runs blocks as a whole."""

@@ -190,6 +190,12 @@ def test_what_programs_of_others_do_otherwise() -> None:
     assert parts("composer")["attention"] > parts("torchtitan")["attention"] > parts("megatron-lm")["attention"]
     ring, gathered = (parts(name, context_parallel_size=2) for name in ("megatron-lm", "megatron"))
     assert ring["attention"] < gathered["attention"]
+    merged = parts("torchtitan", context_parallel_size=2)  # keys once a head go around, and kernels merge in fp32
+    assert merged["context_parallel"] > 4 * ring["context_parallel"]
+    assert merged["elementwise"] > 1.1 * parts("torchtitan")["elementwise"] / 2
+    eager = {"precision": "fp8", "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    slow, fast = (parts(name, **eager)["matmul"] for name in ("megatron", "composer"))
+    assert fast < 0.9 * slow
 
     kept, again = (
         memory.estimate(others_layout(name, sequence_parallel=True), work).ranks[0].activations

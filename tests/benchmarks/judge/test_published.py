@@ -106,6 +106,25 @@ def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest
     assert fitted < sheet / 3
 
 
+def test_each_accelerator_is_fitted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One is slower than its data sheet, and the other faster."""
+    layouts = [
+        {"tp": tensor, "mbs": size, "seq_parallel": 1, "gpu": gpu}
+        for tensor in (1, 2, 4, 8)
+        for size in (1, 2)
+        for gpu in ("h100", "h200")
+    ]
+    seconds = foretold(table(tmp_path / "blind.csv", *layouts))
+    by = {"h100": 1.3, "h200": 0.8}
+    changes = [
+        layout | {"step_time_s": by[str(layout["gpu"])] * each} for layout, each in zip(layouts, seconds, strict=True)
+    ]
+    published.main([str(table(tmp_path / "table.csv", *changes)), "--seeds", "1"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("s  "))
+    sheet, fitted = (float(line.split()[index].rstrip("%")) for index in (2, -1))
+    assert fitted < sheet / 3
+
+
 def test_a_source_of_several_precisions_is_told_by_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds: list[dict[str, object]] = [
         {"precision": "bf16"},
