@@ -139,9 +139,10 @@ def _block(cut: Cut, model: ModelShape, sequence_length: int, plain: str) -> tup
     used[_attention(cut, model, sequence_length, between)] = 1
     used.update(_products(cut, model, tokens))
     if model.num_experts:
-        here, form = model.num_experts // cut.experts, "masked" if cut.engine.masks_experts else "grouped"
+        here, filled = model.num_experts // cut.experts, cut.engine.fills_experts
         dims = (tokens, hidden, inner, here, model.experts_per_token)
-        used[Operator(Kind.EXPERTS, dims, cut.precision, cut.compile, (model.family, form))] = 1
+        form = (model.family, "filled" if filled else "grouped")
+        used[Operator(Kind.EXPERTS, dims, cut.precision, cut.compile and not filled, form)] = 1
     else:
         used[Operator(Kind.ACTIVATION, (tokens, inner), between, cut.compile, (model.family,))] = 1
     if cut.sequence_parallel and not cut.engine.sequence_first:

@@ -33,10 +33,10 @@ H100 (benchmarks/results/README.md)."""
 ADDED_AGAIN = 1.8
 """The same of what an engine or a precision adds to a block."""
 
-TOGETHER = 4
+TOGETHER = 5
 """Power of the mean by which a microbatch takes longer than the longer of what its GPU computes and its CPU launches:
-each is the longer one for a while, as forward passes are short on the GPU, and the CPU's lead is bounded. A fiftieth is
-added where one takes twice as long as the other, a fifth where both are alike. Of GPT's blocks on H100."""
+each is the longer one for a while, as forward passes are short on the GPU, and the CPU's lead is bounded. Next to
+nothing is added where one takes twice as long as the other, a seventh where both are alike. Fitted on H100 and H200."""
 
 IN_TURNS = 3
 """The same where the CPU waits in each block for some of what it gave the GPU. Of DeepSpeed's experts on H100."""

@@ -49,7 +49,7 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     for rank in range(layout.pipeline_parallel_size):
         alike[_content(layout, work, rank)].append(rank)
     memory = estimate(layout, work, range(layout.pipeline_parallel_size)).ranks
-    uneven = layout.expert_parallel_size > 1 and not engine_of(layout).masks_experts
+    uneven = layout.expert_parallel_size > 1 and not engine_of(layout).fills_experts
     shares = list(Share) if uneven else [Share.EVEN]
     found = []
     for ranks in alike.values():

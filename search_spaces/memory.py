@@ -50,10 +50,8 @@ SPARE_LOSS_BYTES = 10
 """A logit, of a loss that is not compiled, that the backward passes of the blocks use again. Fitted."""
 
 IMBALANCE = 2.8
-"""Tokens that come to the experts of the fullest rank, in those of an even share, while routers are young. Fitted."""
-
-FULLEST = 1.5
-"""Likewise of the fullest of all experts, where a GPU has them all. Fitted, with a margin: 0.7 and 1.1 (H100)."""
+"""Tokens that come to the experts of the fullest rank, in those of an even share, while routers are young, or to the
+fullest expert, for as many as which all make room where an engine fills them. Fitted."""
 
 
 @dataclass(frozen=True)
@@ -356,15 +354,15 @@ def _block_activations(
         attention *= 2
     elif context > 1 and not engine.rings_keys:  # keys and values of whole sequences, once a head
         attention += heads + 2 * heads * context
-    masks = 0.0
+    routing = 0.0
     if model.num_experts:
         spread = layout.expert_parallel_size > 1
-        fullest = 1.0 if engine.routes_evenly else IMBALANCE if spread else FULLEST
-        rows = model.experts_per_token * (fullest if spread else 1.0)
+        uneven = (spread or engine.fills_experts) and not engine.routes_evenly
+        rows = model.experts_per_token * (IMBALANCE if uneven else 1.0)
         results = model.experts_per_token * hidden
         network, products = rows * (hidden + 4 * inner) + results, rows * (2 * inner + hidden) + results
-        if engine.masks_experts:  # weights in fp32 and masks in bf16 of each token, expert, and place there
-            masks = 6.0 * fullest * model.experts_per_token * tokens
+        if engine.fills_experts:  # hidden states in fp32, for the router and for its loss
+            routing = 8.0 * hidden
     elif model.family == "llama":
         network, products = (3 if layout.compile else 4) * inner, 2 * inner
     else:
@@ -377,12 +375,12 @@ def _block_activations(
         given += (0 if layout.compile else heads) - inner
         cast = 0.0 if layout.compile else model.block_parameters / tensor
     scores = 5.0 * tokens * sequence * model.heads / tensor if engine.scores_traffic else 0.0
-    whole = tokens * (layout.width * (2 * outside + attention + network) + given + masks) + scores + cast
+    whole = tokens * (layout.width * (2 * outside + attention + network) + given + routing) + scores + cast
     if layout.recompute == "none":
         return whole, whole
     if layout.recompute == "full":
         return tokens * layout.width * outside, whole
-    return min(whole, tokens * (layout.width * (3 * outside + attention + products) + masks)), whole
+    return min(whole, tokens * layout.width * (3 * outside + attention + products)), whole
 
 
 def _logits(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int) -> tuple[float, float, float]:

@@ -20,7 +20,7 @@ class Kind(StrEnum):
     - `NORM`: rows, width; a norm and the sum before it, in the family's form; `autocast`.
     - `ACTIVATION`: rows, width; the activation function, with the gate of a `llama`, or that of a `gpt`.
     - `EXPERTS`: tokens, width, width of an expert, experts, experts of a token; all from the router to the sum of what
-      experts made, the tokens `grouped` for one product of all experts or `masked` for one after the other.
+      experts made: `grouped`, one product of all experts, or one after the other, each `filled` up to the fullest.
     - `COPIES`: rows, width; of hidden states, for gathers and scatters along the sequence.
     - `EMBEDDING`: tokens, width, entries of the table; `shared` by tensor-parallel ranks.
     - `LOSS`: tokens, entries; `shared`.

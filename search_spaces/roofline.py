@@ -38,9 +38,20 @@ MERGING, PARTING = 38, 46
 gradients and those of its key and value (`_SDPAMerger` and `_templated_ring_attention_backward` of
 `torch.distributed.tensor.experimental._attention`, PyTorch 2.6)."""
 
-MASKED = 1.3
-"""Room that each masked expert makes in a training, in an even share of the tokens: what the fullest one needs, which
+FILLED = 1.3
+"""Room that each filled expert makes in a training, in an even share of the tokens: what the fullest one needs, which
 hidden states have far from even. Measured alone, tokens are random, and all experts about as full. Fitted."""
+
+ROUTED = 8
+"""Values that kernels around filled experts read and write for one of the hidden states, once for each expert that its
+token has: a copy with a row for what is empty, one from it, the product with the gate, in fp32, and the sum
+(`_sparse_encode` and `_sparse_decode` of `deepspeed/moe/sharded_moe.py`, release 0.19.8). Four more are of what each
+expert has room for."""
+
+COUNTED_S = 0.21e-6
+"""Seconds in which a GPU finds a token's place among those of one of its experts, where these are filled: sums along
+the tokens, one after the other (`torch.cumsum` in `deepspeed/moe/sharded_moe.py`). On H100 and H200 alike, of 4,096 to
+32,768 tokens."""
 
 AUTOCAST_NORMS = 25
 """Values that autocast's kernels read and write for one of the hidden states of a block: norms, which are in fp32, and
@@ -285,20 +296,20 @@ def _activated(operator: Operator) -> float:
 
 def _fullest(experts: Operator, cut: Cut, c: Coefficients) -> float:
     """For how many tokens the experts here compute, in those of an even share."""
-    return (c.expert_imbalance if cut.is_uneven else 1.0) * (MASKED if "masked" in experts.form else 1.0)
+    return (c.expert_imbalance if cut.is_uneven else 1.0) * (FILLED if "filled" in experts.form else 1.0)
 
 
 def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
-    """The busiest rank has more tokens than an even share. Those that are `masked` are dealt out and collected by
-    products with masks of each token, expert and place there, nearly all of it zeros, which draw next to nothing; the
-    others are sorted by expert, and back."""
+    """The busiest rank has more tokens than an even share, and where experts are `filled`, each has as many as the
+    fullest. Tokens are copied to their experts and back, by more kernels there, which add up in fp32."""
     tokens, hidden, inner, here, chosen = operator.dims
     rows = tokens * chosen * _fullest(operator, cut, c)
     network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
     products = _products(max(1.0, rows / here), network, operator, cut, c).times(here)
-    if "masked" in operator.form:
-        products = products.plus(_products(tokens, [(hidden, round(rows), 2)], operator, cut, c)._replace(flops=0.0))
-    there, back = _moving(operator, tokens * chosen * (inner * _activated(operator) + 6.0 * hidden), c)
+    filled = "filled" in operator.form
+    outside = (ROUTED * tokens * chosen + 4.0 * rows if filled else 6.0 * tokens * chosen) * hidden
+    there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
+    there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen if filled else 0.0))
     return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, c)
 
 

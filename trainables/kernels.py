@@ -234,7 +234,7 @@ def _experts(operator: Operator) -> Made:
     if here < chosen:
         raise Unmeasured("a GPU has fewer experts than a token")
     shape = _shape(hidden=hidden, ffn_hidden=inner, num_experts=here, experts_per_token=chosen)
-    if "masked" in operator.form:
+    if "filled" in operator.form:
         import deepspeed
 
         from trainables.engines.deepspeed.engine import DispatchedExperts

@@ -118,9 +118,8 @@ class EngineFacts(ABC):
     sends_one_by_one: ClassVar[bool] = False
     """Whether a rank of a pipeline waits for each message that it sends or receives before it goes on."""
 
-    masks_experts: ClassVar[bool] = False
-    """Whether tokens are dealt out to experts and collected by products with masks of each token, expert and place
-    there (Lepikhin et al. 2020, section 2.2), of which all experts then have as many as the fullest needs."""
+    fills_experts: ClassVar[bool] = False
+    """Whether experts, computed one after the other, all make room for as many tokens as the fullest needs."""
 
     launched_with_experts: ClassVar[float] = 2.0
     """Time of the CPU for a block with experts, compiled or not, in that for an eager one without. Fitted."""

@@ -108,7 +108,7 @@ class DeepSpeed(EngineFacts):
     splits_tables = False
     exchanges_heads = True
     sends_one_by_one = True
-    masks_experts = True
+    fills_experts = True
     launched_with_experts = 4.0
     sums_inputs_apart = True
     releases_gradients = False

@@ -274,7 +274,7 @@ def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
         """The step where the CPU has so many times as much to do."""
         return seconds(ALONE, replace(IDEAL, eager_launch_s=times * computing / blocks / rounds)) / computing
 
-    assert beside(1.0) == pytest.approx(2 ** (1 / 4))
+    assert beside(1.0) == pytest.approx(2 ** (1 / 5))
     assert beside(0.5) == pytest.approx(1.0, abs=0.02)
     assert beside(2.0) == pytest.approx(2.0, abs=0.04)
 

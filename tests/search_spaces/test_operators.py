@@ -204,7 +204,7 @@ def test_gradients_are_summed_while_the_cpu_launches() -> None:
 
 
 def test_a_gpu_does_nothing_while_deepspeeds_experts_make_the_cpu_wait_for_it() -> None:
-    """With as much to do for the CPU as for the GPU: the root of the sum of cubes, not of fourth powers."""
+    """With as much to do for the CPU as for the GPU: the root of the sum of cubes, not of fifth powers."""
     work = next(work for work in WORKS if work.shape.num_experts)
     for engine, waits in (("deepspeed", True), ("megatron", False)):
         layout = Layout(engine, 1, 16)
@@ -213,7 +213,7 @@ def test_a_gpu_does_nothing_while_deepspeeds_experts_make_the_cpu_wait_for_it() 
         alike = OperatorTiming(launch_of(layout, work), computing / 16 / (work.shape.layers + 1))
         longer = predict(layout, work, with_timings(alike)).step_time_s / computing - 1
         # While it waits it draws less, so that a power limit slows it less.
-        assert longer == pytest.approx((2 ** (1 / 3) if waits else 2**0.25) - 1, abs=0.03)
+        assert longer == pytest.approx((2 ** (1 / 3) if waits else 2**0.2) - 1, abs=0.03)
 
 
 def test_a_block_with_experts_is_launched_as_slowly_compiled_as_eager() -> None:
@@ -222,22 +222,24 @@ def test_a_block_with_experts_is_launched_as_slowly_compiled_as_eager() -> None:
         eager = Layout("megatron", 1, 16, recompute=recompute)
         assert launch_s(replace(eager, compile=True), mixture, SHEET) == launch_s(eager, mixture, SHEET)
         assert launch_s(eager, mixture, SHEET) == pytest.approx(2 * launch_s(eager, plain, SHEET))
-        masked = launch_s(replace(eager, engine="deepspeed"), mixture, SHEET)
-        assert masked > 1.9 * launch_s(eager, mixture, SHEET)
+        slower = launch_s(replace(eager, engine="deepspeed"), mixture, SHEET)
+        assert slower > 1.9 * launch_s(eager, mixture, SHEET)
 
 
-def test_masked_experts_compute_for_the_fullest_and_their_masks_draw_nothing() -> None:
+def test_filled_experts_compute_for_the_fullest() -> None:
     work = next(work for work in WORKS if work.shape.num_experts)
-    grouped, masked = (Cut.of(Layout(engine, 1, 16), work) for engine in ("megatron", "deepspeed"))
+    grouped, filled = (Cut.of(Layout(engine, 1, 16), work) for engine in ("megatron", "deepspeed"))
     (one,) = (
         operator for operator in operators_of([Layout("deepspeed", 1, 16)], work, SHEET) if operator.kind == "experts"
     )
-    other = one._replace(form=tuple("grouped" if word == "masked" else word for word in one.form))
-    with_masks, without = priced(one, masked, SHEET)[0], priced(other, grouped, SHEET)[0]
-    assert with_masks.flops == pytest.approx(1.3 * without.flops, rel=0.01)
-    assert with_masks.matmul > 1.5 * without.matmul, "masks take time"
+    other = one._replace(form=tuple("grouped" if word == "filled" else word for word in one.form))
+    more, even = priced(one, filled, SHEET)[0], priced(other, grouped, SHEET)[0]
+    assert more.flops == pytest.approx(1.3 * even.flops, rel=0.01)
+    assert more.elementwise > 1.3 * even.elementwise, "its copies are of the room, and more"
     measured = with_timings(OperatorTiming(one, 1e-3, 2e-3))
-    assert priced(one, masked, measured)[0].seconds == pytest.approx(1.3e-3)
+    assert priced(one, filled, measured)[0].seconds == pytest.approx(1.3e-3)
+    compiled = operators_of([Layout("deepspeed", 1, 16, compile=True)], work, SHEET)
+    assert one in compiled, "the compiler leaves DeepSpeed's routing alone"
 
 
 @settings(deadline=None, max_examples=60)
