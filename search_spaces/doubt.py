@@ -32,7 +32,8 @@ FITTED = Doubt(0.05, 0.05, 0.05)
 """Of machines on which some trials were run: layouts of the same sweeps, fitted to sixteen of them."""
 
 WAITING = Doubt(0.10, 0.08, 0.08)
-"""Context parallelism, eager tensor parallelism and products in fp8: 100 layouts on H200, and blind ones in fp8."""
+"""Context parallelism, eager tensor parallelism and products in fp8: 100 layouts on H200, and blind ones in fp8; and
+asynchronous tensor parallelism, of which torchtitan published six on H100, 0 to 7% off."""
 
 UNLAUNCHED = Doubt(0.60, 0.50, 0.0)
 """Layouts that may wait for the CPU, of a host on which no launches were measured: of 56 on one to four H100 and H200
@@ -70,7 +71,8 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
     if work.trainer is not None and not fitted:
         kinds.append(FOREIGN)
     eager_tensor_parallel = layout.tensor_parallel_size > 1 and not layout.compile
-    if layout.context_parallel_size > 1 or eager_tensor_parallel or layout.precision == "fp8":
+    overlaps = eager_tensor_parallel or layout.async_tensor_parallel
+    if layout.context_parallel_size > 1 or overlaps or layout.precision == "fp8":
         kinds.append(WAITING)
     if may_wait(layout, work, prediction):
         kinds.append(LAUNCHED if calibration.operators.launches else UNLAUNCHED)

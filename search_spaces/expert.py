@@ -3,8 +3,10 @@
 The rules of thumb are those of Narayanan et al. 2021 (section 3: tensor parallelism within a node, pipelines between
 nodes, the rest to data parallelism), of Korthikanti et al. 2022 (sequence parallelism always, and as little
 recomputation as memory allows) and of Grattafiori et al. 2024 (section 3.3: context parallelism for long sequences, and
-ends of the pipeline with a layer less). What changes the numbers that training comes to, such as fp8, is left to those
-who train.
+ends of the pipeline with a layer less). That tensor-parallel ranks send beside their products is tried too: NVIDIA's
+recipes for H100 have it (`tp_comm_overlap` of Megatron-Bridge), and it took torchtitan 8 to 9% off a step of Llama-3-8B
+and 70B over 8 ranks in bf16 (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, commit 5ecb74e). What changes the
+numbers that training comes to, such as fp8, is left to those who train.
 """
 
 from __future__ import annotations
@@ -39,8 +41,11 @@ class Choice:
     why: str
 
 
-def choose(work: Workload, num_gpus: int) -> dict[str, Choice]:
-    """The axes of which a layout of `num_gpus` GPUs may have other than default values, in the order of `AXES`."""
+def choose(work: Workload, num_gpus: int, alone: bool = False) -> dict[str, Choice]:
+    """The axes of which a layout of `num_gpus` GPUs may have other than default values, in the order of `AXES`.
+
+    `alone`: whether ranks are to run by themselves, without GPUs beside them whose memory they could reach.
+    """
     choices = {
         "micro_batch_size": _microbatches(work),
         "tensor_parallel_size": _tensor(work, num_gpus),
@@ -48,6 +53,7 @@ def choose(work: Workload, num_gpus: int) -> dict[str, Choice]:
         "expert_parallel_size": _experts(work, num_gpus),
         "zero_stage": Choice((1, 2, 3), "optimizer states at least are sharded, which costs nothing"),
         "data_parallel_replicate_size": _copies(work, num_gpus),
+        "async_tensor_parallel": _asynchronous(work, 1 if alone else num_gpus),
         "recompute": Choice(("none", "selective", "full"), "as little as memory allows"),
         "compile": _compile(work),
         **_pipelines(work, num_gpus),
@@ -65,6 +71,12 @@ def _tensor(work: Workload, num_gpus: int) -> Choice:
     common = math.gcd(model.heads, model.kv_heads, model.ffn_hidden, model.vocab)
     sizes = tuple(size for size in _powers(most) if num_gpus % size == 0 and common % size == 0)
     return Choice(sizes, f"within a node of {work.gpus_per_node} GPUs, as far as heads and widths can be split")
+
+
+def _asynchronous(work: Workload, num_gpus: int) -> Choice:
+    splits = len(_tensor(work, num_gpus).values) > 1 and not work.shape.num_experts  # these are not compiled
+    can = splits and work.accelerator.peer_memory and _compile(work).values == (True,)
+    return Choice((False, True) if can else (False,), "tensor-parallel ranks send before their products or beside them")
 
 
 def _context(work: Workload, num_gpus: int) -> Choice:

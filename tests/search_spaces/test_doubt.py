@@ -38,6 +38,7 @@ def told(layout: Layout, work: Workload, accelerator: str, known: Coefficients) 
         {"tensor_parallel_size": 2, "compile": False},
         {"num_gpus": 64},
         {"expert_parallel_size": 2},
+        {"tensor_parallel_size": 2, "async_tensor_parallel": True},
     ],
 )
 def test_what_was_measured_less_is_in_more_doubt(settings: dict[str, Any]) -> None:
