@@ -21,6 +21,8 @@ from trainables.data import DataError, MissingDataError, open_tokens
 from trainables.logs import LAST_RANK_LOGS
 from trainables.objects import is_uri
 
+WHAT_DATA = "the path of tokens, or synthetic for made-up ones"
+
 MOST_TRIALS = 1_000_000
 MOST_REPEATS = 1_000
 MOST_TOKENS = 10**12
@@ -52,8 +54,10 @@ def check_data(problem: Problem, places: Sequence[str] | None = None) -> None:
     model can read, or a trainer's own affair."""
     if (refused := refusal(problem.data, places)) is not None:
         raise InputError(refused)
-    if problem.trainer is not None or problem.data is None:
+    if problem.trainer is not None:
         return
+    if problem.data is None:
+        raise InputError(f"data: this field is required to train: {WHAT_DATA}")
     try:
         open_tokens(problem.data, problem.workload.shape.vocab).sequence(0, problem.sequence_length)
     except DataError as error:
@@ -62,8 +66,10 @@ def check_data(problem: Problem, places: Sequence[str] | None = None) -> None:
 
 def data_from_afar(problem: Problem) -> list[str]:
     """As `check_data`, but data that are not on this machine are a notice: they are read where trials run."""
-    if problem.trainer is not None or problem.data is None:
+    if problem.trainer is not None:
         return []
+    if problem.data is None:
+        return [f"data: none are named, which a search needs: {WHAT_DATA}"]
     if is_uri(problem.data):
         return [f"data: {problem.data} is looked at by a search, which copies it to every node"]
     try:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import yaml
 
 from search_spaces import cost, memory
 from search_spaces.coefficients import is_unproven
 from search_spaces.doubt import Doubt, doubt
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.kinds import kinds
-from search_spaces.layout import Layout
+from search_spaces.layout import AXES, Layout
 from service.answers.tables import render
 from service.checks import unsliced
 from service.goals import Comparison
@@ -139,7 +142,11 @@ def make_plan(problem: Problem, calibration: cost.Coefficients | None, notices: 
     """Predict every legal layout of `problem`; `calibration` is None for machines of which nothing is known."""
     forecasts = tuple(_forecast(problem, layout, calibration) for layout in problem.legal.layouts)
     several = [one for one in forecasts if one.layout.num_gpus > 1]
-    faults = tuple(unsliced(problem)) if several else ()
+    alone = problem
+    if problem.why:  # a space that nobody wrote is without this where ranks are explored alone
+        several = [one for one in several if not one.layout.async_tensor_parallel]
+        alone = replace(problem, axes=problem.axes | {"async_tensor_parallel": [False]})
+    faults = tuple(unsliced(alone)) if several else ()
     slices = _slices(problem, several) if several and not faults else None
     told = faults if problem.trainer is not None else ()
     if calibration is None or problem.shape is None:
@@ -224,9 +231,22 @@ def text(plan: Plan, every: bool = False) -> str:
     else:
         parts.append(f"Predicted front of {', '.join(plan.objectives)}:\n\n{_table(plan, plan.front)}")
         for metric in plan.objectives:
-            parts.append(f"Predicted best on {metric}{_told(plan, metric)}:\n\n{_table(plan, plan.best(metric))}")
+            ranked = plan.best(metric)
+            parts.append(f"Predicted best on {metric}{_told(plan, metric)}:\n\n{_table(plan, ranked)}")
+            parts.append(f"The first as a spec has it: {_in_words(ranked[0].layout, plan.problem)}")
     parts += ["\n".join(f"note: {notice}" for notice in plan.notices)] if plan.notices else []
     return "\n\n".join(parts)
+
+
+def _in_words(layout: Layout, problem: Problem) -> str:
+    """The microbatch of a layout, and what of it is not the default, as the spec's `space` or `baseline` names it."""
+    usual = {name: axis.default if axis.matters(layout) else layout.setting(name) for name, axis in AXES.items()}
+    usual |= {"num_gpus": problem.cluster.size, "micro_batch_size": None}
+    usual |= {} if problem.trainer is None else {"engine": layout.engine}
+    settings = {name: layout.setting(name) for name in (*AXES, *dict(layout.own))}
+    told = {name: value for name, value in settings.items() if name not in usual or value != usual[name]}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
+    return yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf).strip()
 
 
 def _told(plan: Plan, metric: str) -> str:
@@ -250,9 +270,11 @@ def _value(value: Any) -> str:
 
 def _counts(plan: Plan) -> str:
     problem, space = plan.problem, plan.problem.legal
+    cluster = problem.cluster
     lines = [
-        f"{problem.name}: {space.combinations} combinations of the axes, {space.distinct} distinct layouts, "
-        f"{len(space.layouts)} legal"
+        f"{problem.name}: {problem.global_batch_size:,} sequences of {problem.sequence_length:,} tokens a step, on "
+        f"{cluster.nodes:,} x {cluster.gpus_per_node} {cluster.accelerator}",
+        f"{space.combinations} combinations of the axes, {space.distinct} distinct layouts, {len(space.layouts)} legal",
     ]
     if doubtful := sum(forecast.band == "borderline" for forecast in plan.forecasts):
         lines.append(f"memory: {doubtful} of the legal ones may run out of it (borderline: {problem.borderline})")

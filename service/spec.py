@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from pydantic_core import ErrorDetails, PydanticKnownError
 
 from search_spaces.engines import ENGINES, facts_of
-from search_spaces.engines.base import Rule
 from search_spaces.engines.foreign import names_of
 from search_spaces.expert import choose
 from search_spaces.hardware import ACCELERATORS, NETWORKS
@@ -25,7 +24,6 @@ from search_spaces.layout import AXES, Layout
 from search_spaces.models import FAMILIES, PRESETS, ModelShape
 from search_spaces.placement import PLACED
 from search_spaces.rules import all_rules
-from search_spaces.space import Space
 from search_spaces.trainer import GIVEN, Trainer
 from service.axes import AUTO, SpaceSpec
 from service.errors import InputError
@@ -47,6 +45,13 @@ from service.reading import LARGEST, Amount, AmountOrZero, Strict, Switch, read_
 from service.trainer_spec import ConditionalSpec, StepsSpec, TrainerSpec, described, resolved
 from trainables.data import located
 from trainables.objects import holds_secret
+
+USUAL_LENGTH = 8192
+"""Tokens of a sequence where a spec says nothing, or as many as the model has positions for: what Llama 3 was trained
+with at first (Grattafiori et al. 2024, section 3.4.1)."""
+
+UNNAMED = "search"
+"""The name of a search that has none, of a model that has none."""
 
 MOST_GPUS = 1_000_000
 MOST_LAYERS = 100_000
@@ -195,10 +200,10 @@ def _metric(name: str) -> str:
 class SearchSpec(Strict):
     """A whole search as a file says it; see docs/spec.md for every field."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
     model: str | ModelSpec | None = None
     data: Annotated[str, Field(min_length=1)] | None = None
-    sequence_length: Positive
+    sequence_length: Positive | None = None
     global_batch_size: Positive
     cluster: ClusterSpec
     trainer: Annotated[TrainerSpec | None, BeforeValidator(resolved)] = None
@@ -245,12 +250,14 @@ class SearchSpec(Strict):
             if isinstance(self.model, ModelSpec)
             else (self.model, PRESETS.get(self.model or ""))
         )
+        named = UNNAMED if trainer is None else trainer.name
+        length = USUAL_LENGTH if shape is None else min(USUAL_LENGTH, shape.max_sequence_length)
         problem = Problem(
-            name=self.name,
+            name=self.name or (self.model if isinstance(self.model, str) else named),
             model=model,
             shape=shape,
             data=self.data,
-            sequence_length=self.sequence_length,
+            sequence_length=self.sequence_length or length,
             global_batch_size=self.global_batch_size,
             cluster=cluster,
             goals=Goals(self.objectives, tuple(map(parse_constraint, self.constraints))),
@@ -270,7 +277,7 @@ class SearchSpec(Strict):
         )
         if self.space is not None or trainer is not None:
             return problem
-        chosen = choose(problem.workload, cluster.size)
+        chosen = choose(problem.workload, cluster.size, alone=problem.measurement.explore != "gang")
         axes = {axis: list(chosen[axis].values) if axis in chosen else values for axis, values in problem.axes.items()}
         return replace(problem, axes=axes, why={axis: choice.why for axis, choice in chosen.items()})
 
@@ -293,18 +300,17 @@ class SearchSpec(Strict):
 
     def _check_complete(self) -> None:
         """Refuse what only a spec with a trainer may lack, or have."""
-        for field in ("model", "data"):
-            if getattr(self, field) is None and field not in self.model_fields_set:
-                raise ValueError(f"{field}: this field is required")
+        if self.model is None and "model" not in self.model_fields_set:
+            raise ValueError("model: this field is required")
         if self.model is None:
             raise ValueError(f"model: must be {_MODELS}")
-        if self.data is None:
-            raise ValueError("data: must be a valid string (given: null)")
         for axis in self._space.model_extra or ():
             raise ValueError(f"space.{axis}: unknown field; allowed: {_fields('space')}")
 
     def _check_beside_trainer(self, trainer: TrainerSpec) -> None:
         """Refuse what does not go with a trainer."""
+        if self.model is None and self.sequence_length is None:
+            raise ValueError("sequence_length: this field is required where no model is named")
         measurement = self.measurement
         if measurement.short_trials and "short_trials" in measurement.model_fields_set:
             raise ValueError("measurement.short_trials: a trainer's program takes steps of its own batch alone: false")
@@ -401,16 +407,12 @@ def _check_legal(problem: Problem) -> None:
             () if problem.trainer is None else problem.trainer.own,
         )
         engines = ENGINES.values() if problem.trainer is None else [facts_of(layout, problem.workload)]
-        field = "global_batch_size" if _batch_is_to_blame(space, all_rules(engines, own)) else "space"
-        refusals = (f"{rule} refused {count} ({space.reasons[rule]})" for rule, count in space.refused.items())
+        names = [rule.__name__ for rule in all_rules(engines, own)]
+        farthest = sorted(space.refused, key=names.index, reverse=True)  # what the others would meet in the end
+        field = "global_batch_size" if farthest[:1] == ["batch_divides"] else "space"
+        refusals = (f"{rule} refused {space.refused[rule]} ({space.reasons[rule]})" for rule in farthest)
         raise ValueError(f"{field}: no legal layout among {space.distinct}; {'; '.join(refusals)}")
     _ = problem.baseline_layout
-
-
-def _batch_is_to_blame(space: Space, rules: Iterable[Rule]) -> bool:
-    """Whether layouts failed on the batch and none got any further through the rules."""
-    names = [rule.__name__ for rule in rules]
-    return bool(space.refused) and max(space.refused, key=names.index) == "batch_divides"
 
 
 SECTIONS: dict[str, type[BaseModel]] = {

@@ -218,6 +218,23 @@ def test_axes_that_nobody_chose_are_told_with_their_reasons() -> None:
     assert plan.promising
 
 
+def test_the_best_is_told_as_a_spec_has_it() -> None:
+    for changes in ({}, {"space": {"num_gpus": [4, 8], "engine": "deepspeed", "zero_stage": [2, 3]}}):
+        plan = planned(**changes)
+        line = next(line for line in text(plan).splitlines() if line.startswith("The first as a spec has it: "))
+        space = yaml.safe_load(line.partition(": ")[2])
+        assert space["micro_batch_size"] == plan.best("tokens_per_s")[0].layout.micro_batch_size
+        assert planned(space=space).problem.legal.layouts == (plan.best("tokens_per_s")[0].layout,)
+
+
+def test_what_ranks_alone_cannot_have_is_left_out_of_a_space_that_nobody_wrote() -> None:
+    gangs, slices = (planned(space="auto", measurement={"explore": how}) for how in ("gang", "slices"))
+    assert gangs.problem.axes["async_tensor_parallel"] == [False, True]
+    assert slices.problem.axes["async_tensor_parallel"] == [False]
+    assert gangs.slices == slices.slices
+    assert gangs.slices is not None
+
+
 def test_command() -> None:
     told = json.loads(CliRunner().invoke(main, ["plan", str(NODE), "--json"]).stdout)
     points = [Layout.from_dict(point) for point in told["points"]]

@@ -20,11 +20,12 @@ from search_spaces.layout import AXES, SCHEDULES
 from search_spaces.models import PRESETS
 from search_spaces.workload import Workload
 from service.axes import AUTO, SpaceSpec
+from service.checks import check_data, data_from_afar
 from service.errors import InputError
 from service.goals import Limit, parse_constraint
 from service.metrics import METRICS
 from service.problem import Interconnect, Problem
-from service.spec import SECTIONS, SearchSpec, dump_spec, load_spec, make_problem, parse_spec
+from service.spec import SECTIONS, USUAL_LENGTH, SearchSpec, dump_spec, load_spec, make_problem, parse_spec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -108,6 +109,21 @@ def test_defaults() -> None:
     }
     assert [point.label for point in defaults.legal.layouts] == ["megatron 4gpu dp4 zero0 mbs1"]
     assert defaults.gang_size == 4
+
+
+def test_three_lines_are_a_question() -> None:
+    lines = "model: llama3-70b\nglobal_batch_size: 128\ncluster: {nodes: 8, gpus_per_node: 8, accelerator: h100}"
+    asked = parse_spec(lines)
+    assert (asked.name, asked.sequence_length, asked.data) == ("llama3-70b", 8192, None)
+    assert parse_spec(dump_spec(asked)) == asked
+    least = {"name": LEFT_OUT, "sequence_length": LEFT_OUT, "data": LEFT_OUT}
+    assert spec(**least).sequence_length == 512  # as many as it has positions for
+    assert spec(**least, model=SHAPE).name == "search"
+    with pytest.raises(InputError, match=r"^data: this field is required to train: the path of tokens, or synthetic"):
+        check_data(asked)
+    assert data_from_afar(asked) == [
+        "data: none are named, which a search needs: the path of tokens, or synthetic for made-up ones"
+    ]
 
 
 def test_a_space_that_nobody_wrote_follows_from_model_and_cluster() -> None:
@@ -284,7 +300,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"hours": 1}}, r"budget\.hours: unknown field; allowed: trials, wall_time_s, gpu_hours$"),
     ({"model": {**SHAPE, "depth": 1}}, r"model\.depth: unknown field; allowed: family, layers, hidden"),
     ({"two\nlines": 1}, r"two lines: unknown field"),
-    ({"data": LEFT_OUT}, r"data: this field is required$"),
+    ({"model": LEFT_OUT}, r"model: this field is required$"),
+    ({"global_batch_size": LEFT_OUT}, r"global_batch_size: this field is required$"),
     ({"cluster": {"accelerator": "cpu"}}, r"cluster\.gpus_per_node: this field is required$"),
     ({"model": {"family": "gpt"}}, r"model\.layers: this field is required$"),
     # Wrong types
@@ -568,7 +585,7 @@ def test_a_bad_field_is_refused_with_one_line(changes: dict[str, Any], line: str
         ("name: a\n---\nname: b", "not valid YAML at line 2, column 1: but found another document"),
         ("name: \0", "not valid YAML: unacceptable character"),
         ("name: " + "[" * 5000, "not valid YAML"),
-        ("1: 2", "name: this field is required"),
+        ("1: 2", "global_batch_size: this field is required"),
         ("a: !!timestamp soon", "not valid YAML at line 1, column 4: could not determine a constructor"),
     ],
 )
@@ -726,8 +743,17 @@ def test_junk_in_any_field_is_taken_or_refused_with_one_line(path: tuple[str, ..
 TITLES = {"The search": "", "In a spec": "trainer"}
 """Of sections of the documentation that are not called as those of a spec."""
 
-WITHOUT_TRAINER = {("", "model"), ("", "data")}
+WITHOUT_TRAINER = {("", "model")}
 """What is required where there is no trainer."""
+
+
+DEFAULTS = {
+    ("trainer", "directory"): "the file's folder",
+    ("", "name"): "the model's",
+    ("", "data"): "none",
+    ("", "sequence_length"): str(USUAL_LENGTH),
+}
+"""Those that are not the fields' own."""
 
 
 def documented() -> Iterator[tuple[str, str, str]]:
@@ -757,8 +783,8 @@ def test_the_documentation_has_every_field_and_its_default() -> None:
         field = SECTIONS[section].model_fields[name]
         if field.is_required() or (section, name) in WITHOUT_TRAINER:
             assert told == "required", name
-        elif (section, name) == ("trainer", "directory"):
-            assert told == "the file's folder"
+        elif (section, name) in DEFAULTS:
+            assert told == DEFAULTS[section, name]
         else:
             assert yaml.safe_load(told) == default_of(field), name
 
