@@ -49,15 +49,20 @@ def notices(problem: Problem) -> list[str]:
     return [f"{field}: {lacking[metric]}" for field, metric in named if metric in lacking]
 
 
+def check_named(problem: Problem) -> None:
+    """Raise `InputError` if there is nothing to train on, which a plan does without."""
+    if problem.trainer is None and problem.data is None:
+        raise InputError(f"data: this field is required to train: {WHAT_DATA}")
+
+
 def check_data(problem: Problem, places: Sequence[str] | None = None) -> None:
     """Raise `InputError` unless the data lie below one of `places`, if there is such a bound, and are tokens that the
     model can read, or a trainer's own affair."""
     if (refused := refusal(problem.data, places)) is not None:
         raise InputError(refused)
-    if problem.trainer is not None:
+    check_named(problem)
+    if problem.trainer is not None or problem.data is None:
         return
-    if problem.data is None:
-        raise InputError(f"data: this field is required to train: {WHAT_DATA}")
     try:
         open_tokens(problem.data, problem.workload.shape.vocab).sequence(0, problem.sequence_length)
     except DataError as error:

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.checks import check_power_limits
+from service.checks import check_named, check_power_limits
 from service.errors import InputError, SearchError
 from service.home import user
 from service.problem import Problem
@@ -89,6 +89,7 @@ def submit(
     named = problem.trainer is not None and is_ready(problem.trainer)
     if problem.trainer is not None and not (named or allow_trainer):
         raise InputError(refused(problem.trainer))
+    check_named(problem)
     check_power_limits(problem, allow_power_limits)
     _check_store(tracking_uri)
     search_id = new_search_id(problem)

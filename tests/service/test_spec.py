@@ -23,6 +23,7 @@ from service.axes import AUTO, SpaceSpec
 from service.checks import check_data, data_from_afar
 from service.errors import InputError
 from service.goals import Limit, parse_constraint
+from service.jobs import submit
 from service.metrics import METRICS
 from service.problem import Interconnect, Problem
 from service.spec import SECTIONS, USUAL_LENGTH, SearchSpec, dump_spec, load_spec, make_problem, parse_spec
@@ -119,8 +120,9 @@ def test_three_lines_are_a_question() -> None:
     least = {"name": LEFT_OUT, "sequence_length": LEFT_OUT, "data": LEFT_OUT}
     assert spec(**least).sequence_length == 512  # as many as it has positions for
     assert spec(**least, model=SHAPE).name == "search"
-    with pytest.raises(InputError, match=r"^data: this field is required to train: the path of tokens, or synthetic"):
-        check_data(asked)
+    for refused in (lambda: check_data(asked), lambda: submit(asked, "http://nowhere", "http://nowhere")):
+        with pytest.raises(InputError, match=r"^data: this field is required to train: the path of tokens, or"):
+            refused()
     assert data_from_afar(asked) == [
         "data: none are named, which a search needs: the path of tokens, or synthetic for made-up ones"
     ]
