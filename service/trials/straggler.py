@@ -4,7 +4,8 @@ In a step that all ranks end together, a rank that waits for nobody is the one t
 the same work, those of one pipeline stage, that is the one with most time of its own: the step less the communication
 that nothing hides, of which waiting is a part. The profiled steps tell it, the more surely the more of them there are,
 for what befalls one of them does not befall all; what telemetry saw of the whole window tells why. What ranks were
-seen to differ by while all was well can be taken off, and a rank without another is held against itself, as it was.
+seen to differ by while all was well can be taken off. A rank without another is held against itself, as it was, part by
+part of its time: a host that keeps its GPU waiting now longer, now less, hides nothing of what the GPU takes longer.
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ SLOWER_CLOCK, HOT, CAPPED = 0.005, 0.01, 0.1
 EXPLAINS = 0.5
 """A cause is one that this share of what the GPU takes longer is due to."""
 
+PARTS: Mapping[SlowCause, Callable[[Breakdown], float]] = {
+    SlowCause.HOST: lambda one: one.idle_s,
+    SlowCause.LINK: lambda one: one.memory_copy_s,
+    SlowCause.UNKNOWN: lambda one: one.compute_s,
+}
+"""Of a rank's own time: before its GPU has work, on the way to it, and on the GPU, for which there are several causes.
+"""
+
 Profiled = tuple[RankRecord, Breakdown]
 
 
@@ -73,8 +82,11 @@ def straggler(
     cost, slow, others = max(found, key=lambda one: one[0])
     confidence = _confidence(cost, _apart(slow, others[0]), others)
     of_others = [usual.get(other.rank, 0.0) for other, _ in others] if usual else [0.0]
-    more = (usual or {}).get(slow[0].rank, 0.0) - statistics.median(of_others)
-    return _told(cost, confidence, slow, others, windows, windows, layout, more * slow[1].span_s)
+    usual_s = ((usual or {}).get(slow[0].rank, 0.0) - statistics.median(of_others)) * slow[1].span_s
+    more = {part: _more(seconds, slow, others) for part, seconds in PARTS.items()}
+    more[SlowCause.UNKNOWN] -= usual_s
+    part = max(more, key=more.__getitem__)
+    return _told(cost, confidence, slow, others, windows, windows, layout, part, usual_s)
 
 
 def slowed(
@@ -92,14 +104,20 @@ def slowed(
     then = [(one, one.breakdown) for one in before if one.breakdown is not None]
     if rank.breakdown is None or len(then) < FEWEST:
         return None
-    usual = [breakdown.own_s for _, breakdown in then]
-    own_s = rank.breakdown.own_s
-    cost = (own_s - statistics.median(usual)) / rank.breakdown.span_s
-    apart = [(own_s - each) / rank.breakdown.span_s for each in usual]
-    # One more draw from what was seen before: its deviation is theirs, and that of their mean.
-    noise = max(LEAST_NOISE, statistics.stdev(apart) * math.sqrt(1 + 1 / len(apart)))
-    confidence = below(cost / noise, len(apart) - 1)
-    return _told(cost, confidence, (rank, rank.breakdown), then, window, windows, layout)
+    now, span_s = (rank, rank.breakdown), rank.breakdown.span_s
+    found = []
+    for part, seconds in PARTS.items():
+        usual = [seconds(breakdown) / span_s for _, breakdown in then]
+        cost = seconds(rank.breakdown) / span_s - statistics.median(usual)
+        # One more draw from what was seen before: its deviation is theirs, and that of their mean.
+        noise = max(LEAST_NOISE, statistics.stdev(usual) * math.sqrt(1 + 1 / len(usual)))
+        if cost >= COST:
+            found.append((cost / noise, cost, part))
+    if not found:
+        return None
+    deviations, cost, part = max(found)
+    confidence = below(deviations, len(then) - 1)
+    return _told(cost, confidence, now, then, window, windows, layout, part)
 
 
 def _slowest(stage: Sequence[Profiled], usual: Mapping[int, float]) -> tuple[float, Profiled, list[Profiled]]:
@@ -145,6 +163,7 @@ def _told(
     windows: Sequence[DeviceWindow],
     others_windows: Sequence[DeviceWindow],
     layout: Layout,
+    part: SlowCause,
     usual_s: float = 0.0,
 ) -> Straggler | None:
     if cost < COST or confidence < CONFIDENT:
@@ -153,11 +172,18 @@ def _told(
     mine = next((window for window in windows if window.device == device), None) if device is not None else None
     of_others = {other.device for other, _ in others}
     theirs = [window for window in others_windows if window.device in of_others]
-    cause = _cause(slow, others, mine, theirs, layout, usual_s)
+    if device is None:
+        part = SlowCause.HOST  # which is what computes
+    cause = part if part is not SlowCause.UNKNOWN else _of_gpu(slow, others, mine, theirs, layout, usual_s)
     return Straggler(rank.rank, rank.node_id, device, cost, cause, confidence)
 
 
-def _cause(
+def _more(seconds: Callable[[Breakdown], float], slow: Profiled, others: Sequence[Profiled]) -> float:
+    """What a part of a rank's step takes longer than the others'."""
+    return seconds(slow[1]) - statistics.median(seconds(one) for _, one in others)
+
+
+def _of_gpu(
     slow: Profiled,
     others: Sequence[Profiled],
     mine: DeviceWindow | None,
@@ -165,34 +191,18 @@ def _cause(
     layout: Layout,
     usual_s: float,
 ) -> SlowCause:
-    """What takes the slow rank longer than the others: on the GPU, before it has work, or on the way to it.
-
-    Of what the GPU itself takes longer, `usual_s` is nothing new.
-    """
+    """Why the slow rank's GPU takes longer to compute than the others, of which `usual_s` is nothing new."""
     rank, breakdown = slow
-
-    def more(seconds: Callable[[Breakdown], float]) -> float:
-        return seconds(breakdown) - statistics.median(seconds(one) for _, one in others)
-
-    if rank.device is None:
-        return SlowCause.HOST  # which is what computes
-    parts = {
-        SlowCause.HOST: more(lambda one: one.idle_s),
-        SlowCause.LINK: more(lambda one: one.memory_copy_s),
-        SlowCause.UNKNOWN: more(lambda one: one.compute_s) - usual_s,
-    }
-    most = max(parts, key=parts.__getitem__)
-    if most is not SlowCause.UNKNOWN:
-        return most
+    longer_s = _more(PARTS[SlowCause.UNKNOWN], slow, others) - usual_s
     interruptions = [one.interrupted_s for one, _ in others if one.interrupted_s is not None]
     interrupted_s = rank.interrupted_s or 0.0
-    if interruptions and interrupted_s - statistics.median(interruptions) > EXPLAINS * parts[most]:
+    if interruptions and interrupted_s - statistics.median(interruptions) > EXPLAINS * longer_s:
         return SlowCause.SHARED
     clocks = [one.mean_sm_clock_mhz for one in theirs if one.mean_sm_clock_mhz is not None]
     clock = None if mine is None else mine.mean_sm_clock_mhz
     if mine is not None and clock is not None and clocks:
         lower = 1 - clock / statistics.median(clocks)
-        if lower > max(SLOWER_CLOCK, EXPLAINS * parts[most] / breakdown.compute_s):
+        if lower > max(SLOWER_CLOCK, EXPLAINS * longer_s / breakdown.compute_s):
             if max(_share(mine, cause) for cause in THERMAL) > HOT:
                 return SlowCause.HEAT
             return SlowCause.POWER_CAP if _share(mine, "power_cap") > CAPPED else SlowCause.CLOCK

@@ -174,6 +174,24 @@ def test_a_rank_alone_is_held_against_itself() -> None:
     assert slowed(alone(1.55), windows(), before[:2], windows(), LAYOUT) is None, "nothing is known of it"
 
 
+def test_a_host_that_is_now_slower_now_faster_hides_no_slow_gpu() -> None:
+    """Nor is a GPU blamed for what its host takes longer."""
+
+    def alone(compute: float, idle: float) -> RankRecord:
+        return rank(0, 2.0 - compute - idle, idle=idle)
+
+    before = [alone(1.5 + 0.001 * (number % 3), 0.10 + 0.05 * (number % 4)) for number in range(20)]
+    assert slowed(alone(1.502, 0.28), windows(), before, windows(), LAYOUT) is None
+    found = slowed(alone(1.54, 0.12), windows(), before, windows(), LAYOUT)
+    assert found is not None
+    assert found.cause is SlowCause.UNKNOWN
+    assert found.cost == pytest.approx(0.02, abs=0.001)
+    late = slowed(alone(1.502, 0.6), windows(), before, windows(), LAYOUT)
+    assert late is not None
+    assert late.cause is SlowCause.HOST
+    assert late.cost == pytest.approx(0.21, abs=0.02)
+
+
 def measured() -> Iterator[tuple[Layout, list[RankRecord]]]:
     """Trials on four GPUs of which none was slow."""
     for name in ("layouts_4xh200", "microbatch_4xh200", "llama3_8b_best_4xh200"):
