@@ -79,6 +79,11 @@ class Judged:
     alone: Straggler | None
     cause: SlowCause
 
+    def blames_device(self, of: Callable[[Judged], Straggler | None]) -> bool:
+        """Whether a device is told to be slow, and not its host, which now and then keeps one waiting by itself."""
+        told = of(self)
+        return told is not None and (told.device is None or told.cause is not SlowCause.HOST)
+
     def right(self, of: Callable[[Judged], Straggler | None]) -> bool:
         """Whether it names the slow rank."""
         told = of(self)
@@ -212,14 +217,15 @@ def curve(judged: Sequence[Judged], of: Callable[[Judged], Straggler | None]) ->
     rows = []
     clean = [one for one in judged if one.rank is None]
     told = [one for one in clean if of(one) is not None]
-    rows.append(["none", str(len(clean)), "", share(len(told), clean), "", "", "", ""])
+    blamed = [one for one in clean if one.blames_device(of)]
+    rows.append(["none", str(len(clean)), "", share(len(told), clean), share(len(blamed), clean), "", "", "", ""])
     for slowness in SLOW:
         those = [one for one in judged if one.rank is not None and nearest(one.was) == slowness]
         rows.append(_row(f"{slowness:.0%}", those, of, share))
     enough = [one for one in judged if one.rank is not None and one.was >= AIMED[0]]
     rows.append(_row(f"{AIMED[0]:.1%} or more", enough, of, share))
-    header = ("slower by", "windows", "measured", "something found", "the right one", "cause right of these")
-    return render((*header, "cost is off by", "found after s"), rows)
+    header = ("slower by", "windows", "measured", "something found", "a device blamed", "the right one")
+    return render((*header, "cause right of these", "cost is off by", "found after s"), rows)
 
 
 def _row(
@@ -237,6 +243,7 @@ def _row(
         str(len(those)),
         f"{statistics.median(one.was for one in those):.2%}" if those else "",
         share(sum(of(one) is not None for one in those), those),
+        share(sum(one.blames_device(of) for one in those), those),
         share(len(found), those),
         share(len(causes), found),
         f"{statistics.median(off):.2%}" if off else "",

@@ -14,7 +14,7 @@ from benchmarks import SPECS
 from benchmarks.measure.slowed import Judged, curve, judge, nearest, show, while_training
 from benchmarks.measure.slowing import Draws
 from search_spaces.layout import Layout
-from service.result import RankRecord, SlowCause
+from service.result import RankRecord, SlowCause, Straggler
 from service.spec import load_spec
 from tests.service.trials.test_straggler import BLANK
 
@@ -86,6 +86,10 @@ def test_the_curve_counts_by_what_was_measured() -> None:
     judged = judge(recorded(Draws(3, 2, 0.005, 0.2, 20, 4), 300, 0.002))
     rows = curve(judged, lambda one: one.found).splitlines()
     assert len(rows) == 10
+    clean = next(one for one in judged if one.rank is None)
+    late = Straggler(0, "node", "GPU-0", 0.03, SlowCause.HOST, 0.999)
+    blamed = [replace(clean, found=replace(late, cause=cause)) for cause in (SlowCause.HOST, SlowCause.SHARED)]
+    assert curve(blamed, lambda one: one.found).splitlines()[2].split() == ["none", "2", "100.0%", "50.0%"]
     assert sum(int(row.split()[1]) for row in rows[2:3]) == sum(one.rank is None for one in judged)
 
 
