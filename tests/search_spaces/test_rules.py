@@ -167,6 +167,16 @@ CASES: dict[str, list[Case]] = {
         for schedule in ("interleaved_zero_bubble", "zbv_zero_bubble")
         for allowed, recompute in ((schedule, "full"), ("interleaved_1f1b", "selective"))
     ],
+    "experts_compile_no_selection": [
+        Case(
+            {"engine": engine, "compile": True, "recompute": "selective"},
+            {"engine": engine, "compile": compiled, "recompute": recompute},
+            "compiled without recomputation or with full, not with selective",
+            model={"num_experts": 8},
+        )
+        for engine in ("megatron", "deepspeed")
+        for compiled, recompute in ((True, "full"), (True, "none"), (False, "selective"))
+    ],
     "zero_with_pipeline": [
         Case(
             {"pipeline_parallel_size": 2, "zero_stage": stage, "engine": engine},

@@ -445,7 +445,7 @@ COMPILED = changed(
         *cases(deep(GPT, 5), megatron(2, **GPIPE, stage_layers=(2, 3), **BF16_THROUGHOUT), slow=True),
         *cases(
             MIXTURE,
-            megatron(2, ep=2, zero=1, recompute="selective"),
+            megatron(2, ep=2, zero=1),
             megatron(4, ep=2, tp=2, sp=True, recompute="full"),
             megatron(4, ep=2, pp=2),
             slow=True,

@@ -270,8 +270,10 @@ class DeepSpeedEngine:
             block.attention.attend = Ulysses(self.context_group)
         module = recomputed(block, self.layout.recompute)
         if self.layout.compile:
-            # The forward alone: for each module that ZeRO-3's hooks find, their graph would be another one.
-            module.forward = torch.compile(module.forward)
+            # The forward alone: for each module that ZeRO-3's hooks find, their graph would be another one. What is
+            # computed again is part of the graph, but where that ends at experts: all of it would be left alone.
+            whole = block if parts.shape.num_experts else module
+            whole.forward = torch.compile(whole.forward)
         return module
 
     def _mixture(self, parts: Parts, layer: int) -> Block:
