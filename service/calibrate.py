@@ -150,7 +150,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         agenda, measured = CalibrationAgenda(problem, chosen), list[MeasuredOperators]()
 
         def beforehand(bench: Bench) -> None:
-            driver.display.say("measuring operators, for three minutes at most")
+            driver.display.say("measuring operators, for two minutes or so")
             measured.append(measure_operators(bench, start, home))
             agenda.change(design(layouts, problem.workload, known(), count))
 

@@ -11,22 +11,19 @@ import torch
 from search_spaces.coefficients import data_sheet
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.inventory import operators_of
-from search_spaces.launches import specimen_of
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
-from search_spaces.network import Network
 from search_spaces.operators import Kind, Operator
 from search_spaces.workload import Workload
 from tests.trainables.conftest import RunRanks
 from trainables import kernels
+from trainables.launches import Launches
 from trainables.measure import Procedure
 from trainables.operators import Operators
 from trainables.platforms.base import AHEAD_S, platform_of
 from trainables.platforms.cpu import Cpu
 from trainables.profiling import busy_s
 from trainables.program import RankReport, TrialRequest
-from trainables.slice import Slice
-from trainables.training import Training
 
 QUICK = Procedure(2, 0.5, 0.1, 0.01, 2)
 ALONE = Layout("megatron", 1, 1)
@@ -175,34 +172,38 @@ def test_compiled_operators_are_measured(run_ranks: RunRanks) -> None:
         assert report.problems == ()
 
 
-FREE = Network("collectives that take no time", 8, 1e30, 1e30, 1e-30, 1e-30)
-MODES = [
+PLAIN = [
     ("tiny-llama", Layout("megatron", 1, 4, precision="fp32")),
     ("tiny-moe", Layout("deepspeed", 1, 4, precision="fp32")),
-    pytest.param("tiny-gpt", replace(SPLIT, recompute="full"), marks=pytest.mark.slow),
-    pytest.param("tiny-llama", replace(SPLIT, zero_stage=3, sequence_parallel=True), marks=pytest.mark.slow),
-    pytest.param("tiny-moe", replace(SPLIT, expert_parallel_size=2), marks=pytest.mark.slow),
-    pytest.param("tiny-llama", Layout("deepspeed", 4, 4, tensor_parallel_size=2, zero_stage=1), marks=pytest.mark.slow),
-    pytest.param(
-        "tiny-llama", Layout("deepspeed", 4, 4, context_parallel_size=2, zero_stage=3), marks=pytest.mark.slow
-    ),
-    pytest.param("tiny-gpt", Layout("deepspeed", 4, 4, zero_stage=0), marks=pytest.mark.slow),
-    pytest.param("tiny-moe", Layout("deepspeed", 4, 4, expert_parallel_size=2, zero_stage=1), marks=pytest.mark.slow),
-    pytest.param("tiny-llama", Layout("megatron", 1, 4, compile=True), marks=pytest.mark.slow),
-    pytest.param("tiny-llama", Layout("deepspeed", 1, 4, compile=True, recompute="full"), marks=pytest.mark.slow),
+]
+SEVERAL = [
+    ("tiny-gpt", replace(SPLIT, recompute="full")),
+    ("tiny-llama", replace(SPLIT, zero_stage=3, sequence_parallel=True)),
+    ("tiny-moe", replace(SPLIT, expert_parallel_size=2)),
+    ("tiny-llama", Layout("deepspeed", 4, 4, tensor_parallel_size=2, zero_stage=1)),
+    ("tiny-llama", Layout("deepspeed", 4, 4, context_parallel_size=2, zero_stage=3)),
+    ("tiny-gpt", Layout("deepspeed", 4, 4, zero_stage=0)),
+    ("tiny-moe", Layout("deepspeed", 4, 4, expert_parallel_size=2, zero_stage=1)),
+    ("tiny-llama", Layout("megatron", 1, 4, compile=True)),
+    ("tiny-llama", Layout("deepspeed", 1, 4, compile=True, recompute="full")),
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), MODES)
-def test_launches_are_told_by_a_tiny_model_of_which_one_rank_is_there(
-    run_ranks: RunRanks, name: str, layout: Layout
+@pytest.mark.parametrize("modes", [PLAIN, pytest.param(SEVERAL, marks=pytest.mark.slow)])
+def test_launches_are_told_by_tiny_models_of_which_one_rank_is_there(
+    run_ranks: RunRanks, modes: list[tuple[str, Layout]]
 ) -> None:
-    (launch,) = (operator for operator in consisting(name, layout) if operator.kind == Kind.LAUNCH)
-    specimen = specimen_of(launch)
-    training = Training(specimen.model, "synthetic", specimen.sequence_length, seed=0)
-    program = Slice(training, rank=0, network=FREE)
-    several = replace(QUICK, window_min_steps=8)  # of which the fastest tells, however busy the machine is
-    request = TrialRequest(f"launch {launch.label}", specimen.layout, program, several, 240.0, specimen.batches)
-    report = report_of(run_ranks, request)
-    few, many = (min(report.timings[batch].window_steps_s) for batch in specimen.batches)
-    assert specimen.launch_s((few, many)) > 0
+    launches = [launch for mode in modes for launch in consisting(*mode) if launch.kind == Kind.LAUNCH]
+    unheard_of = launches[0]._replace(form=("unheard-of", "llama", "none"))
+    program = Launches((unheard_of, *launches), 100.0)
+    report = report_of(run_ranks, TrialRequest(f"launches-{len(modes)}", ALONE, program, QUICK, 400.0))
+    assert [row.operator for row in report.operators] == launches
+    assert all(1e-5 < row.forward_s < 1 and row.backward_s is None for row in report.operators)
+    (problem,) = report.problems
+    assert problem.startswith(f"{unheard_of.label}: measuring: ")
+
+
+def test_launches_that_come_too_late_are_left_out(run_ranks: RunRanks) -> None:
+    (launch,) = (operator for operator in consisting(*PLAIN[0]) if operator.kind == Kind.LAUNCH)
+    report = report_of(run_ranks, TrialRequest("late launches", ALONE, Launches((launch,), -1.0), QUICK, 120.0))
+    assert (report.operators, report.problems) == ((), ())

@@ -1,0 +1,157 @@
+"""Timing how long the CPU takes to launch blocks: trainings of tiny models, which take turns.
+
+Each is a process of its own, as a second engine in one process goes wrong. To make one ready takes seconds, most of
+them the compiler's, and many get ready at once. To time it takes a fraction of a second, in which the others do
+nothing, and is done several times: what else the host does, and how fast it is just then, befalls all of them alike.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+
+import torch._inductor.config
+
+from search_spaces.launches import specimen_of
+from search_spaces.network import Network
+from search_spaces.operators import Operator, OperatorTiming
+from trainables.child import error_line
+from trainables.launches import Launches
+from trainables.leftovers import end_with_parent
+from trainables.program import Place, Progress, RankReport, TrialRequest
+from trainables.slice import Slice
+from trainables.slice_rank import SliceRank
+from trainables.training import Training
+
+AT_ONCE = 12
+"""Processes that get ready beside each other, at most: each takes half a GiB of a GPU."""
+
+ROUNDS = 5
+"""Turns of each, for the median."""
+
+AWAKE_S, TURN_S = 0.05, 0.15
+"""Seconds in which a process gets going that has slept, and for which steps of a batch are then timed."""
+
+AT_NO_TIME = Network("collectives that take no time", 8, 1e30, 1e30, 1e-30, 1e-30)
+
+
+def measure(
+    program: Launches, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
+) -> RankReport:
+    """`Launches.run`, which says more."""
+    until = time.monotonic() + program.budget_s
+    measured: list[OperatorTiming] = []
+    problems: list[str] = []
+
+    def report() -> RankReport:
+        found = {"operators": tuple(measured), "problems": tuple(problems)}
+        return RankReport(0, {}, None, {}, (), (), None, {}, **found)  # type: ignore[arg-type]
+
+    at_once = min(AT_ONCE, len(os.sched_getaffinity(0)))
+    for first in range(0, len(program.launches), at_once):
+        if time.monotonic() > until:
+            break
+        on_progress(Progress(f"launches from {first} on", report=report()))
+        specimens = [Specimen(launch, request, place) for launch in program.launches[first : first + at_once]]
+        try:
+            _take_turns(specimens)
+        finally:
+            for specimen in specimens:
+                specimen.end()
+        for specimen in specimens:
+            if specimen.problem is not None:
+                problems.append(f"{specimen.launch.label}: {specimen.problem}")
+            elif (seconds := statistics.median(specimen.seconds)) > 0:
+                measured.append(OperatorTiming(specimen.launch, seconds))
+            else:
+                problems.append(f"{specimen.launch.label}: more microbatches took no longer")
+    return report()
+
+
+def _take_turns(specimens: Sequence[Specimen]) -> None:
+    """Have each be timed `ROUNDS` times, once all are ready or have failed."""
+    starting = {specimen.messages: specimen for specimen in specimens}
+    while starting:
+        for messages in wait(list(starting)):
+            starting.pop(messages).hear()  # type: ignore[call-overload]
+    for _ in range(ROUNDS):
+        for specimen in specimens:
+            if specimen.problem is None:
+                specimen.take_turn()
+
+
+class Specimen:
+    """A process that trains a tiny model: `seconds` of a block's launch, by each of its turns, and what its `problem`
+    was, if there was one."""
+
+    def __init__(self, launch: Operator, request: TrialRequest, place: Place) -> None:
+        """Start it. No device has been used by this process."""
+        self.launch, self.specimen = launch, specimen_of(launch)
+        self.seconds: list[float] = []
+        self.problem: str | None = None
+        self.messages, theirs = multiprocessing.Pipe()
+        training = Training(self.specimen.model, "synthetic", self.specimen.sequence_length, seed=0)
+        program = Slice(training, rank=0, network=AT_NO_TIME)
+        request = replace(request, layout=self.specimen.layout, program=program, batches=self.specimen.batches)
+        self.pid = os.fork()
+        if not self.pid:
+            _serve(theirs, request, place)
+        theirs.close()
+
+    def take_turn(self) -> None:
+        self.messages.send(None)
+        self.hear()
+
+    def hear(self) -> None:
+        """Wait for what it says: a problem, the seconds of a step with each batch, or that it is ready."""
+        try:
+            said = self.messages.recv()
+        except (EOFError, OSError):
+            said = "its process has ended"
+        if isinstance(said, str):
+            self.problem = said
+        elif said is not None:
+            self.seconds.append(self.specimen.launch_s(said))
+
+    def end(self) -> None:
+        self.messages.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _serve(messages: Connection, request: TrialRequest, place: Place) -> None:
+    """The life of a specimen's process."""
+    try:
+        end_with_parent()
+        torch._inductor.config.compile_threads = 1  # the others compile at the same time
+        rank = SliceRank(request.program, request, place, lambda progress: None)  # type: ignore[arg-type]
+        rank.measure()
+        messages.send(None)
+        while True:
+            messages.recv()
+            messages.send(tuple(_step_s(rank, batch) for batch in rank.batches))
+    except BaseException as error:
+        messages.send(error_line(error, "measuring"))
+    finally:
+        os._exit(0)
+
+
+def _step_s(rank: SliceRank, batch: int) -> float:
+    """Seconds of a step with a batch, the median of some."""
+    rank.change_batch(batch)
+    _steps(rank, AWAKE_S, 1)
+    return statistics.median(_steps(rank, TURN_S, 3))
+
+
+def _steps(rank: SliceRank, least_s: float, least: int) -> list[float]:
+    seconds: list[float] = []
+    while len(seconds) < least or math.fsum(seconds) < least_s:
+        seconds.append(rank.timed_step()[0])
+    return seconds
