@@ -28,6 +28,9 @@ ROUNDS = 3
 WORKSPACE = 2**25
 """Bytes that cuBLAS works in on Hopper, one piece for each thread that has products, which it keeps."""
 
+FULLEST = 2.4
+"""Tokens that come to the fullest of all experts, in those of an even share, while routers are young. Fitted."""
+
 MAIN, REDUCING = 0, 1
 """Streams: FSDP2 makes the gradients of its shards on one of their own."""
 
@@ -77,6 +80,7 @@ class _Run:
         # what they keep of eager blocks.
         self.whole_graph = compiled and not (self.has_mixture and self.selective)
         self.live: dict[str, Piece] = {}
+        self.drops = False
         self.groups = _groups(model)
         self.late = 0.0
         self.start()
@@ -133,7 +137,9 @@ class _Run:
             self.rename("sum", "x0")
         for layer in range(model.layers):
             self.gather(_block(layer))
+            self.drops = self.full and not self.compiled
             self._forward(layer)
+            self.drops = False
             if self.full:
                 self._drop(layer)
         self.gather(ends[1])
@@ -207,6 +213,11 @@ class _Run:
     def _done(self, layer: int, *names: str) -> None:
         self.give_back(*(f"{layer} {name}" for name in names))
 
+    def _past(self, layer: int, *names: str) -> None:
+        """Only a backward pass needs these, which eager blocks that are computed again do not keep for it."""
+        if self.drops:
+            self._done(layer, *names)
+
     def _drop(self, layer: int) -> None:
         self.give_back(*[name for name in self.live if name.startswith(f"{layer} ")])
 
@@ -220,13 +231,17 @@ class _Run:
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
-                if not selective:
+                if fused and not selective:
                     self._done(layer, name)
         self._keep(layer, "attended", queries)
         self._keep(layer, "sums", model.heads, 4)
+        if not fused and not selective and not self.is_gpt:  # names of theirs lived on
+            self._done(layer, "q", "k")
         if selective:
             self._done(layer, "n1", *(() if self.is_gpt else ("rotated q", "rotated k")))
+        self._past(layer, "v", *(("q", "k") if self.is_gpt else ("rotated q", "rotated k")), "sums")
         self._keep(layer, "wo", hidden)
+        self._past(layer, "n1", "attended")
         if not fused or self.has_mixture:
             self._keep(layer, "x2", hidden)
             if not selective:
@@ -241,6 +256,7 @@ class _Run:
             if not fused and not self.is_gpt:
                 self._keep(layer, "silu", inner)
             self._keep(layer, "activated", inner)
+            self._past(layer, "up", *(() if self.is_gpt else ("gate", "silu")))
             if selective:
                 self._done(layer, "n2", *(("silu",) if f"{layer} silu" in self.live else ()))
             self._keep(layer, "down", hidden)
@@ -287,9 +303,11 @@ class _Run:
         self._keep(layer, "rows", hidden)
         for name in ("gate", "up", "silu", "activated"):
             self._keep(layer, name, inner)
+        self._past(layer, "gate", "up", "silu")
         if selective:
             self._done(layer, "silu")
         self._keep(layer, "of experts", hidden)
+        self._past(layer, "activated")
         if selective:
             self._done(layer, "activated", "rows")
         self._keep(layer, "in order", hidden)
@@ -542,8 +560,6 @@ class _Flat(_Run):
     """DeepSpeed's optimizer of ZeRO-1 for bf16 on a single rank: all states are flat and there before the first step,
     and gradients go as soon as they are summed up, those of a compiled block all at once."""
 
-    has_experts = False  # how much room they make follows the router
-
     def start(self) -> None:
         count = sum(sum(parameters.values()) for parameters in self.groups.values())
         self.take("weights", count)
@@ -555,7 +571,10 @@ class _Flat(_Run):
         if group == "ends" and name == "tokens":
             self.give_back("first part")
             return
-        self.take(f"gradient {group} {name}", self.groups[group][name])
+        count = self.groups[group][name]
+        if group.startswith("experts"):  # of one after the other
+            count //= self.model.num_experts
+        self.take(f"gradient {group} {name}", count)
         self.waiting.append(f"gradient {group} {name}")
         if not self.compiled or not group.startswith("block"):
             self.sum_up(group, False)
@@ -563,6 +582,119 @@ class _Flat(_Run):
     def sum_up(self, group: str, is_last: bool) -> None:
         self.give_back(*self.waiting)
         self.waiting.clear()
+
+    def _experts_forward(self, layer: int) -> None:
+        """One after the other, each with room for as many tokens as the fullest has; results are weighed in fp32."""
+        model, chosen = self.model, self.model.experts_per_token
+        room, hidden = chosen * FULLEST, model.hidden
+        share, inner = room / model.num_experts, room * model.ffn_hidden / model.num_experts
+        self._keep(layer, "for router", hidden, 4)
+        self._keep(layer, "probabilities", model.num_experts, 4)
+        self._past(layer, "for router")
+        self._keep(layer, "padded", hidden)
+        self._keep(layer, "rows", room * hidden)
+        self._done(layer, "padded")
+        for expert in range(model.num_experts):
+            for name in ("gate", "up", "silu", "activated"):
+                self._keep(layer, f"{name} {expert}", inner)
+            if self.selective:
+                self._done(layer, f"silu {expert}")
+            self._past(layer, f"gate {expert}", f"up {expert}", f"silu {expert}")
+            self._keep(layer, f"of expert {expert}", share * hidden)
+            self._past(layer, f"activated {expert}")
+            if self.selective:
+                self._done(layer, f"activated {expert}")
+        results = [f"of expert {expert}" for expert in range(model.num_experts)]
+        self._keep(layer, "together", room * hidden)
+        if self.selective:
+            self._done(layer, "rows")
+        else:
+            self._done(layer, *results)
+        self._decode(layer)
+        if self.selective:
+            self._done(layer, "in order", "for router")
+        else:
+            self._keep(layer, "for balance", hidden, 4)
+        if self.selective:
+            self._done(layer, "n2")
+
+    def _decode(self, layer: int) -> None:
+        hidden, chosen = self.model.hidden, self.model.experts_per_token
+        self._keep(layer, "padded", chosen * FULLEST * hidden)
+        self._done(layer, "together")
+        self._keep(layer, "in order", chosen * hidden)
+        self._done(layer, "padded")
+        self._keep(layer, "weighted", chosen * hidden, 4)
+        self._keep(layer, "weighted sum", hidden, 4)
+        self._done(layer, "weighted")
+        self._keep(layer, "down", hidden)
+        self._done(layer, "weighted sum")
+
+    def _recompute(self, layer: int) -> None:
+        if not self.has_mixture:
+            super()._recompute(layer)
+            return
+        model, chosen = self.model, self.model.experts_per_token
+        room, hidden = chosen * FULLEST, model.hidden
+        inner = room * model.ffn_hidden / model.num_experts
+        self._keep(layer, "n1", hidden)
+        for name, width in (("q", model.query_width), ("k", model.key_width)):
+            self._rotate(layer, name, width)
+        self._keep(layer, "x2", hidden)
+        self._keep(layer, "n2", hidden)
+        self._keep(layer, "for router", hidden, 4)
+        self._keep(layer, "padded", hidden)
+        self._keep(layer, "rows", room * hidden)
+        self._done(layer, "padded")
+        for expert in range(model.num_experts):
+            self._keep(layer, f"silu {expert}", inner)
+            self._keep(layer, f"activated {expert}", inner)
+        self._keep(layer, "together", room * hidden)
+        self._decode(layer)
+        self._done(layer, "down")
+        self._keep(layer, "for balance", hidden, 4)
+
+    def _experts_backward(self, layer: int, is_last: bool) -> None:
+        model, chosen = self.model, self.model.experts_per_token
+        room, hidden, group = chosen * FULLEST, model.hidden, _experts(layer)
+        share, inner = room / model.num_experts, room * model.ffn_hidden / model.num_experts
+        self._keep(layer, "d sum", hidden, 4)
+        self._keep(layer, "d weighted", chosen * hidden, 4)
+        self._keep(layer, "d in order", chosen * hidden)
+        self._done(layer, "d weighted")
+        self._keep(layer, "of gates", chosen * hidden, 4)
+        self._done(layer, "of gates", "d sum", "in order")
+        self._keep(layer, "d of experts", room * hidden)
+        self._done(layer, "d in order")
+        for expert in reversed(range(model.num_experts)):
+            self._keep(layer, "d activated", inner)
+            self.gradient(group, "down")
+            self._done(layer, f"activated {expert}")
+            self._keep(layer, "d silu", inner)
+            self._keep(layer, "d up", inner)
+            self._done(layer, "d activated", f"silu {expert}")
+            self._keep(layer, "d gate", inner)
+            self._done(layer, "d silu", f"gate {expert}", f"up {expert}")
+            self._keep(layer, "of up", share * hidden)
+            self.gradient(group, "up")
+            self._done(layer, "d up")
+            self._keep(layer, "of gate", share * hidden)
+            self.gradient(group, "gate")
+            self._done(layer, "d gate")
+            self._keep(layer, f"d rows {expert}", share * hidden)
+            self._done(layer, "of up", "of gate")
+        self._keep(layer, "d rows", room * hidden)
+        self._done(layer, "rows", "d of experts", *(f"d rows {expert}" for expert in range(model.num_experts)))
+        self._keep(layer, "d padded", hidden)
+        self._done(layer, "d rows")
+        self._keep(layer, "d for router", hidden, 4)
+        self.gradient(_block(layer), "router")
+        self._keep(layer, "d n2 of router", hidden)
+        self._done(layer, "d for router", "for router", "for balance")
+        self._keep(layer, "d n2", hidden)
+        self._done(layer, "d padded", "d n2 of router")
+        if self.selective:
+            self._done(layer, *(f"of expert {expert}" for expert in range(model.num_experts)))
 
 
 _RUNS: dict[str, type[_Run]] = {"megatron": _Sharded, "deepspeed": _Flat}
