@@ -32,6 +32,9 @@ MEASURED_SHARE = 1.03
 UNMEASURED_SHARE = 1.15
 """Share above which a layout is taken not to fit that is of a kind by which no part of the formula was set."""
 
+HOPELESS_SHARE = 1.3
+"""Share above which it is not looked at more closely how little a layout fits, which takes a tenth of a second."""
+
 GUESSED_SHARE = 0.5
 """What a layout is taken to need of a GPU's memory before a trial tells, where nothing is known of the model."""
 
@@ -136,7 +139,8 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
     engine, model = facts_of(layout, work), work.shape
     block = _block_activations(layout, model, engine, tokens, work.sequence_length)
     found = {rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}
-    if (whole := replayed(layout, work)) is not None:
+    hopeless = usable is not None and max(memory.needed for memory in found.values()) > HOPELESS_SHARE * usable
+    if not hopeless and (whole := replayed(layout, work)) is not None:
         found = {rank: _as_replayed(memory, whole) for rank, memory in found.items()}
     return MemoryEstimate(found, usable)
 

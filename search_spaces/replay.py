@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from search_spaces.allocator import Allocator, Piece
+from search_spaces.engines import ENGINES
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.workload import Workload
@@ -22,7 +23,7 @@ from search_spaces.workload import Workload
 STEPS = 3
 """After which no more is reserved: the second is the first with moments, the third has them where they stay."""
 
-ROUNDS = 3
+ROUNDS = 2
 """Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
 
 WORKSPACE = 2**25
@@ -47,20 +48,20 @@ class Replayed:
 
 def replayed(layout: Layout, work: Workload) -> Replayed | None:
     """Of a legal layout; None where the order of its allocations is not known."""
-    model, run = work.shape, _RUNS.get(layout.engine)
+    model, facts = work.shape, ENGINES.get(layout.engine)  # what is built on them may allocate otherwise
     plain = (layout.precision, layout.reduce_precision, layout.zero_stage) == ("bf16", "fp32", 0)
-    if run is None or work.trainer is not None or layout.num_gpus > 1 or not plain or layout.offload_optimizer:
+    if facts is None or facts.allocates is None or work.trainer is not None or layout.num_gpus > 1 or not plain:
         return None
-    if layout.expandable_segments or (model.num_experts and not run.has_experts):
+    if layout.offload_optimizer or layout.expandable_segments:
         return None
     rounds = min(ROUNDS, layout.gradient_accumulation_steps)
     tokens = layout.micro_batch_size * work.sequence_length
-    return _replay(layout.engine, model, tokens, rounds, layout.compile, layout.recompute)
+    return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
 
 
 @lru_cache(maxsize=4096)
-def _replay(engine: str, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> Replayed:
-    training = _RUNS[engine](model, tokens, rounds, compiled, recompute)
+def _replay(run: str, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> Replayed:
+    training = _RUNS[run](model, tokens, rounds, compiled, recompute)
     for _ in range(STEPS):
         training.step()
     return Replayed(training.allocator.reserved, training.allocator.most, training.late)
@@ -68,8 +69,6 @@ def _replay(engine: str, model: ModelShape, tokens: int, rounds: int, compiled: 
 
 class _Run:
     """A training of one model, whose tensors have names while they live: those of block i begin with its number."""
-
-    has_experts = True
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> None:
         self.allocator = Allocator()
@@ -697,7 +696,7 @@ class _Flat(_Run):
             self._done(layer, *(f"of expert {expert}" for expert in range(model.num_experts)))
 
 
-_RUNS: dict[str, type[_Run]] = {"megatron": _Sharded, "deepspeed": _Flat}
+_RUNS: dict[str, type[_Run]] = {"sharded": _Sharded, "flat": _Flat}
 
 
 def _block(layer: int) -> str:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import DATA
 from benchmarks.measure.blind import read
 from search_spaces import replay
+from search_spaces.engines import ENGINES
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
@@ -99,7 +100,7 @@ def test_what_is_recomputed_is_not_there(model: str, engine: str, compiled: bool
 def test_more_sequences_need_more_and_no_tensor_is_left(engine: str, recompute: str) -> None:
     sizes = [reserved(layout_of(engine, mbs=size, recompute=recompute)) for size in (1, 2, 4, 8)]
     assert sizes == sorted(sizes)
-    training = replay._RUNS[engine](MIXTURE, 2048, 2, False, recompute)
+    training = replay._RUNS[ENGINES[engine].allocates or ""](MIXTURE, 2048, 2, False, recompute)
     training.step()
     live = set(training.live)
     training.step()

@@ -31,7 +31,7 @@ TOKENS = SEQUENCES * SEQUENCE
 
 def kept_in_replay(shape: ModelShape, recompute: str, compiled: bool) -> float:
     """Bytes, and those of the block's input."""
-    training = _RUNS["megatron"](shape, TOKENS, 1, compiled, recompute)
+    training = _RUNS["sharded"](shape, TOKENS, 1, compiled, recompute)
     training.take("x0", TOKENS * shape.hidden)
     training._forward(0)
     return sum(piece.size for name, piece in training.live.items() if name.startswith("0 ") or name == "x0")
