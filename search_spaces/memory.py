@@ -400,8 +400,8 @@ def _block_activations(
     if layout.recompute == "full":
         return tokens * layout.width * outside, whole
     # Autograd needs no result of a dense network's last product, which the policy keeps none the less of what is not
-    # compiled into one graph; that of experts is among their products.
-    sums = 2 if layout.compile or model.num_experts else 3
+    # compiled into one graph; that of experts is among their products. Of split blocks that was not counted.
+    sums = 2 if model.num_experts or (layout.compile and tensor == 1) else 3
     return min(whole, tokens * layout.width * (sums * outside + attention + products)), whole
 
 

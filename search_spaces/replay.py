@@ -84,8 +84,6 @@ class _Run:
         self.late = 0.0
         self.start()
         self.take("workspace", WORKSPACE, 1)
-        if compiled and self.full:
-            self.take("workspace of backward passes", WORKSPACE, 1)
 
     def take(self, name: str, values: float, width: int = 2, stream: int = MAIN) -> None:
         self.live[name] = self.allocator.take(values * width, stream)
