@@ -2,14 +2,14 @@
 
 The peak is at the start of a step's last backward pass: what ZeRO (Rajbhandari et al. 2020, section 3) and Korthikanti
 et al. 2022 (section 4) count is all there then. What torch's allocator reserves is more, as some of what this pass
-makes does not fit the pieces of what it gives free.
+makes does not fit the pieces of what it gives free. On one GPU `search_spaces.replay` says by how much.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from search_spaces.engines import facts_of
@@ -18,6 +18,7 @@ from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.parameters import held
+from search_spaces.replay import Replayed, replayed
 from search_spaces.workload import Workload
 
 Band = Literal["fits", "borderline", "too big"]
@@ -30,6 +31,9 @@ MEASURED_SHARE = 1.03
 
 UNMEASURED_SHARE = 1.15
 """Share above which a layout is taken not to fit that is of a kind by which no part of the formula was set."""
+
+HOPELESS_SHARE = 1.3
+"""Share above which it is not looked at more closely how little a layout fits, which takes a tenth of a second."""
 
 GUESSED_SHARE = 0.5
 """What a layout is taken to need of a GPU's memory before a trial tells, where nothing is known of the model."""
@@ -59,7 +63,9 @@ class RankMemory:
     """Bytes on each GPU of one pipeline rank.
 
     `parameters` are master copies and what is gathered of them. `logits` is with the loss and gradients of both.
-    `slack` is reserved and not used, and given back where memory is short.
+    `constant` has, where allocations were replayed, all that is none of the others: what backward passes make, and
+    pieces between tensors that are too small for others. `slack` is reserved and not used, and given back where memory
+    is short.
     """
 
     parameters: float
@@ -132,7 +138,11 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
     engine, model = facts_of(layout, work), work.shape
     block = _block_activations(layout, model, engine, tokens, work.sequence_length)
-    return MemoryEstimate({rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}, usable)
+    found = {rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}
+    hopeless = usable is not None and max(memory.needed for memory in found.values()) > HOPELESS_SHARE * usable
+    if not hopeless and (whole := replayed(layout, work)) is not None:
+        found = {rank: _as_replayed(memory, whole) for rank, memory in found.items()}
+    return MemoryEstimate(found, usable)
 
 
 def band(layout: Layout, work: Workload) -> Band | None:
@@ -291,6 +301,16 @@ def _rank(
     )
 
 
+def _as_replayed(memory: RankMemory, found: Replayed) -> RankMemory:
+    """What is reserved as it was replayed, of which gradients that come late count as slack, as where nothing is."""
+    slack = min(found.late, found.reserved - found.most)
+    left = found.reserved - slack - memory.parameters - memory.gradients - memory.optimizer
+    activations = min(left, memory.activations)
+    logits = min(left - activations, memory.logits)
+    rest = left - activations - logits
+    return replace(memory, activations=activations, logits=logits, communication=0.0, constant=rest, slack=slack)
+
+
 def passes_in_flight(layout: Layout, rank: int) -> int:
     """Passes through a stage that a rank keeps activations of at once (Narayanan et al. 2021, Qi et al. 2023)."""
     ranks, rounds, virtual = (
@@ -359,8 +379,7 @@ def _block_activations(
         spread = layout.expert_parallel_size > 1
         uneven = (spread or engine.fills_experts) and not engine.routes_evenly
         rows = model.experts_per_token * (IMBALANCE if uneven else 1.0)
-        results = model.experts_per_token * hidden
-        network, products = rows * (hidden + 4 * inner) + results, rows * (2 * inner + hidden) + results
+        network, products = rows * (hidden + 4 * inner) + model.experts_per_token * hidden, rows * (2 * inner + hidden)
         if engine.fills_experts:  # hidden states in fp32, for the router and for its loss
             routing = 8.0 * hidden
     elif model.family == "llama":
@@ -380,7 +399,10 @@ def _block_activations(
         return whole, whole
     if layout.recompute == "full":
         return tokens * layout.width * outside, whole
-    return min(whole, tokens * layout.width * (3 * outside + attention + products)), whole
+    # Autograd needs no result of a dense network's last product, which the policy keeps none the less of what is not
+    # compiled into one graph; that of experts is among their products. Of split blocks that was not counted.
+    sums = 2 if model.num_experts or (layout.compile and tensor == 1) else 3
+    return min(whole, tokens * layout.width * (sums * outside + attention + products)), whole
 
 
 def _logits(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int) -> tuple[float, float, float]:

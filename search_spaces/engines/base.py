@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from search_spaces.attention import CUDNN, FLASH_2, FLASH_2_ON_HOPPER, Kernel
 from search_spaces.coefficients import Coefficients
@@ -142,6 +142,10 @@ class EngineFacts(ABC):
 
     shared_loss_traffic: ClassVar[int] = 100
     """Bytes that kernels move for such a logit: its sums are apart."""
+
+    allocates: ClassVar[Literal["sharded", "flat"] | None] = None
+    """How it has its states on one GPU, where `search_spaces.replay` knows in which order it allocates: by FSDP2, or in
+    flat tensors from the start. None where that is not known."""
 
     update_bytes: ClassVar[int] = 46
     """Memory traffic of the update of one parameter: fp32 gradient, weight and two moments, clipping by their norm, and

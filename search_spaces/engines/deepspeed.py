@@ -109,6 +109,7 @@ class DeepSpeed(EngineFacts):
     exchanges_heads = True
     sends_one_by_one = True
     fills_experts = True
+    allocates = "flat"
     launched_with_experts = 4.0
     sums_inputs_apart = True
     releases_gradients = False

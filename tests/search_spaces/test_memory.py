@@ -195,7 +195,8 @@ def test_less_kept_and_fewer_sequences_need_less(
 
 def test_what_the_loss_gives_back_is_used_again() -> None:
     """Where it is not compiled, gradients on their way, and what is computed again, fit in its tensors."""
-    compiled, eager = (ranks_of(layout_of(recompute="full", micro_batch_size=8, compile=on))[0] for on in (True, False))
+    layouts = (layout_of(dp=2, recompute="full", micro_batch_size=8, compile=on) for on in (True, False))
+    compiled, eager = (ranks_of(layout)[0] for layout in layouts)
     assert eager.logits > compiled.logits
     assert eager.communication < compiled.communication
     assert eager.activations < compiled.activations
