@@ -263,7 +263,8 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
         ahead = back = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
     else:
         alone = _padded(width) / width * work / c.attention_flops
-        ahead, back = (Load(attention=time * alone, flops=work) for time in cut.attention.times(queries * times, width))
+        times_of_both, cost = cut.attention.times(queries * times, width), cut.attention.joules * work
+        ahead, back = (Load(attention=time * alone, flops=cost) for time in times_of_both)
     return ahead.plus(copies), back.times(2.5).plus(copies, 2)
 
 

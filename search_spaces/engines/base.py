@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from search_spaces.attention import CUDNN, FLASH_2, FLASH_2_ON_HOPPER, Kernel
+from search_spaces.attention import CUDNN, FLASH_2, FLASH_2_JOULES_ON_HOPPER, FLASH_2_ON_HOPPER, Kernel
 from search_spaces.coefficients import Coefficients
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
@@ -27,7 +27,9 @@ Same = Callable[[Any, Layout], Any]
 
 def flash_2(accelerator: Accelerator) -> Kernel:
     """FlashAttention-2, than which none is faster before Hopper."""
-    return FLASH_2.slower(FLASH_2_ON_HOPPER, FLASH_2_ON_HOPPER) if accelerator.fp8 else FLASH_2
+    if not accelerator.fp8:
+        return FLASH_2
+    return FLASH_2.slower(FLASH_2_ON_HOPPER, FLASH_2_ON_HOPPER)._replace(joules=FLASH_2_JOULES_ON_HOPPER)
 
 
 @dataclass(frozen=True)

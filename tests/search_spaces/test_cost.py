@@ -167,6 +167,19 @@ def test_attention_takes_longer_over_few_tokens_and_in_narrow_heads(
     assert seconds(model=wide) / seconds() == pytest.approx(1 / narrow, rel=0.06)
 
 
+def test_flash_attention_needs_more_energy_than_cudnn_on_hopper() -> None:
+    """1.3 times as much, where nothing but attention counts, however slow; and no more where there is no cuDNN's."""
+
+    def joules(engine: str, accelerator: str) -> float:
+        device, limitless = ACCELERATORS[accelerator], replace(IDEAL, idle_w=1e-9, power_limit_w=ENDLESS)
+        work = replace(WORK, sequence_length=2**20, accelerator=device)
+        return predict(replace(layout_of(zero_stage=1), engine=engine), work, limitless).joules_per_token
+
+    assert joules("torchtitan", "h100") / joules("megatron", "h100") == pytest.approx(1.3, rel=0.03)
+    assert joules("composer", "h100") == pytest.approx(joules("torchtitan", "h100"), rel=0.01)
+    assert joules("torchtitan", "a100") == pytest.approx(joules("megatron", "a100"), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("settings", "left_out"),
     [
