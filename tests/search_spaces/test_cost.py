@@ -292,6 +292,22 @@ def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
     assert beside(2.0) == pytest.approx(2.0, abs=0.04)
 
 
+def test_of_what_is_hidden_one_piece_is_beside_nothing() -> None:
+    """Of the 34 in which parameters are gathered and gradients sent. The others cost the computation as many of a GPU's
+    multiprocessors as their bandwidth takes channels: eight adapters have a tenth of that of links."""
+    near, large = replace(layout_of(zero_stage=1), global_batch_size=512), replace(WORK, global_batch_size=512)
+    slow = replace(IDEAL, matmul_flops=1e12, attention_flops=1e12)
+    links = replace(slow, link_bytes_per_s=1e9)
+    adapters = replace(slow, link_bytes_per_s=8e9, network_bytes_per_s=1e8)
+    for layout, machine, rate, share in ((near, links, 1e9, 1.0), (replace(near, num_gpus=16), adapters, 8e8, 0.1)):
+        free, beside = (
+            predict(layout, large, replace(machine, contention=each)).parts["data_parallel"] for each in (1e-9, 0.4)
+        )
+        seconds = (2 + 4) * WORK.shape.parameters * (1 - 1 / layout.num_gpus) / rate
+        assert free == pytest.approx(seconds / 34, rel=0.01)
+        assert beside - free == pytest.approx(share * 0.4 * 33 / 34 * seconds, rel=0.01)
+
+
 def test_groups_within_a_node_are_faster() -> None:
     within = layout_of(tensor_parallel_size=8, compile=True)
     assert seconds(within) < seconds(within, work=replace(WORK, gpus_per_node=4))
