@@ -297,11 +297,12 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
         shares = _share(copies, apart, places, c)
         exposed, sent = exposed + _exposed(between, count, backward, shares, hides_sums, c), sent + more
 
-    gathered = gathers * 2.0 * width * whole
+    gathered = 0.0 if engine.gathers_in_place else gathers * 2.0 * width * whole
     updating, moved = gathered / c.states_bytes_per_s, gathered + _summed_bytes(layout, engine, whole)
     if layout.offload_optimizer:
         return _Upkeep(updating, moved, sent, exposed, shard)
-    updated = update_s(engine, shard, c)
+    most = max(shard, _largest_tensor(layout, work, rank)) if engine.shards_by_tensors else shard
+    updated = update_s(engine, most, c)
     return _Upkeep(updating + updated, moved + engine.update_bytes * shard, sent, exposed, 0.0)
 
 

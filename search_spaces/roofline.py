@@ -17,14 +17,8 @@ from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Group, Network, group_of
 from search_spaces.operators import Kind, Operator
 
-LOSS_TRAFFIC = 40
-"""Bytes that kernels move for a logit and its gradient, in fp32 and kernel by kernel."""
-
 COMPILED_LOSS_TRAFFIC = 10
 """Bytes a logit with one kernel each way."""
-
-EAGER_ROTARY = 24
-"""Values that the kernels of rotary positions read and write for one of queries and keys, where nothing fuses them."""
 
 EAGER_COPIES = 20
 """Values that the kernels which sequence parallelism's gathers and scatters need read and write for one of the hidden
@@ -254,7 +248,7 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     work = 2.0 * tokens * queries * times * heads / speed
     gathers = times > 1 and not engine.rings_keys
     # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
-    rotary = 0 if "rotary" not in operator.form else 2 if compiled else EAGER_ROTARY
+    rotary = 0 if "rotary" not in operator.form else 2 if compiled else engine.rotary_values
     values = rotary * (heads + keys) + 2 * heads + (2 * times * (keys + 2 * heads) if gathers else 0)
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
@@ -276,7 +270,7 @@ def _padded(width: int) -> int:
 def _norm(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """A norm and the sum with what came in, fused into one and a half passes or not."""
     rows, width = operator.dims
-    values = 4.5 if operator.compiled else 5.0
+    values = 4.5 if operator.compiled else cut.engine.norm_values
     if "autocast" in operator.form and not operator.compiled:
         values += AUTOCAST_NORMS / 2
     if operator.precision == "fp8":
@@ -329,7 +323,8 @@ def _loss(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """A third of its traffic is forward, as that of all else."""
     tokens, entries = operator.dims
     shared = "shared" in operator.form
-    moved = cut.engine.shared_loss_traffic if shared else COMPILED_LOSS_TRAFFIC if operator.compiled else LOSS_TRAFFIC
+    alone = COMPILED_LOSS_TRAFFIC if operator.compiled else cut.engine.loss_traffic
+    moved = cut.engine.shared_loss_traffic if shared else alone
     forward = _traffic(tokens * entries * moved / 3, operator.compiled, c)
     return forward, forward.times(2)
 

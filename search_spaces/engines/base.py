@@ -139,6 +139,19 @@ class EngineFacts(ABC):
     """Whether ZeRO gives whole tensors to ranks, which broadcast them once they are updated; gradients are summed over
     all ranks at once."""
 
+    gathers_in_place: ClassVar[bool] = False
+    """Whether gathered parameters are used where they arrive, and not copied from there."""
+
+    rotary_values: ClassVar[int] = 24
+    """Values that kernels of rotary positions read and write for one of queries and keys, where nothing is compiled."""
+
+    norm_values: ClassVar[float] = 5.0
+    """Values that kernels read and write forward for one of the hidden states at a norm with the sum before it, where
+    nothing is compiled. Twice as many are backward."""
+
+    loss_traffic: ClassVar[int] = 40
+    """Bytes that kernels move for a logit and its gradient, where the loss is not compiled: in fp32, one by one."""
+
     shared_loss_bytes: ClassVar[int] = 24
     """Bytes of a logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""
 
