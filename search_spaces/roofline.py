@@ -195,7 +195,7 @@ def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     backward = forward.times(2)
     if "bias" in operator.form:
         backward = backward.plus(_traffic(1.0 * operator.width * rows * outside, operator.compiled, c))
-    return _with_casts(forward, backward, rows, [(inside, outside, 1)], operator, c)
+    return _with_casts(forward, backward, rows, [(inside, outside, 1)], operator, cut, c)
 
 
 def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, cut: Cut, c: Coefficients) -> Load:
@@ -212,15 +212,25 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, cut
 
 
 def _with_casts(
-    forward: Load, backward: Load, rows: int, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients
+    forward: Load,
+    backward: Load,
+    rows: int,
+    shapes: list[tuple[int, int, int]],
+    of: Operator,
+    cut: Cut,
+    c: Coefficients,
 ) -> tuple[Load, Load]:
     """Products with their casts to fp8, in a block that is not compiled: each casts what it is given for itself.
 
     Two bytes a value are read twice, for the scale and for the cast, and one is written. Backward that is done to
-    gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written.
+    gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written. Fused casts read
+    inputs and gradients once and write them twice, and weights are cast but once a step.
     """
     if of.precision != "fp8" or of.compiled:
         return forward, backward
+    if cut.engine.fuses_casts:
+        inputs, outputs = (1.0 * rows * sum(count * shape[side] for *shape, count in shapes) for side in (0, 1))
+        return forward.plus(_traffic(4.0 * inputs, True, c)), backward.plus(_traffic(4.0 * outputs, True, c))
     given = sum(count * (rows * inside + inside * outside) for inside, outside, count in shapes)
     gradients = sum(count * rows * outside for _, outside, count in shapes)
     casts, gradient_casts = 5.0 * given, 5.0 * gradients + 2.0 * (gradients + given)
@@ -305,7 +315,7 @@ def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     outside = (ROUTED * tokens * chosen + 4.0 * rows if filled else 6.0 * tokens * chosen) * hidden
     there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
     there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen if filled else 0.0))
-    return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, c)
+    return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, cut, c)
 
 
 def _copies(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:

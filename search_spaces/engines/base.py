@@ -139,6 +139,9 @@ class EngineFacts(ABC):
     """Whether ZeRO gives whole tensors to ranks, which broadcast them once they are updated; gradients are summed over
     all ranks at once."""
 
+    fuses_casts: ClassVar[bool] = False
+    """Whether kernels cast to fp8 and transpose at once, by scales that are known before."""
+
     gathers_in_place: ClassVar[bool] = False
     """Whether gathered parameters are used where they arrive, and not copied from there."""
 

@@ -271,6 +271,11 @@ def test_what_programs_did_when_their_layouts_were_measured() -> None:
     assert 1.05 < old["matmul"] / young["matmul"] < 1.12
     eight = {**again, "precision": "fp8"}
     assert parts("composer", **eight)["matmul"] == parts("composer-torch-1", **eight)["matmul"]
+    casts = {
+        name: parts(name, precision="fp8")["elementwise"] - parts(name)["elementwise"]
+        for name in ("megatron", "composer")
+    }
+    assert 0 < casts["composer"] < 0.5 * casts["megatron"]  # 4 bytes an input and a gradient, and weights once a step
     assert engine_of("composer").sum_width(Layout("composer", 64, 256, reduce_precision="fp32")) == 2
     # FSDP2 copies what it gathers, twice a microbatch; both read gradients in bf16 and write them to be sent.
     copying = parts("megatron", zero_stage=3, reduce_precision="bf16")["model_states"]
