@@ -21,10 +21,11 @@ class Pass(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Forward and backward, of heads 128 wide and of narrow ones."""
+    """Forward and backward, of heads 128 wide and of narrow ones. `joules`: of a FLOP, in those of a product's."""
 
     wide: tuple[Pass, Pass]
     narrow: tuple[Pass, Pass]
+    joules: float = 1.0
 
     def times(self, tokens: int, head_dim: int) -> tuple[float, float]:
         """Of a FLOP, forward and backward."""
@@ -34,7 +35,7 @@ class Kernel(NamedTuple):
     def slower(self, forward: float, backward: float) -> Kernel:
         """One that takes so many times as long."""
         by = forward, backward
-        return Kernel(*(_scaled(passes, by) for passes in self))
+        return Kernel(_scaled(self.wide, by), _scaled(self.narrow, by), self.joules)
 
 
 def _scaled(passes: tuple[Pass, Pass], by: tuple[float, float]) -> tuple[Pass, Pass]:
@@ -58,3 +59,8 @@ FLASH_2 = _measured((340, 390), (322, 700), (308, 420), (285, 615))
 
 FLASH_2_ON_HOPPER = 1.95
 """Time of FlashAttention-2 in that of cuDNN there, over many tokens."""
+
+FLASH_2_JOULES_ON_HOPPER = 1.3
+"""Joules of a FLOP of FlashAttention-2's there, in those of a large product's, which cuDNN's needs, too: by power and
+clock at 700 W (benchmarks/results/attention_power_1xh100.txt). It does without Hopper's own instructions, and so its
+operands go through registers."""

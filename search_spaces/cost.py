@@ -280,30 +280,55 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     kind = Collective.BROADCAST if engine.shards_by_tensors else Collective.ALL_GATHER
     count = engine.gathers(layout, layers, whole)
     gather, received = communicate(kind, width * whole, count, ranks, tensor, places, c)
-    exposed, sent = gathers * _exposed(gather, forward, hides_gathers, c), gathers * received
+    shares = _share(ranks, tensor, places, c)
+    exposed, sent = gathers * _exposed(gather, count, forward, shares, hides_gathers, c), gathers * received
 
     sums = rounds if zero >= 2 else 1
     kind = Collective.ALL_REDUCE if engine.sums_whole(layout) else Collective.REDUCE_SCATTER
     at_once = not zero or engine.shards_by_tensors
     over, count = ranks * copies if at_once else ranks, engine.messages(layout, layers, whole)
     scatter, scattered = communicate(kind, summed * whole, count, over, tensor, places, c)
-    exposed, sent = exposed + sums * _exposed(scatter, backward, hides_sums, c), sent + sums * scattered
+    shares = _share(over, tensor, places, c)
+    exposed += sums * _exposed(scatter, count, backward, shares, hides_sums, c)
+    sent += sums * scattered
     if copies > 1 and not at_once:
         size, apart = summed * shard, tensor * ranks
         between, more = communicate(Collective.ALL_REDUCE, size, count, copies, apart, places, c)
-        exposed, sent = exposed + _exposed(between, backward, hides_sums, c), sent + more
+        shares = _share(copies, apart, places, c)
+        exposed, sent = exposed + _exposed(between, count, backward, shares, hides_sums, c), sent + more
 
-    gathered = gathers * 2.0 * width * whole
+    gathered = 0.0 if engine.gathers_in_place else gathers * 2.0 * width * whole
     updating, moved = gathered / c.states_bytes_per_s, gathered + _summed_bytes(layout, engine, whole)
     if layout.offload_optimizer:
         return _Upkeep(updating, moved, sent, exposed, shard)
-    updated = update_s(engine, shard, c)
+    most = max(shard, _largest_tensor(layout, work, rank)) if engine.shards_by_tensors else shard
+    updated = update_s(engine, most, c)
     return _Upkeep(updating + updated, moved + engine.update_bytes * shard, sent, exposed, 0.0)
 
 
-def _exposed(seconds: float, beside: float, hidden: bool, c: Coefficients) -> float:
-    """What communication adds to a step that computes for `beside` seconds in the meantime."""
-    return max(0.0, seconds - beside) + c.contention * min(seconds, beside) if hidden else seconds
+def _largest_tensor(layout: Layout, work: Workload, rank: int) -> float:
+    """Parameters of the largest tensor on a GPU of a pipeline rank."""
+    model = work.shape
+    rows = max(model.ffn_hidden, model.vocab if rank in layout.end_ranks else 0)
+    return rows * model.hidden / layout.tensor_parallel_size
+
+
+def _share(ranks: int, stride: int, places: Places, c: Coefficients) -> float:
+    """Bandwidth that collectives of ranks `stride` apart attain, in that of links."""
+    return network(places, c).share(spread(ranks, stride, places))
+
+
+def _exposed(seconds: float, count: int, beside: float, share: float, hidden: bool, c: Coefficients) -> float:
+    """What communication in `count` pieces adds to a step that computes for `beside` seconds in the meantime.
+
+    One piece is beside nothing: parameters are gathered before the first part computes, and gradients of the last are
+    summed after it. The others cost the computation as much as their bandwidth is in that of links, for NCCL has a
+    channel, which is a multiprocessor's, for each 20 GB/s or so (`speedArrayIntra` in `src/graph/search.cc`).
+    """
+    if not hidden:
+        return seconds
+    alone = seconds / count
+    return alone + max(0.0, seconds - alone - beside) + share * c.contention * min(seconds - alone, beside)
 
 
 def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:

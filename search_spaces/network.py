@@ -53,6 +53,11 @@ PAT_HOP = 0.3
 POST = 0.2
 """Time to hand one message to the network, in the latency of a hop."""
 
+OVERHEAD_S = 6e-6
+"""What a host takes to hand a message of the protocol with the full bandwidth to the network: each hop of a ring over
+several nodes takes as long at least, within these, too (`getNetOverhead` in `tuning.cc`: three times 2 us with CPUs of
+AMD; three times 1 us with those of Intel, with which rings of 128 to 1024 A100 were seen to take 8 us a hop)."""
+
 GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 LARGE = 2**26
@@ -159,6 +164,10 @@ class Network:
             return curve.seconds[-1] * self._model(kind, size, group) / self._model(kind, curve.sizes[-1], group)
         return _between(curve.sizes, curve.seconds, size)
 
+    def share(self, group: Group) -> float:
+        """Bandwidth of the group's rings, in that of links."""
+        return self._rate(group) / self.link_bytes_per_s
+
     def source_of(self, kind: Collective, ranks: Sequence[int]) -> str:
         """Where the seconds of such a collective come from, for readers."""
         group = self.group(ranks)
@@ -214,7 +223,8 @@ class Network:
 
     def _hops(self, group: Group) -> float:
         """Latency of a ring's hops, which lead to another node once for each node."""
-        return (group.ranks - group.nodes) * self.link_latency_s + (group.nodes - 1) * self.network_latency_s
+        within = self.link_latency_s if group.nodes == 1 else max(self.link_latency_s, OVERHEAD_S)
+        return (group.ranks - group.nodes) * within + (group.nodes - 1) * self.network_latency_s
 
     def _tree(self, size: float, group: Group) -> float:
         """An all-reduce up and down a chain within each node and a binary tree over nodes."""

@@ -17,14 +17,8 @@ from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Group, Network, group_of
 from search_spaces.operators import Kind, Operator
 
-LOSS_TRAFFIC = 40
-"""Bytes that kernels move for a logit and its gradient, in fp32 and kernel by kernel."""
-
 COMPILED_LOSS_TRAFFIC = 10
 """Bytes a logit with one kernel each way."""
-
-EAGER_ROTARY = 24
-"""Values that the kernels of rotary positions read and write for one of queries and keys, where nothing fuses them."""
 
 EAGER_COPIES = 20
 """Values that the kernels which sequence parallelism's gathers and scatters need read and write for one of the hidden
@@ -201,7 +195,7 @@ def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     backward = forward.times(2)
     if "bias" in operator.form:
         backward = backward.plus(_traffic(1.0 * operator.width * rows * outside, operator.compiled, c))
-    return _with_casts(forward, backward, rows, [(inside, outside, 1)], operator, c)
+    return _with_casts(forward, backward, rows, [(inside, outside, 1)], operator, cut, c)
 
 
 def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, cut: Cut, c: Coefficients) -> Load:
@@ -218,15 +212,25 @@ def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, cut
 
 
 def _with_casts(
-    forward: Load, backward: Load, rows: int, shapes: list[tuple[int, int, int]], of: Operator, c: Coefficients
+    forward: Load,
+    backward: Load,
+    rows: int,
+    shapes: list[tuple[int, int, int]],
+    of: Operator,
+    cut: Cut,
+    c: Coefficients,
 ) -> tuple[Load, Load]:
     """Products with their casts to fp8, in a block that is not compiled: each casts what it is given for itself.
 
     Two bytes a value are read twice, for the scale and for the cast, and one is written. Backward that is done to
-    gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written.
+    gradients, and gradients, inputs and weights are laid out anew, a byte read and a byte written. Fused casts read
+    inputs and gradients once and write them twice, and weights are cast but once a step.
     """
     if of.precision != "fp8" or of.compiled:
         return forward, backward
+    if cut.engine.fuses_casts:
+        inputs, outputs = (1.0 * rows * sum(count * shape[side] for *shape, count in shapes) for side in (0, 1))
+        return forward.plus(_traffic(4.0 * inputs, True, c)), backward.plus(_traffic(4.0 * outputs, True, c))
     given = sum(count * (rows * inside + inside * outside) for inside, outside, count in shapes)
     gradients = sum(count * rows * outside for _, outside, count in shapes)
     casts, gradient_casts = 5.0 * given, 5.0 * gradients + 2.0 * (gradients + given)
@@ -254,7 +258,7 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     work = 2.0 * tokens * queries * times * heads / speed
     gathers = times > 1 and not engine.rings_keys
     # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
-    rotary = 0 if "rotary" not in operator.form else 2 if compiled else EAGER_ROTARY
+    rotary = 0 if "rotary" not in operator.form else 2 if compiled else engine.rotary_values
     values = rotary * (heads + keys) + 2 * heads + (2 * times * (keys + 2 * heads) if gathers else 0)
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
@@ -263,7 +267,8 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
         ahead = back = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
     else:
         alone = _padded(width) / width * work / c.attention_flops
-        ahead, back = (Load(attention=time * alone, flops=work) for time in cut.attention.times(queries * times, width))
+        times_of_both, cost = cut.attention.times(queries * times, width), cut.attention.joules * work
+        ahead, back = (Load(attention=time * alone, flops=cost) for time in times_of_both)
     return ahead.plus(copies), back.times(2.5).plus(copies, 2)
 
 
@@ -275,7 +280,7 @@ def _padded(width: int) -> int:
 def _norm(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """A norm and the sum with what came in, fused into one and a half passes or not."""
     rows, width = operator.dims
-    values = 4.5 if operator.compiled else 5.0
+    values = 4.5 if operator.compiled else cut.engine.norm_values
     if "autocast" in operator.form and not operator.compiled:
         values += AUTOCAST_NORMS / 2
     if operator.precision == "fp8":
@@ -310,7 +315,7 @@ def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     outside = (ROUTED * tokens * chosen + 4.0 * rows if filled else 6.0 * tokens * chosen) * hidden
     there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
     there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen if filled else 0.0))
-    return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, c)
+    return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, cut, c)
 
 
 def _copies(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
@@ -328,7 +333,8 @@ def _loss(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """A third of its traffic is forward, as that of all else."""
     tokens, entries = operator.dims
     shared = "shared" in operator.form
-    moved = cut.engine.shared_loss_traffic if shared else COMPILED_LOSS_TRAFFIC if operator.compiled else LOSS_TRAFFIC
+    alone = COMPILED_LOSS_TRAFFIC if operator.compiled else cut.engine.loss_traffic
+    moved = cut.engine.shared_loss_traffic if shared else alone
     forward = _traffic(tokens * entries * moved / 3, operator.compiled, c)
     return forward, forward.times(2)
 

@@ -15,6 +15,8 @@ program does otherwise than another. Stages that a row does not name are as even
 - the error in peak memory, where it was published, by what was published of it;
 - which layouts that ran are refused, and by what, and which that ran out of memory are called safe;
 - what cannot be expressed, and why, and what of a model is not modelled.
+
+Microbatches that a row's `notes` call "not said" are those that the program makes unless it is told.
 """
 
 from __future__ import annotations
@@ -87,6 +89,10 @@ COLUMNS = (
     *("step_time_s", "memory_gib", "memory_kind", "hw_memory_gib", "hw_memory_TBps", "hw_power_w", "hw_network_GBps"),
     "unexpressed",
 )
+
+
+NOT_SAID = "microbatch"
+"""How `notes` begin, a column that a table may have besides, where others did not publish the microbatch."""
 
 
 @dataclass(frozen=True)
@@ -227,14 +233,21 @@ def _with_memory(coefficients: Coefficients, sheet: Accelerator, bytes_per_s: fl
     )
 
 
+def _engine(row: Mapping[str, str]) -> str:
+    """llm-foundry's benchmarks sum gradients in bf16 in the tables of May 2023 alone, whose PyTorch was another (mixed
+    precision PURE in `scripts/train/benchmarking/README.md`, commit 300cc5c, DEFAULT from commit b2a43a1 on)."""
+    engine = FRAMEWORKS.get(row["framework"], "megatron")
+    return "composer-torch-1" if engine == "composer" and row["reduce_precision"] == "bf16" else engine
+
+
 def _layout(row: Mapping[str, str], layers: int) -> Layout:
     stages = int(row["pp"]) * int(row["vp"])
     given = tuple(map(int, row["stage_layers"].split("-"))) if row["stage_layers"] else None
     return Layout(
-        engine=FRAMEWORKS.get(row["framework"], "megatron"),
+        engine=_engine(row),
         num_gpus=int(row["num_gpus"]),
         global_batch_size=int(row["gbs"]),
-        micro_batch_size=int(row["mbs"]),
+        micro_batch_size=_micro_batch_size(row),
         tensor_parallel_size=int(row["tp"]),
         pipeline_parallel_size=int(row["pp"]),
         virtual_pipeline_stages=int(row["vp"]),
@@ -253,6 +266,16 @@ def _layout(row: Mapping[str, str], layers: int) -> Layout:
         overlap_grad_reduce=row["overlap_grad"] == "1",
         overlap_param_gather=row["overlap_param"] == "1",
     )
+
+
+def _micro_batch_size(row: Mapping[str, str]) -> int:
+    """torchtitan divides a rank's batch into as many microbatches as a pipeline has ranks unless it is told otherwise
+    (`pipeline_parallel_microbatches` in `torchtitan/parallelisms/pipelining_utils.py`, commit 9dec370)."""
+    given, ranks = int(row["mbs"]), int(row["pp"])
+    if row["framework"] != "torchtitan" or ranks == 1 or not (row.get("notes") or "").startswith(NOT_SAID):
+        return given
+    local, left = divmod(int(row["gbs"]) * ranks * int(row["tp"]) * int(row["cp"]), int(row["num_gpus"]))
+    return local // ranks if left == 0 and local % ranks == 0 else given
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:

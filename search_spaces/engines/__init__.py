@@ -6,7 +6,15 @@ from search_spaces.engines.base import EngineFacts
 from search_spaces.engines.deepspeed import DeepSpeed
 from search_spaces.engines.foreign import facts_of_trainer
 from search_spaces.engines.megatron import Megatron
-from search_spaces.engines.others import Composer, InternEvo, MegatronBridge, MegatronLM, MegatronLM2022, Torchtitan
+from search_spaces.engines.others import (
+    Composer,
+    ComposerOnTorch1,
+    InternEvo,
+    MegatronBridge,
+    MegatronLM,
+    MegatronLM2022,
+    Torchtitan,
+)
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 
@@ -17,7 +25,15 @@ ENGINES: dict[str, EngineFacts] = {
 
 OTHERS: dict[str, EngineFacts] = {
     facts.name: facts
-    for facts in (MegatronLM(), MegatronBridge(), MegatronLM2022(), Torchtitan(), Composer(), InternEvo())
+    for facts in (
+        MegatronLM(),
+        MegatronBridge(),
+        MegatronLM2022(),
+        Torchtitan(),
+        Composer(),
+        ComposerOnTorch1(),
+        InternEvo(),
+    )
 }
 """What is known of programs of others, of which nobody can try a layout here."""
 

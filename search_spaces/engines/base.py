@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from search_spaces.attention import CUDNN, FLASH_2, FLASH_2_ON_HOPPER, Kernel
+from search_spaces.attention import CUDNN, FLASH_2, FLASH_2_JOULES_ON_HOPPER, FLASH_2_ON_HOPPER, Kernel
 from search_spaces.coefficients import Coefficients
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
@@ -27,7 +27,9 @@ Same = Callable[[Any, Layout], Any]
 
 def flash_2(accelerator: Accelerator) -> Kernel:
     """FlashAttention-2, than which none is faster before Hopper."""
-    return FLASH_2.slower(FLASH_2_ON_HOPPER, FLASH_2_ON_HOPPER) if accelerator.fp8 else FLASH_2
+    if not accelerator.fp8:
+        return FLASH_2
+    return FLASH_2.slower(FLASH_2_ON_HOPPER, FLASH_2_ON_HOPPER)._replace(joules=FLASH_2_JOULES_ON_HOPPER)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,22 @@ class EngineFacts(ABC):
     shards_by_tensors: ClassVar[bool] = False
     """Whether ZeRO gives whole tensors to ranks, which broadcast them once they are updated; gradients are summed over
     all ranks at once."""
+
+    fuses_casts: ClassVar[bool] = False
+    """Whether kernels cast to fp8 and transpose at once, by scales that are known before."""
+
+    gathers_in_place: ClassVar[bool] = False
+    """Whether gathered parameters are used where they arrive, and not copied from there."""
+
+    rotary_values: ClassVar[int] = 24
+    """Values that kernels of rotary positions read and write for one of queries and keys, where nothing is compiled."""
+
+    norm_values: ClassVar[float] = 5.0
+    """Values that kernels read and write forward for one of the hidden states at a norm with the sum before it, where
+    nothing is compiled. Twice as many are backward."""
+
+    loss_traffic: ClassVar[int] = 40
+    """Bytes that kernels move for a logit and its gradient, where the loss is not compiled: in fp32, one by one."""
 
     shared_loss_bytes: ClassVar[int] = 24
     """Bytes of a logit, where tensor-parallel ranks share the loss, which has exponentials besides. Fitted."""

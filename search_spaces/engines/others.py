@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from search_spaces.attention import Kernel
-from search_spaces.engines.base import Rule, Same, States, flash_2
+from search_spaces.engines.base import Condition, Rule, Same, States, flash_2
 from search_spaces.engines.megatron import Megatron
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
@@ -23,6 +23,13 @@ FP8_ALONE = 1.8 / 1.5
 """Speed of products in fp8 alone, 1.8 times that in bf16 (benchmarks/results/products_1xh100.txt), in what the
 `megatron` engine attains with its casts, each microbatch's of weights among them. Transformer Engine casts these in a
 step's first microbatch, and torchao once a step, before they are gathered."""
+
+FLASH_1 = 2.0, 2.0
+"""Time of the first FlashAttention in that of the second, which is "around 2x" as fast (Dao 2023, abstract)."""
+
+FUSED_LOSS_TRAFFIC = 6
+"""Bytes that FlashAttention's cross-entropy moves for a logit in bf16: it is read forward and backward, and its
+gradient takes its place (`flash_attn/losses/cross_entropy.py`)."""
 
 BUCKET = 2**29
 """Gradients of one of InternEvo's sums."""
@@ -125,11 +132,19 @@ class Torchtitan(Megatron):
 
 
 class Composer(Megatron):
-    """Composer with llm-foundry's MPT: FSDP of PyTorch 2.0, FlashAttention in Triton
-    (`scripts/train/benchmarking/submit_benchmarks.py` of 2023), and its cross-entropy in place."""
+    """Composer with llm-foundry's MPT, as measured in October 2023: FSDP of PyTorch 2.1, whose recomputation ends early
+    as here (`scripts/train/benchmarking/sweep.sh` at github.com/mosaicml/llm-foundry, commit b2a43a1), FlashAttention
+    in Triton (`submit_benchmarks.py` beside it), and its cross-entropy in place."""
 
     name = "composer"
     fp8_gain = FP8_ALONE
+    fuses_casts = (
+        True  # by Transformer Engine, with delayed scaling (`get_precision_context` of `composer/core/precision.py`)
+    )
+    gathers_in_place = True  # parameters are views of what is gathered (`torch/distributed/fsdp/flat_param.py`)
+    update_bytes = 98
+    """`DecoupledAdamW` operation by operation, without decay 80 bytes (`composer/optim/decoupled_weight_decay.py`), the
+    norm and the scaling of gradients, and the copy in bf16 that is gathered."""
 
     def eager_loss_bytes(self, layout: Layout) -> int:
         return 6
@@ -138,16 +153,50 @@ class Composer(Megatron):
         return flash_2(accelerator).slower(*TRITON_FLASH)
 
     def leaves_out_last(self, layout: Layout) -> bool:
-        """PyTorch 2.0 runs blocks as a whole."""
+        return layout.precision != "fp8"  # whose casts are kept once the product is done
+
+    def sum_width(self, layout: Layout) -> int:
+        """Its mixed precision DEFAULT names a type for parameters alone (`get_mixed_precision` of
+        `composer/trainer/mosaic_fsdp_utils.py`, release 0.16), and then FSDP sums gradients in that, too."""
+        return layout.width
+
+
+class ComposerOnTorch1(Composer):
+    """The same in May 2023, on PyTorch 1.13 (`submit_benchmarks.py`, commit 300cc5c), which runs blocks as a whole."""
+
+    name = "composer-torch-1"
+
+    def leaves_out_last(self, layout: Layout) -> bool:
         return False
 
 
 class InternEvo(Megatron):
-    """InternEvo, whose ZeRO-1 gives whole tensors to ranks (`HybridZeroOptimizer` at github.com/InternLM/InternLM,
-    commit 01e7fd6): gradients are summed in buckets, and each rank broadcasts what it updated in one piece."""
+    """InternEvo as it was when its layouts were measured (`HybridZeroOptimizer` at github.com/InternLM/InternEvo,
+    commit fa7337b of July 2023), whose ZeRO-1 gives whole tensors to ranks.
+
+    Gradients are summed in buckets, on all ranks (`_attach_reduction_hook`: `reduce_rank = None`), and each rank
+    broadcasts what it updated in one piece, before the next forward pass (`broadcast_params(overlap=False)`).
+    """
 
     name = "internevo"
+    unused: ClassVar[Mapping[str, Condition]] = {**Megatron.unused, "overlap_param_gather": lambda layout: True}
     shards_by_tensors = True
+    gathers_in_place = True  # parameters are views of a flat tensor for each rank (`sync_param`)
+    loss_traffic = FUSED_LOSS_TRAFFIC
+    rotary_values = 2  # FlashAttention's kernel, in place (`internlm/model/embedding.py`)
+    norm_values = 29 / 3
+    """Forward the sum, a copy in fp32 and Apex's norm of that; backward these again, as `dropout_selective_checkpoint`
+    has it by default, and those of three gradients (`internlm/model/modeling_internlm.py`)."""
+    update_bytes = 124
+    """`torch.optim.AdamW` of torch 1.13 operation by operation, 88 bytes, and before it the check for overflows in
+    fp32, the norm, the flat copy in fp32, its scaling, and after it the copy in bf16."""
+
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        """That of FlashAttention 1.0.5 (`doc/en/install.md`)."""
+        return flash_2(accelerator).slower(*FLASH_1)
+
+    def sums_whole(self, layout: Layout) -> bool:
+        return True
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """`activation_checkpoint` of `internlm/utils/checkpoint.py`, reentrant by default, runs blocks as a whole."""

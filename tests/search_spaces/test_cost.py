@@ -167,6 +167,19 @@ def test_attention_takes_longer_over_few_tokens_and_in_narrow_heads(
     assert seconds(model=wide) / seconds() == pytest.approx(1 / narrow, rel=0.06)
 
 
+def test_flash_attention_needs_more_energy_than_cudnn_on_hopper() -> None:
+    """1.3 times as much, where nothing but attention counts, however slow; and no more where there is no cuDNN's."""
+
+    def joules(engine: str, accelerator: str) -> float:
+        device, limitless = ACCELERATORS[accelerator], replace(IDEAL, idle_w=1e-9, power_limit_w=ENDLESS)
+        work = replace(WORK, sequence_length=2**20, accelerator=device)
+        return predict(replace(layout_of(zero_stage=1), engine=engine), work, limitless).joules_per_token
+
+    assert joules("torchtitan", "h100") / joules("megatron", "h100") == pytest.approx(1.3, rel=0.03)
+    assert joules("composer", "h100") == pytest.approx(joules("torchtitan", "h100"), rel=0.01)
+    assert joules("torchtitan", "a100") == pytest.approx(joules("megatron", "a100"), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("settings", "left_out"),
     [
@@ -277,6 +290,22 @@ def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
     assert beside(1.0) == pytest.approx(2 ** (1 / 5))
     assert beside(0.5) == pytest.approx(1.0, abs=0.02)
     assert beside(2.0) == pytest.approx(2.0, abs=0.04)
+
+
+def test_of_what_is_hidden_one_piece_is_beside_nothing() -> None:
+    """Of the 34 in which parameters are gathered and gradients sent. The others cost the computation as many of a GPU's
+    multiprocessors as their bandwidth takes channels: eight adapters have a tenth of that of links."""
+    near, large = replace(layout_of(zero_stage=1), global_batch_size=512), replace(WORK, global_batch_size=512)
+    slow = replace(IDEAL, matmul_flops=1e12, attention_flops=1e12)
+    links = replace(slow, link_bytes_per_s=1e9)
+    adapters = replace(slow, link_bytes_per_s=8e9, network_bytes_per_s=1e8)
+    for layout, machine, rate, share in ((near, links, 1e9, 1.0), (replace(near, num_gpus=16), adapters, 8e8, 0.1)):
+        free, beside = (
+            predict(layout, large, replace(machine, contention=each)).parts["data_parallel"] for each in (1e-9, 0.4)
+        )
+        seconds = (2 + 4) * WORK.shape.parameters * (1 - 1 / layout.num_gpus) / rate
+        assert free == pytest.approx(seconds / 34, rel=0.01)
+        assert beside - free == pytest.approx(share * 0.4 * 33 / 34 * seconds, rel=0.01)
 
 
 def test_groups_within_a_node_are_faster() -> None:

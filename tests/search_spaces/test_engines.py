@@ -241,3 +241,44 @@ def test_what_programs_of_others_do_otherwise() -> None:
     assert 1.25 < scaled < 1.34
     halves, places = (parts(name, sequence_parallel=True) for name in ("megatron", "megatron-lm"))
     assert places["elementwise"] < 0.8 * halves["elementwise"]
+
+
+def test_what_programs_did_when_their_layouts_were_measured() -> None:
+    """InternEvo in July 2023, and Composer on two versions of torch."""
+    work = replace(WORK, accelerator=ACCELERATORS["a100"], global_batch_size=256)
+    sheet = data_sheet("a100")
+    assert sheet is not None
+
+    def parts(engine: str, **settings: Any) -> dict[str, float]:
+        return predict(Layout(engine, 64, 256, **settings), work, sheet).parts
+
+    # All gradients come to all ranks, in two rounds of a ring in place of one, and nothing hides the broadcasts.
+    whole = parts("internevo", zero_stage=1)["data_parallel"]
+    beside = parts("internevo", zero_stage=1, overlap_grad_reduce=False)["data_parallel"]
+    model, rate = work.shape, min(sheet.link_bytes_per_s, 8 * sheet.network_bytes_per_s)
+    assert whole > 2 * model.parameters / rate
+    assert beside - 2 * model.parameters / rate == pytest.approx(2 * 4 * model.parameters / rate, rel=0.2)
+    assert not engine_of("internevo").has_use("overlap_param_gather", Layout("internevo", 64, 256, zero_stage=1))
+    # A rank has at least the largest tensor to update, however many there are.
+    many, few = (predict(Layout("internevo", size, 1024, zero_stage=1), work, sheet).parts for size in (1024, 256))
+    table = 124 * model.vocab * model.hidden / sheet.states_bytes_per_s
+    assert min(many["model_states"], few["model_states"]) > table
+    assert parts("internevo")["elementwise"] < 0.7 * parts("megatron")["elementwise"]
+    assert parts("internevo")["attention"] == pytest.approx(2 * parts("megatron")["attention"], rel=0.2)
+
+    again = {"zero_stage": 3, "recompute": "full"}
+    young, old = (parts(name, **again) for name in ("composer", "composer-torch-1"))
+    assert 1.05 < old["matmul"] / young["matmul"] < 1.12
+    eight = {**again, "precision": "fp8"}
+    assert parts("composer", **eight)["matmul"] == parts("composer-torch-1", **eight)["matmul"]
+    casts = {
+        name: parts(name, precision="fp8")["elementwise"] - parts(name)["elementwise"]
+        for name in ("megatron", "composer")
+    }
+    assert 0 < casts["composer"] < 0.5 * casts["megatron"]  # 4 bytes an input and a gradient, and weights once a step
+    assert engine_of("composer").sum_width(Layout("composer", 64, 256, reduce_precision="fp32")) == 2
+    # FSDP2 copies what it gathers, twice a microbatch; both read gradients in bf16 and write them to be sent.
+    copying = parts("megatron", zero_stage=3, reduce_precision="bf16")["model_states"]
+    in_place = parts("composer", zero_stage=3)["model_states"]
+    copied = 2 * 4 * (2 + 2) * model.parameters - (98 - 46) * model.parameters / 64
+    assert copying - in_place == pytest.approx(copied / sheet.states_bytes_per_s, rel=0.01)

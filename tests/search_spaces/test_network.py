@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from search_spaces.network import GATHERS, PROTOCOLS, Collective, Curve, Group, Network
+from search_spaces.network import GATHERS, OVERHEAD_S, PROTOCOLS, Collective, Curve, Group, Network
 
 NET = Network("an example", 8, 200e9, 50e9, 5e-6, 10e-6)
 START = max(protocol.start_s for protocol in PROTOCOLS)
@@ -76,10 +76,26 @@ def test_broadcasts_wait_for_the_hops_of_the_protocol_that_nccl_takes() -> None:
     """It counts a single hop of them, and so takes the protocol with the full bandwidth for sizes at which another is
     faster around a long ring."""
     ring = ranks_of(128, 8)
-    hops, moving = 896 * 5e-6 + 127 * 10e-6, 2**25 / 200e9
+    hops, moving = 896 * OVERHEAD_S + 127 * 10e-6, 2**25 / 200e9
     seconds = NET.seconds(Collective.BROADCAST, 2**25, ring)
     assert seconds == pytest.approx(SIMPLE.start_s + hops + moving, rel=1e-6)
     assert seconds > 2 * NET.seconds(Collective.ALL_GATHER, 2**25, ring)
+
+
+def test_hops_of_rings_over_several_nodes_take_what_a_host_needs_to_hand_over_a_message() -> None:
+    """Within the nodes, too, unless these are slower anyhow."""
+    quick, slow = (replace(NET, link_latency_s=seconds) for seconds in (1e-6, 10e-6))
+    size, low = 64, PROTOCOLS[0]
+    for net, across in ((quick, OVERHEAD_S), (slow, 10e-6)):
+        within, over = (net.seconds(Collective.ALL_GATHER, size, ranks) for ranks in (range(8), range(16)))
+        assert within == pytest.approx(low.start_s + 7 * low.hop * net.link_latency_s, rel=0.01)
+        assert over == pytest.approx(low.start_s + low.hop * (14 * across + 10e-6), rel=0.01)
+
+
+def test_rings_have_a_share_of_the_links() -> None:
+    """All of it within a node and with enough adapters, else that of the adapters."""
+    shares = [NET.share(NET.group(ranks)) for ranks in (range(8), range(16), (0, 1, 8, 9), (0, 8))]
+    assert shares == pytest.approx([1.0, 1.0, 0.5, 0.25])
 
 
 def test_trees_reduce_small_buffers_of_many_nodes_and_rings_large_ones() -> None:

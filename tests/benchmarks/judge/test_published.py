@@ -34,7 +34,7 @@ MACHINE = {"gpu": "h200", "num_gpus": 8, "gpus_per_node": 8}
 def table(path: Path, *changes: Mapping[str, object]) -> Path:
     """A table with a row for each of `changes` to a layout of Llama-3-8B on eight H200."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, published.COLUMNS, restval="")
+        writer = csv.DictWriter(file, (*published.COLUMNS, "notes"), restval="")
         writer.writeheader()
         for number, change in enumerate(changes):
             plain = {
@@ -88,6 +88,23 @@ def test_stages_that_are_not_named_are_even_and_programs_are_their_own(tmp_path:
     assert mine.layout.engine == "megatron"
     assert theirs.layout is not None
     assert theirs.layout.engine == "megatron-lm"
+
+
+def test_microbatches_that_are_not_said_are_those_of_the_program(tmp_path: Path) -> None:
+    """As many as a pipeline has ranks, of torchtitan alone, and where the batch can be divided so."""
+    pipeline = {"pp": 4, "num_gpus": 32, "gbs": 128, "zero": 1, "framework": "torchtitan"}
+    silent = pipeline | {"notes": "microbatch not said; 32 layers"}
+    rows = (silent, pipeline, silent | {"framework": "Megatron-LM"}, silent | {"gbs": 40}, silent | {"cp": 2})
+    read = published.read(table(tmp_path / "table.csv", *rows))
+    sizes = [one.layout.micro_batch_size for one in read if one.layout is not None]
+    assert sizes == [4, 1, 1, 1, 8]
+
+
+def test_composer_is_the_one_of_its_table(tmp_path: Path) -> None:
+    """It summed gradients in bf16 in the tables of May 2023, before it had torch 2."""
+    rows = ({"framework": "Composer FSDP", "reduce_precision": width} for width in ("bf16", "fp32"))
+    engines = [one.layout.engine for one in published.read(table(tmp_path / "table.csv", *rows)) if one.layout]
+    assert engines == ["composer-torch-1", "composer"]
 
 
 def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
