@@ -79,15 +79,15 @@ class Judged:
     alone: Straggler | None
     cause: SlowCause
 
-    def blames_device(self, of: Callable[[Judged], Straggler | None]) -> bool:
-        """Whether a device is told to be slow, and not its host, which now and then keeps one waiting by itself."""
-        told = of(self)
-        return told is not None and (told.device is None or told.cause is not SlowCause.HOST)
-
     def right(self, of: Callable[[Judged], Straggler | None]) -> bool:
         """Whether it names the slow rank."""
         told = of(self)
         return told is not None and told.rank == self.rank
+
+
+def blames_device(found: Straggler | None) -> bool:
+    """Whether a device is told to be slow, and not its host, which now and then keeps one waiting by itself."""
+    return found is not None and (found.device is None or found.cause is not SlowCause.HOST)
 
 
 def while_training(spec: Problem, seconds: float, draws: Draws) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def detect(
     windows: Iterable[Seen], layout: Layout, history: int
 ) -> Iterator[tuple[Straggler | None, Straggler | None]]:
     """What is found in each window, with what was seen before and without. In the first `history` windows nobody looks:
-    nothing is wrong in them. Any other joins the history in which nothing was found.
+    nothing is wrong in them. Any other joins the history in which no device was found to be slow.
     """
     before: deque[tuple[Seen, Mapping[int, float]]] = deque(maxlen=KEPT)
     for window in windows:
@@ -159,7 +159,7 @@ def detect(
             else:
                 then = [device for one, _ in before for device in one.devices]
                 found = slowed(window.ranks[0], window.devices, [one.ranks[0] for one, _ in before], then, layout)
-        if found is None:
+        if not blames_device(found):
             before.append((window, behind(window.ranks)))
         yield found, alone
 
@@ -217,7 +217,7 @@ def curve(judged: Sequence[Judged], of: Callable[[Judged], Straggler | None]) ->
     rows = []
     clean = [one for one in judged if one.rank is None]
     told = [one for one in clean if of(one) is not None]
-    blamed = [one for one in clean if one.blames_device(of)]
+    blamed = [one for one in clean if blames_device(of(one))]
     rows.append(["none", str(len(clean)), "", share(len(told), clean), share(len(blamed), clean), "", "", "", ""])
     for slowness in SLOW:
         those = [one for one in judged if one.rank is not None and nearest(one.was) == slowness]
@@ -243,7 +243,7 @@ def _row(
         str(len(those)),
         f"{statistics.median(one.was for one in those):.2%}" if those else "",
         share(sum(of(one) is not None for one in those), those),
-        share(sum(one.blames_device(of) for one in those), those),
+        share(sum(blames_device(of(one)) for one in those), those),
         share(len(found), those),
         share(len(causes), found),
         f"{statistics.median(off):.2%}" if off else "",
