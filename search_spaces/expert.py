@@ -132,8 +132,11 @@ def _copies(work: Workload, num_gpus: int) -> Choice:
 
 
 def _compile(work: Workload) -> Choice:
-    compiled = work.accelerator.platform != "cpu"
-    return Choice((compiled,), "compiled blocks are faster" if compiled else "compiling takes long on a CPU")
+    if work.accelerator.platform == "cpu":
+        return Choice((False,), "compiling takes long on a CPU")
+    if work.shape.num_experts:
+        return Choice((True, False), "compiled blocks are faster, but with experts not if recomputed in part")
+    return Choice((True,), "compiled blocks are faster")
 
 
 def _powers(most: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ Below, the parts of all four steps, in seconds. With `--seconds` also how long `
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -84,9 +85,9 @@ class Published:
         sizes = {"sequence_length": self.sequence_length, "global_batch_size": self.global_batch_size}
         return {"model": self.model, **sizes, "cluster": {**cluster, "accelerator": ACCELERATOR}}
 
-    def layout(self, engine: str, work: Workload, recompute: str) -> Layout:
+    def layout(self, engine: str, work: Workload, recompute: str, compiled: bool = True) -> Layout:
         """The layout as one of `engine`, without settings that have no effect."""
-        settings = {**self.settings, "recompute": recompute, "sequence_parallel": True, "compile": True}
+        settings = {**self.settings, "recompute": recompute, "sequence_parallel": True, "compile": compiled}
         return canonical(Layout(engine, self.gpus, self.global_batch_size, **settings), _roomy(work))
 
 
@@ -104,7 +105,8 @@ def here(one: Published) -> Rated:
     problem = make_problem(one.spec)
     wanted = one.settings.get("recompute", "none")
     tried = [wanted, *(each for each in RECOMPUTED if each != wanted)]
-    layouts = [one.layout("megatron", problem.workload, recompute) for recompute in tried]
+    modes = itertools.product(tried, (True, False))
+    layouts = [one.layout("megatron", problem.workload, recompute, compiled) for recompute, compiled in modes]
     found = [layout for layout in layouts if layout in problem.legal.layouts]
     return _rated([*found, *layouts][0], problem.legal, problem.workload, 1.0)
 

@@ -162,6 +162,7 @@ def test_a_child_keeps_the_store_at_which_ranks_meet(nursery: Nursery) -> None:
     (keeper,) = (one for one in psutil.Process().children(recursive=True) if port in listened(one))
     keeper.kill()
     keeper.wait(10)
+    wait_until(lambda: keeping._store is not None and not keeping._store.is_alive())  # the fork server has said so
     trial = keeping.trial(REQUEST, Place(0, 0, "127.0.0.1", port, CPU), lambda: 0, lambda: False)
     with pytest.raises(RuntimeError, match="keeps the key-value store"), trial:
         pass
