@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.allocator import Allocator
+from search_spaces.replay.allocator import Allocator
 
 MIB = 2**20
 

@@ -76,7 +76,7 @@ def test_what_cublas_works_in_lies_where_the_first_logits_were(monkeypatch: pyte
     """The next ones find no room there: DeepSpeed's GPT took 36.6 GiB, of which logits are 0.8."""
     layout = layout_of("deepspeed", mbs=4, compile=True)
     whole = reserved(layout)
-    monkeypatch.setattr(replay, "WORKSPACE", 512)
+    monkeypatch.setattr(replay.training, "WORKSPACE", 512)
     replay._replay.cache_clear()
     without = reserved(layout)
     replay._replay.cache_clear()
@@ -100,7 +100,7 @@ def test_what_is_recomputed_is_not_there(model: str, engine: str, compiled: bool
 def test_more_sequences_need_more_and_no_tensor_is_left(engine: str, recompute: str) -> None:
     sizes = [reserved(layout_of(engine, mbs=size, recompute=recompute)) for size in (1, 2, 4, 8)]
     assert sizes == sorted(sizes)
-    training = replay._RUNS[ENGINES[engine].allocates or ""](MIXTURE, 2048, 2, False, recompute)
+    training = replay.RUNS[ENGINES[engine].allocates or ""](MIXTURE, 2048, 2, False, recompute)
     training.step()
     live = set(training.live)
     training.step()

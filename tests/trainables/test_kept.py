@@ -13,7 +13,7 @@ from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
 from search_spaces.memory import _block_activations
 from search_spaces.models import ModelShape
-from search_spaces.replay import _RUNS
+from search_spaces.replay import RUNS
 from search_spaces.workload import Workload
 from tests.trainables.live_bytes import LiveBytes
 from trainables import moe
@@ -31,7 +31,7 @@ TOKENS = SEQUENCES * SEQUENCE
 
 def kept_in_replay(shape: ModelShape, recompute: str, compiled: bool) -> float:
     """Bytes, and those of the block's input."""
-    training = _RUNS["sharded"](shape, TOKENS, 1, compiled, recompute)
+    training = RUNS["sharded"](shape, TOKENS, 1, compiled, recompute)
     training.take("x0", TOKENS * shape.hidden)
     training._forward(0)
     return sum(piece.size for name, piece in training.live.items() if name.startswith("0 ") or name == "x0")

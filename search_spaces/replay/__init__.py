@@ -1,0 +1,63 @@
+"""What a training on one GPU has torch's allocator reserve, by replaying what it allocates, in order.
+
+The sum of what is there at once is less than what is reserved, as tensors do not fit each other's places: the moments
+of Adam, which `megatron` makes at the end of the first step, lie where activations and logits were; what cuBLAS works
+in may lie where the first logits were, and the next find no room there. So a few microbatches of a few steps are run
+through `search_spaces.replay.allocator`, tensor by tensor, as autograd, torch's compiler and FSDP2 make and drop them
+(`trainables`, PyTorch 2.11).
+
+Sizes are in values of the width that is given, 2 bytes if none is. A block keeps what `docs/memory.md` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from search_spaces.engines import ENGINES
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.replay.flat import Flat
+from search_spaces.replay.sharded import Sharded
+from search_spaces.replay.training import Training
+from search_spaces.workload import Workload
+
+STEPS = 3
+"""After which no more is reserved: the second is the first with moments, the third has them where they stay."""
+
+ROUNDS = 2
+"""Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
+
+RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
+"""By what engines say of themselves (`EngineFacts.allocates`)."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Bytes: `reserved` by torch's allocator, `most` in use at once, and `late`, gradients made by a step's last
+    backward pass in a pool of their own."""
+
+    reserved: float
+    most: float
+    late: float
+
+
+def replayed(layout: Layout, work: Workload) -> Replayed | None:
+    """Of a legal layout; None where the order of its allocations is not known."""
+    model, facts = work.shape, ENGINES.get(layout.engine)  # what is built on them may allocate otherwise
+    plain = (layout.precision, layout.reduce_precision, layout.zero_stage) == ("bf16", "fp32", 0)
+    if facts is None or facts.allocates is None or work.trainer is not None or layout.num_gpus > 1 or not plain:
+        return None
+    if layout.offload_optimizer or layout.expandable_segments:
+        return None
+    rounds = min(ROUNDS, layout.gradient_accumulation_steps)
+    tokens = layout.micro_batch_size * work.sequence_length
+    return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
+
+
+@lru_cache(maxsize=4096)
+def _replay(run: str, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> Replayed:
+    training = RUNS[run](model, tokens, rounds, compiled, recompute)
+    for _ in range(STEPS):
+        training.step()
+    return Replayed(training.allocator.reserved, training.allocator.most, training.late)

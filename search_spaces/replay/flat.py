@@ -1,0 +1,150 @@
+"""What the `deepspeed` engine allocates in ways of its own."""
+
+from __future__ import annotations
+
+from search_spaces.replay.groups import block_of, experts_of
+from search_spaces.replay.training import Training
+
+FULLEST = 2.4
+"""Tokens that come to the fullest of all experts, in those of an even share, while routers are young. Fitted."""
+
+
+class Flat(Training):
+    """DeepSpeed's optimizer of ZeRO-1 for bf16 on a single rank: all states are flat and there before the first step,
+    and gradients go as soon as they are summed up, those of a compiled block all at once."""
+
+    def start(self) -> None:
+        count = sum(sum(parameters.values()) for parameters in self.groups.values())
+        self.take("weights", count)
+        for name in ("master weights", "sums of gradients", "first moments", "second moments"):
+            self.take(name, count, 4)
+        self.waiting: list[str] = []
+
+    def gradient(self, group: str, name: str) -> None:
+        if group == "ends" and name == "tokens":
+            self.give_back("first part")
+            return
+        count = self.groups[group][name]
+        if group.startswith("experts"):  # of one after the other
+            count //= self.model.num_experts
+        self.take(f"gradient {group} {name}", count)
+        self.waiting.append(f"gradient {group} {name}")
+        if not self.compiled or not group.startswith("block"):
+            self.sum_up(group, False)
+
+    def sum_up(self, group: str, is_last: bool) -> None:
+        self.give_back(*self.waiting)
+        self.waiting.clear()
+
+    def _experts_forward(self, layer: int) -> None:
+        """One after the other, each with room for as many tokens as the fullest has; results are weighed in fp32."""
+        model, chosen = self.model, self.model.experts_per_token
+        room, hidden = chosen * FULLEST, model.hidden
+        share, inner = room / model.num_experts, room * model.ffn_hidden / model.num_experts
+        self._keep(layer, "for router", hidden, 4)
+        self._keep(layer, "probabilities", model.num_experts, 4)
+        self._past(layer, "for router")
+        self._keep(layer, "padded", hidden)
+        self._keep(layer, "rows", room * hidden)
+        self._done(layer, "padded")
+        for expert in range(model.num_experts):
+            for name in ("gate", "up", "silu", "activated"):
+                self._keep(layer, f"{name} {expert}", inner)
+            if self.selective:
+                self._done(layer, f"silu {expert}")
+            self._past(layer, f"gate {expert}", f"up {expert}", f"silu {expert}")
+            self._keep(layer, f"of expert {expert}", share * hidden)
+            self._past(layer, f"activated {expert}")
+            if self.selective:
+                self._done(layer, f"activated {expert}")
+        results = [f"of expert {expert}" for expert in range(model.num_experts)]
+        self._keep(layer, "together", room * hidden)
+        if self.selective:
+            self._done(layer, "rows")
+        else:
+            self._done(layer, *results)
+        self._decode(layer)
+        if self.selective:
+            self._done(layer, "in order", "for router")
+        else:
+            self._keep(layer, "for balance", hidden, 4)
+        if self.selective:
+            self._done(layer, "n2")
+
+    def _decode(self, layer: int) -> None:
+        hidden, chosen = self.model.hidden, self.model.experts_per_token
+        self._keep(layer, "padded", chosen * FULLEST * hidden)
+        self._done(layer, "together")
+        self._keep(layer, "in order", chosen * hidden)
+        self._done(layer, "padded")
+        self._keep(layer, "weighted", chosen * hidden, 4)
+        self._keep(layer, "weighted sum", hidden, 4)
+        self._done(layer, "weighted")
+        self._keep(layer, "down", hidden)
+        self._done(layer, "weighted sum")
+
+    def _recompute(self, layer: int) -> None:
+        if not self.has_mixture:
+            super()._recompute(layer)
+            return
+        model, chosen = self.model, self.model.experts_per_token
+        room, hidden = chosen * FULLEST, model.hidden
+        inner = room * model.ffn_hidden / model.num_experts
+        self._keep(layer, "n1", hidden)
+        for name, width in (("q", model.query_width), ("k", model.key_width)):
+            self._rotate(layer, name, width)
+        self._keep(layer, "x2", hidden)
+        self._keep(layer, "n2", hidden)
+        self._keep(layer, "for router", hidden, 4)
+        self._keep(layer, "padded", hidden)
+        self._keep(layer, "rows", room * hidden)
+        self._done(layer, "padded")
+        for expert in range(model.num_experts):
+            self._keep(layer, f"silu {expert}", inner)
+            self._keep(layer, f"activated {expert}", inner)
+        self._keep(layer, "together", room * hidden)
+        self._decode(layer)
+        self._done(layer, "down")
+        self._keep(layer, "for balance", hidden, 4)
+
+    def _experts_backward(self, layer: int, is_last: bool) -> None:
+        model, chosen = self.model, self.model.experts_per_token
+        room, hidden, group = chosen * FULLEST, model.hidden, experts_of(layer)
+        share, inner = room / model.num_experts, room * model.ffn_hidden / model.num_experts
+        self._keep(layer, "d sum", hidden, 4)
+        self._keep(layer, "d weighted", chosen * hidden, 4)
+        self._keep(layer, "d in order", chosen * hidden)
+        self._done(layer, "d weighted")
+        self._keep(layer, "of gates", chosen * hidden, 4)
+        self._done(layer, "of gates", "d sum", "in order")
+        self._keep(layer, "d of experts", room * hidden)
+        self._done(layer, "d in order")
+        for expert in reversed(range(model.num_experts)):
+            self._keep(layer, "d activated", inner)
+            self.gradient(group, "down")
+            self._done(layer, f"activated {expert}")
+            self._keep(layer, "d silu", inner)
+            self._keep(layer, "d up", inner)
+            self._done(layer, "d activated", f"silu {expert}")
+            self._keep(layer, "d gate", inner)
+            self._done(layer, "d silu", f"gate {expert}", f"up {expert}")
+            self._keep(layer, "of up", share * hidden)
+            self.gradient(group, "up")
+            self._done(layer, "d up")
+            self._keep(layer, "of gate", share * hidden)
+            self.gradient(group, "gate")
+            self._done(layer, "d gate")
+            self._keep(layer, f"d rows {expert}", share * hidden)
+            self._done(layer, "of up", "of gate")
+        self._keep(layer, "d rows", room * hidden)
+        self._done(layer, "rows", "d of experts", *(f"d rows {expert}" for expert in range(model.num_experts)))
+        self._keep(layer, "d padded", hidden)
+        self._done(layer, "d rows")
+        self._keep(layer, "d for router", hidden, 4)
+        self.gradient(block_of(layer), "router")
+        self._keep(layer, "d n2 of router", hidden)
+        self._done(layer, "d for router", "for router", "for balance")
+        self._keep(layer, "d n2", hidden)
+        self._done(layer, "d padded", "d n2 of router")
+        if self.selective:
+            self._done(layer, *(f"of expert {expert}" for expert in range(model.num_experts)))

@@ -1,0 +1,78 @@
+"""What the `megatron` engine allocates in ways of its own."""
+
+from __future__ import annotations
+
+from search_spaces.replay.training import Training
+
+REDUCING = 1
+"""The stream on which FSDP2 makes the gradients of its shards."""
+
+
+class Sharded(Training):
+    """The `megatron` engine, by FSDP2 of a single rank: parameters are cast group by group as they are needed,
+    gradients of microbatches are summed in fp32 and copied to those of the shards after the last, and the first step
+    ends with the moments of Adam."""
+
+    def start(self) -> None:
+        """Each part of the model is made whole, and then copied to what the rank holds of it."""
+        self.gathered: set[str] = set()
+        self.summed: set[str] = set()
+        self.has_moments = self.is_sending = False
+        for group, parameters in self.groups.items():
+            for name, count in parameters.items():
+                self.take(f"whole {group} {name}", count, 4)
+            for name, count in parameters.items():
+                self.take(f"shard {group} {name}", count, 4)
+                self.give_back(f"whole {group} {name}")
+
+    def gather(self, group: str) -> None:
+        if group in self.gathered:
+            return
+        self.gathered.add(group)
+        for name, count in self.groups[group].items():
+            self.take("cast", count)
+            self.take(f"{group} {name}", count)
+            self.give_back("cast")
+
+    def gradient(self, group: str, name: str) -> None:
+        if name == "tokens" and group == "ends":
+            self.rename("first part", f"gradient {group} {name}")
+        else:
+            self.take(f"gradient {group} {name}", self.groups[group][name])
+
+    def sum_up(self, group: str, is_last: bool) -> None:
+        parameters = self.groups[group]
+        new = [f"gradient {group} {name}" for name in parameters]
+        if group in self.summed:
+            self.give_back(*new)
+        elif not is_last:
+            for name, count in parameters.items():
+                self.take(f"sum {group} {name}", count, 4)
+                self.give_back(f"gradient {group} {name}")
+            self.summed.add(group)
+        if not is_last:
+            return
+        self.give_back(*(f"{group} {name}" for name in parameters))
+        self.gathered.remove(group)
+        if self.is_sending:
+            self.give_back("sent")
+        self.is_sending, whole = True, sum(parameters.values())
+        self.take("sent", whole, 4)
+        self.give_back(*((f"sum {group} {name}" for name in parameters) if group in self.summed else new))
+        self.summed.discard(group)
+        self.take(f"late {group}", whole, 4, REDUCING)
+
+    def step(self) -> None:
+        self.give_back(*[name for name in self.live if name.startswith("late ")])
+        super().step()
+
+    def end(self) -> None:
+        self.give_back("sent")
+        self.is_sending = False
+        if not self.has_moments:
+            self.has_moments = True
+            for group, parameters in self.groups.items():
+                for name, count in parameters.items():
+                    self.take(f"first {group} {name}", count, 4)
+                    self.take(f"second {group} {name}", count, 4)
+        self.late = 4.0 * sum(sum(parameters.values()) for parameters in self.groups.values())
