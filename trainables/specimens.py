@@ -7,6 +7,7 @@ nothing, and is done several times: what else the host does, and how fast it is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 
 import torch._inductor.config
 
@@ -35,6 +36,9 @@ AT_ONCE = 12
 
 ROUNDS = 5
 """Turns of each, for the median."""
+
+PATIENCE_S = 100.0
+"""After which a process that has yet to get ready, or to end its turn, is left out."""
 
 AWAKE_S, TURN_S = 0.05, 0.15
 """Seconds in which a process gets going that has slept, and for which steps of a batch are then timed."""
@@ -77,10 +81,9 @@ def measure(
 
 def _take_turns(specimens: Sequence[Specimen]) -> None:
     """Have each be timed `ROUNDS` times, once all are ready or have failed."""
-    starting = {specimen.messages: specimen for specimen in specimens}
-    while starting:
-        for messages in wait(list(starting)):
-            starting.pop(messages).hear()  # type: ignore[call-overload]
+    until = time.monotonic() + PATIENCE_S
+    for specimen in specimens:
+        specimen.hear(until)
     for _ in range(ROUNDS):
         for specimen in specimens:
             if specimen.problem is None:
@@ -106,13 +109,15 @@ class Specimen:
         theirs.close()
 
     def take_turn(self) -> None:
-        self.messages.send(None)
-        self.hear()
+        with contextlib.suppress(OSError):  # it has ended, as it will be heard
+            self.messages.send(None)
+        self.hear(time.monotonic() + PATIENCE_S)
 
-    def hear(self) -> None:
+    def hear(self, until: float) -> None:
         """Wait for what it says: a problem, the seconds of a step with each batch, or that it is ready."""
         try:
-            said = self.messages.recv()
+            in_time = self.messages.poll(max(0.0, until - time.monotonic()))
+            said = self.messages.recv() if in_time else f"nothing came of it in {PATIENCE_S:.0f} s"
         except (EOFError, OSError):
             said = "its process has ended"
         if isinstance(said, str):
