@@ -6,7 +6,15 @@ from search_spaces.engines.base import EngineFacts
 from search_spaces.engines.deepspeed import DeepSpeed
 from search_spaces.engines.foreign import facts_of_trainer
 from search_spaces.engines.megatron import Megatron
-from search_spaces.engines.others import Composer, InternEvo, MegatronBridge, MegatronLM, MegatronLM2022, Torchtitan
+from search_spaces.engines.others import (
+    Composer,
+    EarlierMegatron,
+    InternEvo,
+    MegatronBridge,
+    MegatronLM,
+    MegatronLM2022,
+    Torchtitan,
+)
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 
@@ -17,9 +25,17 @@ ENGINES: dict[str, EngineFacts] = {
 
 OTHERS: dict[str, EngineFacts] = {
     facts.name: facts
-    for facts in (MegatronLM(), MegatronBridge(), MegatronLM2022(), Torchtitan(), Composer(), InternEvo())
+    for facts in (
+        EarlierMegatron(),
+        MegatronLM(),
+        MegatronBridge(),
+        MegatronLM2022(),
+        Torchtitan(),
+        Composer(),
+        InternEvo(),
+    )
 }
-"""What is known of programs of others, of which nobody can try a layout here."""
+"""What is known of programs, others' or earlier ones, of which nobody can try a layout here."""
 
 
 def engine_of(layout: Layout | str) -> EngineFacts:
