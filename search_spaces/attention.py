@@ -21,11 +21,14 @@ class Pass(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Forward and backward, of heads 128 wide and of narrow ones. `joules`: of a FLOP, in those of a product's."""
+    """Forward and backward, of heads 128 wide and of narrow ones. `joules`: of a FLOP, in those of a product's.
+    `in_parts`: whether it is of keys before queries and of those at their positions, for other kernels to merge; such
+    take fewer heads of keys than of queries."""
 
     wide: tuple[Pass, Pass]
     narrow: tuple[Pass, Pass]
     joules: float = 1.0
+    in_parts: bool = False
 
     def times(self, tokens: int, head_dim: int) -> tuple[float, float]:
         """Of a FLOP, forward and backward."""
@@ -35,7 +38,7 @@ class Kernel(NamedTuple):
     def slower(self, forward: float, backward: float) -> Kernel:
         """One that takes so many times as long."""
         by = forward, backward
-        return Kernel(_scaled(self.wide, by), _scaled(self.narrow, by), self.joules)
+        return self._replace(wide=_scaled(self.wide, by), narrow=_scaled(self.narrow, by))
 
 
 def _scaled(passes: tuple[Pass, Pass], by: tuple[float, float]) -> tuple[Pass, Pass]:
@@ -56,6 +59,16 @@ CUDNN = _measured((690, 460), (620, 1180), (485, 440), (465, 1000))
 FLASH_2 = _measured((340, 390), (322, 700), (308, 420), (285, 615))
 """cuDNN's and FlashAttention-2's, as measured on H100 from 512 to 16,384 tokens, within 3%
 (benchmarks/results/attention_1xh100.txt)."""
+
+CUDNN_IN_PARTS = _measured((690, 2500), (620, 4700), (485, 2600), (465, 3800))._replace(in_parts=True)
+"""cuDNN's for a rank of several that share a sequence: of two pieces of queries each a causal square at the end of
+their keys, and a rectangle before it. As measured on H100 of sequences of 8192 tokens on 2 ranks and of 65,536 on 8, of
+the rank that takes longest, within 8% with what merges them (benchmarks/results/context_1xh100.txt)."""
+
+MERGED, PARTED, PARTED_KEYS = 28, 10, 12
+"""Bytes of memory traffic in whose time kernels merge one of the parts' results forward, and backward add up one of the
+gradients of queries, and, of both together, of a key and its value. Forward 14 bytes move, at half the speed of others:
+types are mixed, and each row has a factor."""
 
 FLASH_2_ON_HOPPER = 1.95
 """Time of FlashAttention-2 in that of cuDNN there, over many tokens."""

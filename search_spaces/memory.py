@@ -137,7 +137,8 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
     asked = _fullest(layout) if ranks is None else ranks
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
     engine, model = facts_of(layout, work), work.shape
-    block = _block_activations(layout, model, engine, tokens, work.sequence_length)
+    in_parts = engine.attention(work.accelerator, is_square=False).in_parts
+    block = _block_activations(layout, model, engine, tokens, work.sequence_length, in_parts)
     found = {rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}
     hopeless = usable is not None and max(memory.needed for memory in found.values()) > HOPELESS_SHARE * usable
     if not hopeless and (whole := replayed(layout, work)) is not None:
@@ -356,7 +357,7 @@ def hidden_between(layout: Layout, model: ModelShape) -> float:
 
 
 def _block_activations(
-    layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int, sequence: int
+    layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int, sequence: int, in_parts: bool
 ) -> tuple[float, float]:
     """Bytes that a block keeps of a microbatch for its backward pass, with and without regard to recomputation.
 
@@ -372,8 +373,9 @@ def _block_activations(
     attention = 2 * heads + keys
     if context > 1 and engine.exchanges_heads:  # before and after the exchange
         attention *= 2
-    elif context > 1 and not engine.rings_keys:  # keys and values of whole sequences, once a head
-        attention += heads + 2 * heads * context
+    gathered = 0.0
+    if context > 1 and not (engine.exchanges_heads or engine.rings_keys):  # of whole sequences, for some kernels a head
+        gathered = keys * (context - 1) if in_parts else heads + 2 * heads * context
     routing = 0.0
     if model.num_experts:
         spread = layout.expert_parallel_size > 1
@@ -394,7 +396,7 @@ def _block_activations(
         given += (0 if layout.compile else heads) - inner
         cast = 0.0 if layout.compile else model.block_parameters / tensor
     scores = 5.0 * tokens * sequence * model.heads / tensor if engine.scores_traffic else 0.0
-    whole = tokens * (layout.width * (2 * outside + attention + network) + given + routing) + scores + cast
+    whole = tokens * (layout.width * (2 * outside + attention + gathered + network) + given + routing) + scores + cast
     if layout.recompute == "none":
         return whole, whole
     if layout.recompute == "full":

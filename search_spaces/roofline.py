@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from operator import mul
 from typing import NamedTuple
 
+from search_spaces.attention import MERGED, PARTED, PARTED_KEYS
 from search_spaces.blocks import Cut, Places, last_product, parts_of, selected_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.models import ModelShape
@@ -257,11 +258,17 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     speed = c.fp32_speed if operator.precision == "fp32" else 1.0
     work = 2.0 * tokens * queries * times * heads / speed
     gathers = times > 1 and not engine.rings_keys
+    in_parts = gathers and cut.attention.in_parts
     # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
     rotary = 0 if "rotary" not in operator.form else 2 if compiled else engine.rotary_values
-    values = rotary * (heads + keys) + 2 * heads + (2 * times * (keys + 2 * heads) if gathers else 0)
+    values = rotary * (heads + keys) + 2 * heads
+    values += 2 * times * (keys + (0 if in_parts else 2 * heads)) if gathers else 0
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
+    merging = parting = Load()
+    if in_parts:  # never compiled
+        merging = _traffic(1.0 * MERGED * tokens * heads, False, c)
+        parting = _traffic(1.0 * tokens * (PARTED * heads + PARTED_KEYS * times * keys), False, c)
     if engine.scores_traffic:  # of all pairs
         moved = 1.0 * engine.scores_traffic * tokens * queries * times * heads / width
         ahead = back = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
@@ -269,7 +276,7 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
         alone = _padded(width) / width * work / c.attention_flops
         times_of_both, cost = cut.attention.times(queries * times, width), cut.attention.joules * work
         ahead, back = (Load(attention=time * alone, flops=cost) for time in times_of_both)
-    return ahead.plus(copies), back.times(2.5).plus(copies, 2)
+    return ahead.plus(copies).plus(merging), back.times(2.5).plus(copies, 2).plus(parting)
 
 
 def _padded(width: int) -> int:

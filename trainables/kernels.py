@@ -179,10 +179,11 @@ def _product(operator: Operator) -> Made:
 
 
 class _Gathered(GatheredAttention):
-    """That of the first of `size` ranks, to which the others' keys and values come without a copy."""
+    """That of the last of `size` ranks, which merges most, and to which the others' keys and values come without a
+    copy."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.rank = size, 0
+        self.size, self.rank = size, size - 1
 
     def _exchanged(self, local: Tensor) -> tuple[Tensor, ...]:
         return (local,) * self.size
@@ -195,7 +196,7 @@ def _attention(operator: Operator) -> Made:
     shape = _shape(hidden=heads, heads=heads // width, kv_heads=keys // width)
     rotary = None
     if "rotary" in operator.form:
-        where = positions(queries * times, times, 0, torch.get_default_device())
+        where = positions(queries * times, times, times - 1, torch.get_default_device())
         rotary = rotary_table(width, where, 10_000.0)
     with torch.device("meta"):  # nothing is made of the products
         attention = Attention(shape, rotary)

@@ -12,6 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import trainables.merged  # noqa: F401  registers its operator
+
 _aten = torch.ops.aten
 
 KEPT = {
@@ -23,6 +25,7 @@ KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.wattune.merged_attention.default,
 }
 """Matrix products and attention: most of the time of a block, in a fraction of its memory."""
 

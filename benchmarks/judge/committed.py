@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import DATA, ROOT, SPECS
+from search_spaces.engines.megatron import Megatron
+from search_spaces.engines.others import EarlierMegatron
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
@@ -27,6 +29,13 @@ WHOLE = "proxy_4xh200.jsonl"
 FAULTS = "failures_1xh200.jsonl"
 FAULT_LAYERS = {"oom in the optimizer": 40}
 """Layers of the models that `benchmarks.measure.failures` makes, where they are not two."""
+
+
+def as_it_ran(layout: Layout) -> Layout:
+    """A row's layout with the engine that trained it: all that were committed with context parallelism are of the one
+    before `megatron` had attention in parts."""
+    earlier = layout.engine == Megatron.name and layout.context_parallel_size > 1
+    return replace(layout, engine=EarlierMegatron.name) if earlier else layout
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
     python -m benchmarks.judge.cost [TABLE.csv ...]
 
 A table is one of benchmarks/data, with `step_time_s` and `mean_power_w`, and beside it the spec of its sweep, of the
-same name in YAML. Prints each measured layout with what the data sheet's coefficients foretell; then, by engine, the
-mean and the largest error with these, and with coefficients fitted to a few of the measurements, on the others. Of a
-table these few are the `design` of a random half of it, of the committed records a random draw: one for each seed.
+same name in YAML. Rows with context parallelism are of the `megatron` engine before it had attention in parts, and are
+foretold as that (`megatron-flash-2`). Prints each measured layout with what the data sheet's coefficients foretell;
+then, by engine, the mean and the largest error with these, and with coefficients fitted to a few of the measurements,
+on the others. Of a table these few are the `design` of a random half of it, of the committed records a random draw: one
+for each seed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from benchmarks.judge.committed import measurements
+from benchmarks.judge.committed import as_it_ran, measurements
 from benchmarks.judge.search import Table
 from search_spaces.cost import Coefficients, data_sheet, predict
 from search_spaces.layout import Layout
@@ -43,10 +45,10 @@ def records() -> list[Observation]:
 
 
 def sweep(path: Path) -> list[Observation]:
-    """The layouts of a table that ran. Raises ValueError or OSError if it or its spec cannot be read."""
+    """The layouts of a table that ran, as they ran. Raises ValueError or OSError if it or its spec cannot be read."""
     work = load_spec(path.with_suffix(".yaml")).workload
     return [
-        observation(replace(result.layout, global_batch_size=work.global_batch_size), work, result.metrics)
+        observation(replace(as_it_ran(result.layout), global_batch_size=work.global_batch_size), work, result.metrics)
         for result in Table(path).results.values()
         if result.status == "ok"
     ]
@@ -134,7 +136,7 @@ def _drawn(
 def _rows(name: str, errors: Sequence[tuple[Observation, tuple[float, float | None]]]) -> list[list[str]]:
     rows = []
     for engine in ("megatron", "deepspeed", "both"):
-        these = [error for one, error in errors if engine in (one.layout.engine, "both")]
+        these = [error for one, error in errors if engine == "both" or one.layout.engine.startswith(engine)]
         if not these:
             continue
         slower, hotter = [abs(error) for error, _ in these], [abs(error) for _, error in these if error is not None]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks import DATA
-from benchmarks.judge.committed import FAULTS, RECORDS, Measurement, measurements
+from benchmarks.judge.committed import FAULTS, RECORDS, Measurement, as_it_ran, measurements
 from benchmarks.judge.search import Table
 from search_spaces.engines.deepspeed import sums_apart
 from search_spaces.layout import Layout
@@ -122,7 +122,7 @@ def measured_memory() -> list[MeasuredMemory]:
 def tabled(path: Path) -> list[MeasuredMemory]:
     """The points of a table that ran or ran out of memory."""
     work = load_spec(path.with_suffix(".yaml")).workload
-    results = Table(path).results
+    results = {as_it_ran(layout): result for layout, result in Table(path).results.items()}
     fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.shape else {}
     ran = {layout: result.metrics.get("peak_memory_gib") for layout, result in results.items() if result.status == "ok"}
     fitting = [MeasuredMemory(layout, work, None, gib, layout in fitted) for layout, gib in ran.items()]

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from benchmarks.judge.committed import as_it_ran
 from search_spaces.cost import data_sheet
 from search_spaces.layout import Layout
 from search_spaces.memory import MemoryModel
@@ -118,7 +119,10 @@ class Table:
     def predicted(self) -> dict[Layout, dict[str, float]]:
         """Metrics by the cost model, of layouts of which it knows the machine."""
         coefficients = data_sheet(self.spec.cluster.accelerator) if self.spec else None
-        return predictions(self.results, self.spec.workload, coefficients) if self.spec and coefficients else {}
+        if self.spec is None or coefficients is None:
+            return {}
+        ran = {as_it_ran(layout): layout for layout in self.results}
+        return {ran[layout]: metrics for layout, metrics in predictions(ran, self.spec.workload, coefficients).items()}
 
     def _costs(self, layouts: Sequence[Layout]) -> np.ndarray:
         return np.array(

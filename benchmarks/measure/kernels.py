@@ -1,9 +1,12 @@
 """How fast kernels of causal attention and products in 8-bit floats are alone, on one GPU of NVIDIA's.
 
-    python -m benchmarks.measure.kernels attention|products
+    python -m benchmarks.measure.kernels attention|context|products
 
 Attention: cuDNN's and FlashAttention-2's as torch has them, TFLOP/s of the causal half, where a backward pass has two
-and a half times the FLOPs of a forward one, by width of heads and tokens of a sequence. Products: of weights in bf16
+and a half times the FLOPs of a forward one, by width of heads and tokens of a sequence. Context: the same of one rank
+of several that share each sequence, in ms, with all that the `megatron` engine does between the gathers of keys and
+values and those of their gradients: by FlashAttention-2, in parts by cuDNN, and the rank's share of cuDNN's whole
+square; and the largest relative error of results and gradients, against attention in fp32. Products: of weights in bf16
 and in fp8, with the sums of fp8 in fewer bits ("fast") or not; in bursts, and for seconds at the power limit where they
 are large. Each is the median of seven bursts with pauses between.
 """
@@ -22,6 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from service.answers.tables import render
+from trainables.engines.megatron.context import attend_to_the_ends, positions
+from trainables.merged import merged_attention
 
 TOKENS, WIDTH = 16_384, 2048
 """Of a call of attention, but for longer sequences; and of all its heads together."""
@@ -29,6 +34,18 @@ TOKENS, WIDTH = 16_384, 2048
 LENGTHS, HEADS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536), (128, 64)
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+
+CONTEXTS = (
+    ("8B", 32, 8, 128, 8192, 2),
+    ("70B, tp4", 16, 2, 128, 8192, 2),
+    ("405B, tp8", 16, 1, 128, 8192, 2),
+    ("1B", 32, 8, 64, 8192, 2),
+    ("8B", 32, 8, 128, 65_536, 8),
+)
+"""Models of Llama 3: a GPU's heads of queries and of keys, their width, tokens of a sequence, ranks that share it."""
+
+MOST_SCORES = 2**31
+"""Of attention in fp32 that keeps them."""
 
 SHAPES = (
     (8192, 4096, 1024),
@@ -95,6 +112,67 @@ def attention() -> Iterator[list[str]]:
             yield row
 
 
+def context() -> Iterator[list[str]]:
+    """A row for each shape and for the rank that has the least to merge, and the most."""
+    for name, heads, key_heads, width, length, size in CONTEXTS:
+        q = torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        keys_values = torch.randn(2, 1, key_heads, length, width, device="cuda", dtype=torch.bfloat16)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            share = [1e3 * seconds / size for seconds in _both_s(_square, q, keys_values)]
+        for rank in (0, size - 1):
+            starts = [piece * length // (2 * size) for piece in (rank, 2 * size - 1 - rank)]
+            where = positions(length, size, rank, q.device)
+            mine, row = q[:, :, where].transpose(1, 2).contiguous().transpose(1, 2), [f"{name}, {length}", f"{rank}"]
+            expected = _masked(mine, keys_values, where) if mine[..., 0].numel() * length < MOST_SCORES else []
+            errors = []
+            for run in (attend_to_the_ends, _in_parts):
+                row += [f"{1e3 * seconds:.2f}" for seconds in _both_s(partial(run, starts=starts), mine, keys_values)]
+                pairs = zip(_results(partial(run, starts=starts), mine, keys_values), expected, strict=False)
+                errors.append(max((float((a.float() - b).norm() / b.norm()) for a, b in pairs), default=0.0))
+            yield row + [f"{each:.2f}" for each in share] + [f"{error:.1e}" if error else "" for error in errors]
+
+
+Attending = Callable[[Tensor, Tensor], Tensor]
+"""Queries, and keys and values in one, to what comes of them."""
+
+
+def _square(q: Tensor, keys_values: Tensor) -> Tensor:
+    k, v = keys_values
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _in_parts(q: Tensor, keys_values: Tensor, starts: list[int]) -> Tensor:
+    output: Tensor = merged_attention(q, keys_values, starts)[0]
+    return output
+
+
+def _both_s(run: Attending, *given: Tensor) -> tuple[float, float]:
+    """Seconds forward and backward."""
+    inputs = [each.detach().requires_grad_() for each in given]
+    out = run(*inputs)
+    backward = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+    return burst_s(partial(run, *inputs), 3), burst_s(backward, 3)
+
+
+def _results(run: Attending, *given: Tensor) -> list[Tensor]:
+    """What comes out, and the gradients of what is given."""
+    inputs = [each.detach().requires_grad_() for each in given]
+    out = run(*inputs)
+    above = torch.cos(torch.arange(out.numel(), device=out.device)).bfloat16().to(out.dtype).view(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, inputs, above)]
+
+
+def _masked(q: Tensor, keys_values: Tensor, where: Tensor) -> list[Tensor]:
+    """`_results` in fp32, of queries at the positions `where`."""
+    repeats, mask = q.shape[1] // keys_values.shape[2], where[:, None] >= torch.arange(keys_values.shape[3]).to(where)
+
+    def run(q: Tensor, keys_values: Tensor) -> Tensor:
+        k, v = keys_values.repeat_interleave(repeats, dim=2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return _results(run, q.float(), keys_values.float())
+
+
 def products() -> Iterator[list[str]]:
     """A row for each shape."""
     for rows, inside, outside in SHAPES:
@@ -121,6 +199,14 @@ TABLES: dict[str, tuple[Callable[[], Iterator[list[str]]], list[str]]] = {
     "attention": (
         attention,
         ["width", "tokens", *(f"{name} {way}" for name in BACKENDS for way in ("forward", "backward", "both"))],
+    ),
+    "context": (
+        context,
+        [
+            *("model, tokens", "rank"),
+            *(f"{name} {way}" for name in ("FlashAttention-2", "parts", "share") for way in ("forward", "backward")),
+            *(f"error, {name}" for name in ("FlashAttention-2", "parts")),
+        ],
     ),
     "products": (
         products,

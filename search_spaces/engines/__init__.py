@@ -9,6 +9,7 @@ from search_spaces.engines.megatron import Megatron
 from search_spaces.engines.others import (
     Composer,
     ComposerOnTorch1,
+    EarlierMegatron,
     InternEvo,
     MegatronBridge,
     MegatronLM,
@@ -26,6 +27,7 @@ ENGINES: dict[str, EngineFacts] = {
 OTHERS: dict[str, EngineFacts] = {
     facts.name: facts
     for facts in (
+        EarlierMegatron(),
         MegatronLM(),
         MegatronBridge(),
         MegatronLM2022(),
@@ -35,7 +37,7 @@ OTHERS: dict[str, EngineFacts] = {
         InternEvo(),
     )
 }
-"""What is known of programs of others, of which nobody can try a layout here."""
+"""What is known of programs, others' or earlier ones, of which nobody can try a layout here."""
 
 
 def engine_of(layout: Layout | str) -> EngineFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from search_spaces.attention import Kernel
+from search_spaces.attention import CUDNN_IN_PARTS, Kernel
 from search_spaces.coefficients import Coefficients
 from search_spaces.engines.base import Condition, EngineFacts, Rule, Same, States, flash_2
 from search_spaces.hardware import Accelerator
@@ -43,8 +43,11 @@ class Megatron(EngineFacts):
     allocates = "sharded"
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
-        """torch leaves attention that is not square to FlashAttention-2."""
-        return super().attention(accelerator, is_square) if is_square else flash_2(accelerator)
+        """torch leaves attention that is not square to FlashAttention-2; from Hopper on, ranks have it in parts
+        (`trainables/merged.py`)."""
+        if is_square:
+            return super().attention(accelerator, is_square)
+        return CUDNN_IN_PARTS if accelerator.fp8 else flash_2(accelerator)
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         """DTensors take their time in eager blocks, and so do casts to fp8, whose products are of no DTensors."""

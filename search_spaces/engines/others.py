@@ -1,4 +1,5 @@
-"""Programs of others, of which layouts were measured and published: predicted, never run here, and in no search.
+"""Programs of others, of which layouts were measured and published, and the `megatron` engine as it was when layouts of
+it were measured: predicted, not run here, and in no search.
 
 Each says only in what it differs from the `megatron` engine.
 """
@@ -36,6 +37,16 @@ BUCKET = 2**29
 
 TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
+
+
+class EarlierMegatron(Megatron):
+    """The `megatron` engine before 2026-11-24: context-parallel ranks had FlashAttention-2 and, for it, a key and a
+    value for each head of queries, on Hopper, too."""
+
+    name = "megatron-flash-2"
+
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        return super().attention(accelerator, is_square) if is_square else flash_2(accelerator)
 
 
 class MegatronLM(Megatron):

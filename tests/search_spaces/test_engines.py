@@ -190,6 +190,8 @@ def test_what_programs_of_others_do_otherwise() -> None:
     assert parts("composer")["attention"] > parts("torchtitan")["attention"] > parts("megatron-lm")["attention"]
     ring, gathered = (parts(name, context_parallel_size=2) for name in ("megatron-lm", "megatron"))
     assert ring["attention"] < gathered["attention"]
+    earlier = parts("megatron-flash-2", context_parallel_size=2)  # and a key for each head of queries
+    assert earlier["attention"] > 1.3 * gathered["attention"]
     merged = parts("torchtitan", context_parallel_size=2)  # keys once a head go around, and kernels merge in fp32
     assert merged["context_parallel"] > 4 * ring["context_parallel"]
     assert merged["elementwise"] > 1.1 * parts("torchtitan")["elementwise"] / 2
@@ -202,6 +204,16 @@ def test_what_programs_of_others_do_otherwise() -> None:
         for name in ("megatron", "megatron-lm")
     )
     assert again < kept
+    held_then, held_now = (
+        memory.estimate(others_layout(name, context_parallel_size=2), work).ranks[0].activations
+        for name in ("megatron-flash-2", "megatron")
+    )
+    assert held_now < 0.9 * held_then
+    before_hopper = [
+        predict(others_layout(name, context_parallel_size=2), replace(work, accelerator=ACCELERATORS["a100"]), sheet)
+        for name in ("megatron-flash-2", "megatron")
+    ]
+    assert before_hopper[0] == before_hopper[1]
     fp8 = others_layout("megatron-lm", precision="fp8", virtual_pipeline_stages=1)
     mixture = replace(work, model=PRESETS["mixtral-8x7b"])
     assert refusal(fp8, mixture) is None

@@ -94,5 +94,5 @@ def test_blocks_keep_what_is_replayed(
     assert kept_in_replay(shape, recompute, compiled) == pytest.approx(found, rel=0.01)
     layout = Layout("megatron", 2, 2 * SEQUENCES, micro_batch_size=SEQUENCES, recompute=recompute, compile=compiled)
     work = Workload(shape, SEQUENCE, layout.global_batch_size)
-    counted, _ = _block_activations(layout, shape, facts_of(layout, work), TOKENS, SEQUENCE)
+    counted, _ = _block_activations(layout, shape, facts_of(layout, work), TOKENS, SEQUENCE, False)
     assert counted == pytest.approx(found, rel=0.01)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup, _functional_collectives
 
+from trainables.merged import is_fast, merged_attention
+
 
 def positions(sequence_length: int, size: int, rank: int, device: torch.device) -> Tensor:
     """Where the tokens of rank `rank` of `size` lie in a sequence, ascending, int64 (sequence_length / size,)."""
@@ -21,6 +23,17 @@ def positions(sequence_length: int, size: int, rank: int, device: torch.device) 
         return whole
     pieces = whole.chunk(2 * size)
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
+
+
+def attend_to_the_ends(q: Tensor, keys_values: Tensor, starts: list[int]) -> Tensor:
+    """What `merged_attention` gives, by a kernel for each piece of the queries, which takes no grouped ones."""
+    repeats = q.shape[1] // keys_values.shape[2]
+    if repeats > 1:
+        keys_values = keys_values.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1).flatten(2, 3)
+    outputs = []
+    for start, query in zip(starts, q.chunk(len(starts), dim=2), strict=True):
+        outputs.append(_attend_to_the_end(query, *keys_values[..., : start + query.shape[2], :]))
+    return torch.cat(outputs, dim=2)
 
 
 def _attend_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,16 +56,13 @@ class GatheredAttention:
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v: (batch, heads, sequence / size, head_dim), keys and values with as many or fewer heads; like q."""
+        keys_values = self._gather(torch.stack((k, v)))
         length = q.shape[2] // 2
-        k, v = self._gather(torch.stack((k, v))).unbind(0)
-        repeats = q.shape[1] // k.shape[1]
-        if repeats > 1:  # attention that is not square takes no grouped queries
-            k, v = (x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2) for x in (k, v))
-        outputs = []
-        for query, piece in zip(q.chunk(2, dim=2), (self.rank, 2 * self.size - 1 - self.rank), strict=True):
-            seen = (piece + 1) * length
-            outputs.append(_attend_to_the_end(query, k[:, :, :seen], v[:, :, :seen]))
-        return torch.cat(outputs, dim=2)
+        starts = [piece * length for piece in (self.rank, 2 * self.size - 1 - self.rank)]
+        if is_fast(q, k):
+            merged: Tensor = merged_attention(q, keys_values, starts)[0]
+            return merged
+        return attend_to_the_ends(q, keys_values, starts)
 
     def _gather(self, local: Tensor) -> Tensor:
         """(2, batch, heads, sequence / size, head_dim) of every rank to (2, batch, heads, sequence, head_dim)."""
