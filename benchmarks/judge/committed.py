@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from benchmarks import DATA, ROOT, SPECS
@@ -70,8 +71,14 @@ def workload(spec: Problem, layers: int | None = None) -> Workload:
     return Workload(model, spec.sequence_length, spec.global_batch_size, ACCELERATORS["h200"])
 
 
+@cache
+def _specs() -> dict[str, Problem]:
+    """All that were run, by their names."""
+    return {spec.name: spec for spec in map(load_spec, sorted(SPECS.glob("*.yaml")))}
+
+
 def _recorded(name: str) -> Iterator[Measurement]:
-    specs = {spec.name: spec for spec in map(load_spec, sorted(SPECS.glob("*.yaml")))}
+    specs = _specs()
     for record in map(json.loads, (DATA / name).read_text().splitlines()):
         spec = specs[record.get("spec", "repeat-1gpu")]
         runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ ENGINES_BEFORE = "operators_1xh100"
 MIXTURE = ModelShape("llama", 6, 2048, 16, 8, 5632, 32_000, 4096, num_experts=8)
 
 
+@cache
+def work_of(spec: str) -> Workload:
+    return load_spec(ROOT / spec).workload.run
+
+
 def measured_errors() -> dict[tuple[str, str, Layout], float]:
     """Of what is predicted of the layouts of single GPUs that were foretold, by model; each once."""
     found: dict[tuple[str, str, Layout], float] = {}
@@ -43,7 +49,7 @@ def measured_errors() -> dict[tuple[str, str, Layout], float]:
             layout, gib = Layout.from_dict(row["config"]), row["full"]["metrics"].get("peak_memory_gib")
             if gib is None or (name == ENGINES_BEFORE and layout.engine == "deepspeed"):
                 continue
-            work = load_spec(ROOT / row["spec"]).workload.run
+            work = work_of(row["spec"])
             assert replayed(layout, work) is not None
             kind = "mixture" if work.shape.num_experts else "dense"
             found[layout.engine, kind, layout] = estimate(layout, work).peak_bytes / 2**30 / gib - 1

@@ -23,9 +23,14 @@ def named(one: Published) -> str:
     return f"{one.model}-{one.program}-{one.note.split(',')[0]}"
 
 
-@pytest.mark.parametrize(
-    ("one", "ours", "its"), list(zip(PUBLISHED, HERE, THERE, strict=True)), ids=map(named, PUBLISHED)
-)
+BOUNDS = [
+    pytest.param(one, *bounds, id=named(one), marks=[pytest.mark.slow] * (one.program == "torchtitan" and one.gpus > 8))
+    for one, *bounds in zip(PUBLISHED, HERE, THERE, strict=True)
+]
+"""That which was not tuned is a slow test."""
+
+
+@pytest.mark.parametrize(("one", "ours", "its"), BOUNDS)
 def test_it_is_in_the_space_and_not_far_behind_the_best(one: Published, ours: float, its: float) -> None:
     rated, elsewhere = here(one), there(one)
     assert rated.is_there
