@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import yaml
+
 from benchmarks import DATA, ROOT, SPECS
 from search_spaces.engines.megatron import Megatron
 from search_spaces.engines.others import EarlierMegatron
@@ -72,15 +74,15 @@ def workload(spec: Problem, layers: int | None = None) -> Workload:
 
 
 @cache
-def _specs() -> dict[str, Problem]:
-    """All that were run, by their names."""
-    return {spec.name: spec for spec in map(load_spec, sorted(SPECS.glob("*.yaml")))}
+def _spec(name: str) -> Problem:
+    """The one of this name that was run."""
+    paths = [path for path in sorted(SPECS.glob("*.yaml")) if yaml.safe_load(path.read_text())["name"] == name]
+    return load_spec(paths[-1])
 
 
 def _recorded(name: str) -> Iterator[Measurement]:
-    specs = _specs()
     for record in map(json.loads, (DATA / name).read_text().splitlines()):
-        spec = specs[record.get("spec", "repeat-1gpu")]
+        spec = _spec(record.get("spec", "repeat-1gpu"))
         runs = [(proxy["layers"], proxy["result"]) for proxy in record["proxies"]]
         for layers, run in runs or [(FAULT_LAYERS.get(record.get("fault")), record)]:
             yield Measurement(name, _layout(run), workload(spec, layers), run)
