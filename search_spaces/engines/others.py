@@ -149,9 +149,8 @@ class Composer(Megatron):
 
     name = "composer"
     fp8_gain = FP8_ALONE
-    fuses_casts = (
-        True  # by Transformer Engine, with delayed scaling (`get_precision_context` of `composer/core/precision.py`)
-    )
+    # By Transformer Engine, with delayed scaling (`get_precision_context` of `composer/core/precision.py`).
+    fuses_casts = True
     gathers_in_place = True  # parameters are views of what is gathered (`torch/distributed/fsdp/flat_param.py`)
     update_bytes = 98
     """`DecoupledAdamW` operation by operation, without decay 80 bytes (`composer/optim/decoupled_weight_decay.py`), the
