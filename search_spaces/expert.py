@@ -74,7 +74,7 @@ def _tensor(work: Workload, num_gpus: int) -> Choice:
 
 
 def _asynchronous(work: Workload, num_gpus: int) -> Choice:
-    splits = len(_tensor(work, num_gpus).values) > 1 and not work.shape.num_experts  # these are not compiled
+    splits = len(_tensor(work, num_gpus).values) > 1 and not work.shape.num_experts  # whose blocks are several graphs
     can = splits and work.accelerator.peer_memory and _compile(work).values == (True,)
     return Choice((False, True) if can else (False,), "tensor-parallel ranks send before their products or beside them")
 

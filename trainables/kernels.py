@@ -78,8 +78,8 @@ def measure(program: Operators, place: Place, on_progress: Callable[[Progress], 
     problems: list[str] = []
 
     def report() -> RankReport:
-        found = {"operators": tuple(measured), "problems": tuple(problems)}
-        return RankReport(0, {}, identity, {}, (), (), None, environment, **found)  # type: ignore[arg-type]
+        found, why = tuple(measured), tuple(problems)
+        return RankReport(0, {}, identity, {}, (), (), None, environment, operators=found, problems=why)
 
     for operator in program.operators:
         if time.monotonic() - began > program.budget_s:

@@ -2,9 +2,9 @@
 
 cuDNN's kernels, twice as fast as others on Hopper, have causal masks of squares alone, as torch has them. Where queries
 are only a part of a sequence, those keys that lie before all of them make a rectangle without a mask, and those at
-their own positions a causal square. What comes of both is merged by the logarithms of their sums of
-exponentials; given the merged results, either's backward pass makes its part of the gradients (Liu et al. 2023, "Ring
-Attention with Blockwise Transformers", whose parts are other ranks').
+their own positions a causal square. What comes of both is merged by the logarithms of their sums of exponentials;
+given the merged results, either's backward pass makes its part of the gradients (Liu et al. 2023, "Ring Attention with
+Blockwise Transformers", whose parts are other ranks').
 """
 
 # mypy: allow-untyped-decorators

@@ -55,8 +55,7 @@ def measure(
     problems: list[str] = []
 
     def report() -> RankReport:
-        found = {"operators": tuple(measured), "problems": tuple(problems)}
-        return RankReport(0, {}, None, {}, (), (), None, {}, **found)  # type: ignore[arg-type]
+        return RankReport(0, {}, None, {}, (), (), None, {}, operators=tuple(measured), problems=tuple(problems))
 
     at_once = min(AT_ONCE, len(os.sched_getaffinity(0)))
     for first in range(0, len(program.launches), at_once):
@@ -105,7 +104,7 @@ class Specimen:
         request = replace(request, layout=self.specimen.layout, program=program, batches=self.specimen.batches)
         self.pid = os.fork()
         if not self.pid:
-            _serve(theirs, request, place)
+            _serve(theirs, program, request, place)
         theirs.close()
 
     def take_turn(self) -> None:
@@ -131,12 +130,12 @@ class Specimen:
         os.waitpid(self.pid, 0)
 
 
-def _serve(messages: Connection, request: TrialRequest, place: Place) -> None:
+def _serve(messages: Connection, program: Slice, request: TrialRequest, place: Place) -> None:
     """The life of a specimen's process."""
     try:
         end_with_parent()
         torch._inductor.config.compile_threads = 1  # the others compile at the same time
-        rank = SliceRank(request.program, request, place, lambda progress: None)  # type: ignore[arg-type]
+        rank = SliceRank(program, request, place, lambda progress: None)
         rank.measure()
         messages.send(None)
         while True:

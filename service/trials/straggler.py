@@ -86,7 +86,7 @@ def straggler(
     more = {part: _more(seconds, slow, others) for part, seconds in PARTS.items()}
     more[SlowCause.UNKNOWN] -= usual_s
     part = max(more, key=more.__getitem__)
-    return _told(cost, confidence, slow, others, windows, windows, layout, part, usual_s)
+    return _told(cost, confidence, slow, others, windows, windows, layout, part, more[part])
 
 
 def slowed(
@@ -96,8 +96,8 @@ def slowed(
     windows: Sequence[DeviceWindow],
     layout: Layout,
 ) -> Straggler | None:
-    """A rank that takes longer than the same one `before`, in as many measurements of the same work, three at least;
-    None where that costs less than `COST`, or is in doubt.
+    """A rank that takes longer for one of `PARTS` than the same one `before`, in as many measurements of the same work,
+    three at least; None where that costs less than `COST`, or is in doubt. Of several parts the surest is told.
 
     `window` is of its device now, `windows` are as they were then.
     """
@@ -117,7 +117,7 @@ def slowed(
         return None
     deviations, cost, part = max(found)
     confidence = below(deviations, len(then) - 1)
-    return _told(cost, confidence, now, then, window, windows, layout, part)
+    return _told(cost, confidence, now, then, window, windows, layout, part, cost * span_s)
 
 
 def _slowest(stage: Sequence[Profiled], usual: Mapping[int, float]) -> tuple[float, Profiled, list[Profiled]]:
@@ -164,8 +164,9 @@ def _told(
     others_windows: Sequence[DeviceWindow],
     layout: Layout,
     part: SlowCause,
-    usual_s: float = 0.0,
+    longer_s: float,
 ) -> Straggler | None:
+    """What is told of a slow rank that takes `longer_s` more for a part of a step, if it is worth a word."""
     if cost < COST or confidence < CONFIDENT:
         return None
     rank, device = slow[0], slow[0].device
@@ -174,7 +175,7 @@ def _told(
     theirs = [window for window in others_windows if window.device in of_others]
     if device is None:
         part = SlowCause.HOST  # which is what computes
-    cause = part if part is not SlowCause.UNKNOWN else _of_gpu(slow, others, mine, theirs, layout, usual_s)
+    cause = part if part is not SlowCause.UNKNOWN else _of_gpu(slow, others, mine, theirs, layout, longer_s)
     return Straggler(rank.rank, rank.node_id, device, cost, cause, confidence)
 
 
@@ -189,11 +190,10 @@ def _of_gpu(
     mine: DeviceWindow | None,
     theirs: Sequence[DeviceWindow],
     layout: Layout,
-    usual_s: float,
+    longer_s: float,
 ) -> SlowCause:
-    """Why the slow rank's GPU takes longer to compute than the others, of which `usual_s` is nothing new."""
+    """Why the slow rank's GPU takes `longer_s` more to compute than the others."""
     rank, breakdown = slow
-    longer_s = _more(PARTS[SlowCause.UNKNOWN], slow, others) - usual_s
     interruptions = [one.interrupted_s for one, _ in others if one.interrupted_s is not None]
     interrupted_s = rank.interrupted_s or 0.0
     if interruptions and interrupted_s - statistics.median(interruptions) > EXPLAINS * longer_s:
