@@ -153,13 +153,16 @@ class WatchedRank(Rank):
     training: Watched
 
     def watched(self, place: Place) -> RankReport:
-        """What `Rank.report` is, and FOLDER/RANK.jsonl: a line for each window. Collective."""
+        """What `Rank.report` is, and FOLDER/RANK.jsonl: what the rank is, and a line for each window as it ends.
+        Collective."""
         folder, rank = Path(self.training.folder), self.world.rank
         introduce(folder, rank, place)
         report = super().report()
         board, window, began = Board(folder), 0, time.monotonic()
         self.enter("watched")
-        with (folder / f"{rank}.jsonl").open("w") as file:
+        with (folder / f"{rank}.jsonl").open("a", buffering=1) as file:
+            head = {name: getattr(report, name) for name in ("device", "coordinates", "environment")}
+            file.write(json.dumps(head) + "\n")
             while window < self.training.fewest or self.world.slowest(time.monotonic() - began) < self.training.seconds:
                 began_ns = time.monotonic_ns()
                 if rank == 0:
