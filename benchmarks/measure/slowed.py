@@ -1,7 +1,7 @@
 """How small a slowness of one GPU is found, while a layout trains, and how often one that is not there.
 
-    python -m benchmarks.measure.slowed [SPEC] [--seconds 280] [--seed 0] --out FILE.json
-    python -m benchmarks.measure.slowed FILE.json...
+    python -m benchmarks.measure.slowed [SPEC] [--seconds 280] [--seed 0] --out FILE.jsonl
+    python -m benchmarks.measure.slowed FILE.jsonl[.xz]...
 
 One long trial trains the spec's first legal layout, on all of its devices, in windows of a few profiled steps. In most
 of them one device, by the luck of a draw, is slowed by a program beside the trial (`benchmarks.measure.slowing`). What
@@ -11,7 +11,9 @@ that watches a run can. A rank without others is held against itself.
 
 What is true is measured, over all windows: a rank's own time, over what it is in clean windows, against the other's.
 Single windows scatter, so each counts with what it was meant to cost times the median ratio of what windows of the rank
-did cost to what they were meant to. Of files of earlier runs the same is printed of all of them together.
+did cost to what they were meant to. Of files of earlier runs the same is printed of all of them together. A file has a
+line that says what was run, and then one for each window, written while the trial goes on: a run that is cut off leaves
+all but its last seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ import json
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks import SPECS
+from benchmarks import SPECS, text_of
+from benchmarks.measure.following import followed
 from benchmarks.measure.gang import one_bench, require_ok
 from benchmarks.measure.slowing import AIMED, Draws, Watched, competing
 from search_spaces.layout import Layout
@@ -51,6 +56,9 @@ SURE = 0.01
 """What it costs to slow a rank is told from windows that are to cost this share of its time or more."""
 
 FEWEST_DRAWN = 8
+
+TOGETHER = 8
+"""Windows of which telemetry is asked at once: each time it has counters read that take the driver milliseconds."""
 
 STARTED_S = 180.0
 """Beyond the windows' own time, until a trial is taken to hang."""
@@ -90,32 +98,40 @@ def blames_device(found: Straggler | None) -> bool:
     return found is not None and (found.device is None or found.cause is not SlowCause.HOST)
 
 
-def while_training(spec: Problem, seconds: float, draws: Draws) -> dict[str, Any]:
-    """All that is recorded of one trial with so many seconds of windows, or `FEWEST_DRAWN` that are drawn."""
+def while_training(spec: Problem, seconds: float, draws: Draws) -> Iterator[dict[str, Any]]:
+    """All that is recorded of one trial with so many seconds of windows, or `FEWEST_DRAWN` that are drawn: what it is,
+    and then each window, soon after it has ended."""
     layout = spec.legal.layouts[0]
-    with competing(draws) as folder, one_bench(spec, layout.num_gpus) as bench:
+    with ThreadPoolExecutor(1) as pool, competing(draws) as folder, one_bench(spec, layout.num_gpus) as bench:
         request = make_request("slowed", layout, spec)
         fewest = draws.first + FEWEST_DRAWN
         program = Watched(**vars(request.program), folder=str(folder), seconds=seconds, fewest=fewest)
-        result = bench.run(replace(request, program=program, deadline_s=seconds + STARTED_S))
-        require_ok(result)
-        by_rank = [_lines(folder / f"{rank}.jsonl") for rank in range(layout.num_gpus)]
-        seen = _summaries(result.ranks, by_rank[0], bench.telemetry)
-    windows = [
-        {
-            "number": of_ranks[0]["window"],
-            "seconds": (of_ranks[0]["end_ns"] - of_ranks[0]["began_ns"]) / 1e9,
-            "ranks": [{name: one[name] for name in ("breakdown", "own_s", "interrupted_s")} for one in of_ranks],
-            "devices": [asdict(device) for device in devices],
-        }
-        for of_ranks, devices in zip(zip(*by_rank, strict=True), seen, strict=True)
-    ]
+        trial = pool.submit(bench.run, replace(request, program=program, deadline_s=seconds + STARTED_S))
+        told = followed([folder / f"{rank}.jsonl" for rank in range(layout.num_gpus)], trial.done)
+        if (heads := next(told, None)) is not None:
+            (node_id,) = bench.telemetry
+            ranks = [
+                RankRecord(rank, rank, node_id, one["device"], one["coordinates"], None, None)
+                for rank, one in enumerate(heads)
+            ]
+            yield {
+                "environment": heads[0]["environment"],
+                "layout": layout.to_dict(),
+                "draws": asdict(draws),
+                "ranks": [asdict(rank) for rank in ranks],
+            }
+            while some := list(islice(told, TOGETHER)):
+                seen = _summaries(ranks, [of_ranks[0] for of_ranks in some], bench.telemetry)
+                yield from (_window(of_ranks, devices) for of_ranks, devices in zip(some, seen, strict=True))
+        require_ok(trial.result())
+
+
+def _window(of_ranks: Sequence[Mapping[str, Any]], devices: Sequence[DeviceWindow]) -> dict[str, Any]:
     return {
-        "environment": result.environment,
-        "layout": layout.to_dict(),
-        "draws": asdict(draws),
-        "ranks": [asdict(rank) for rank in result.ranks],
-        "windows": windows,
+        "number": of_ranks[0]["window"],
+        "seconds": (of_ranks[0]["end_ns"] - of_ranks[0]["began_ns"]) / 1e9,
+        "ranks": [{name: one[name] for name in ("breakdown", "own_s", "interrupted_s")} for one in of_ranks],
+        "devices": [asdict(device) for device in devices],
     }
 
 
@@ -130,8 +146,15 @@ def _summaries(
     return [summary.devices for summary in summaries(asked, telemetry)]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def read(path: Path) -> dict[str, Any]:
+    """A run's record, of a run that was cut off too: of its last line there may be a part.
+
+    Raises SystemExit for one that has no window which was drawn.
+    """
+    lines = [json.loads(line) for line in text_of(path).splitlines(keepends=True) if line.endswith("\n")]
+    if not lines or len(lines) - 1 <= Draws(**lines[0]["draws"]).first:
+        raise SystemExit(f"{path}: it ends before the first window in which a device may be slow")
+    return {**lines[0], "windows": lines[1:]}
 
 
 def read_windows(record: Mapping[str, Any]) -> Iterator[Seen]:
@@ -304,10 +327,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--history", type=int, default=HISTORY, help="windows in which nobody is slowed, at first")
     parser.add_argument("--least", type=float, default=LEAST, help="the least slowness that is drawn")
     parser.add_argument("--most", type=float, default=MOST, help="the most")
-    parser.add_argument("--out", type=Path, help="the file of this run")
+    parser.add_argument("--out", type=Path, help="the file of this run, of a line a window")
     given = parser.parse_args(argv)
     if given.out is None:
-        show([json.loads(path.read_text()) for path in given.paths])
+        show([read(path) for path in given.paths])
         return
     if len(given.paths) > 1:
         parser.error("--out takes one spec")
@@ -315,9 +338,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     calibrating = 0 if spec.cluster.accelerator == "cpu" else CALIBRATING
     ranks = spec.legal.layouts[0].num_gpus
     draws = Draws(given.seed, ranks, given.least, given.most, given.history, calibrating)
-    record = while_training(spec, given.seconds, draws)
-    given.out.write_text(json.dumps(record, default=float))  # NumPy has numbers of its own
-    show([record])
+    with given.out.open("w", buffering=1) as file:  # a line at once: what is there stays, however the run ends
+        for one in while_training(spec, given.seconds, draws):
+            file.write(json.dumps(one, default=float) + "\n")  # NumPy has numbers of its own
+    show([read(given.out)])
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ BURST_S, OFTEN_S = 0.0006, 0.02
 """How long a rank is kept from its device at once, and how often while it is found out what that costs: in 2 to 3% of
 the time, for oftener is not as much dearer."""
 
-PROFILES = 3
-"""Of some steps each in a window, where GPUs compute: as long as it takes their clocks to even out."""
+PROFILES, PROFILES_ALONE = 3, 2
+"""Of some steps each in a window, where GPUs compute: as long as it takes the clocks of several to even out, and fewer
+of one alone, whose clock is held against nobody's."""
 
 HALT_S = 0.004
 """How long a rank on CPU is halted at once, which costs just that."""
@@ -153,13 +154,16 @@ class WatchedRank(Rank):
     training: Watched
 
     def watched(self, place: Place) -> RankReport:
-        """What `Rank.report` is, and FOLDER/RANK.jsonl: a line for each window. Collective."""
+        """What `Rank.report` is, and FOLDER/RANK.jsonl: what the rank is, and a line for each window as it ends.
+        Collective."""
         folder, rank = Path(self.training.folder), self.world.rank
         introduce(folder, rank, place)
         report = super().report()
         board, window, began = Board(folder), 0, time.monotonic()
         self.enter("watched")
-        with (folder / f"{rank}.jsonl").open("w") as file:
+        with (folder / f"{rank}.jsonl").open("a", buffering=1) as file:
+            head = {name: getattr(report, name) for name in ("device", "coordinates", "environment")}
+            file.write(json.dumps(head) + "\n")
             while window < self.training.fewest or self.world.slowest(time.monotonic() - began) < self.training.seconds:
                 began_ns = time.monotonic_ns()
                 if rank == 0:
@@ -179,7 +183,9 @@ class WatchedRank(Rank):
 
     def _profiles(self, window: int) -> Profile:
         """As one, of all their steps."""
-        times = 1 if self.platform.profiler_device is None else PROFILES
+        times = PROFILES if self.layout.num_gpus > 1 else PROFILES_ALONE
+        if self.platform.profiler_device is None:
+            times = 1
         profiles = [self.profiled(f"window {window}") for _ in range(times)]
         breakdowns = [one.breakdown for one in profiles if one.breakdown is not None]
         if len(breakdowns) < times:

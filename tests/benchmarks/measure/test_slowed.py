@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import SPECS
-from benchmarks.measure.slowed import Judged, curve, judge, nearest, show, while_training
+from benchmarks.measure.slowed import Judged, curve, judge, nearest, read, show, while_training
 from benchmarks.measure.slowing import Draws
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause, Straggler
@@ -50,6 +51,12 @@ def recorded(draws: Draws, windows: int, noise: float, seed: int = 1) -> dict[st
         "ranks": [asdict(one) for one in of[: draws.ranks]],
         "windows": told,
     }
+
+
+def written(record: dict[str, Any], path: Path) -> None:
+    """As a run leaves it."""
+    lines = [{name: value for name, value in record.items() if name != "windows"}, *record["windows"]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def shares(judged: list[Judged]) -> tuple[float, float, float]:
@@ -93,6 +100,18 @@ def test_the_curve_counts_by_what_was_measured() -> None:
     assert sum(int(row.split()[1]) for row in rows[2:3]) == sum(one.rank is None for one in judged)
 
 
+def test_a_run_that_was_cut_off_is_judged_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    record, path = recorded(Draws(3, 2, 0.005, 0.2, 20, 4), 60, 0.002), tmp_path / "run.jsonl"
+    written(record, path)
+    assert judge(read(path)) == judge(record)
+    text = path.read_text()
+    path.write_text(text[: text.rindex('"seconds"')])
+    assert judge(read(path)) == judge({**record, "windows": record["windows"][:-1]})
+    written({**record, "windows": record["windows"][:28]}, path)
+    with pytest.raises(SystemExit, match="it ends before"):
+        read(path)
+
+
 def test_draws_are_their_seeds_and_hidden_windows_have_clean_ones_among_them() -> None:
     draws = Draws(3, 2, 0.005, 0.2, 20, 4)
     assert draws.first == 28
@@ -108,12 +127,15 @@ def test_draws_are_their_seeds_and_hidden_windows_have_clean_ones_among_them() -
 
 
 def test_a_worker_that_is_halted_most_of_the_time_is_found(
-    ray_session: Any, capsys: pytest.CaptureFixture[str]
+    ray_session: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real trial on two workers of CPU, whatever else the machine does."""
-    draws = Draws(0, 2, 3.0, 4.0, 3, 0)
-    record = while_training(load_spec(SPECS / "slowed_cpu.yaml").located(), 0.0, draws)
-    judged = judge(json.loads(json.dumps(record)))
+    """A real trial on two workers of CPU, whatever else the machine does. Its windows come while it goes on."""
+    draws, path = Draws(0, 2, 3.0, 4.0, 3, 0), tmp_path / "run.jsonl"
+    with path.open("w", buffering=1) as file:
+        for line in while_training(load_spec(SPECS / "slowed_cpu.yaml").located(), 0.0, draws):
+            file.write(json.dumps(line) + "\n")
+    record = read(path)
+    judged = judge(record)
     slow = [one for one in judged if one.rank is not None]
     assert slow
     right = [one for one in slow if one.right(lambda each: each.alone)]
