@@ -67,6 +67,7 @@ def searched(home: Home, spec: dict[str, Any], trials: int) -> SearchRecord:
     return Results(home.tracking_uri).search(Wattune(home.tracking_uri).run(problem))
 
 
+@pytest.mark.slow  # its program trains among tests/trainables, and by slices of this spec in those of gangs
 def test_the_plain_example(ray_session: Any, home: Home, python: dict[str, str]) -> None:
     file = Path(__file__).parents[2] / "examples" / "plain_pytorch.yaml"
     spec = yaml.safe_load(file.read_text())
