@@ -14,4 +14,4 @@ for step in itertools.count(1):
     if step == 4 and fault == "hang":
         time.sleep(3600)
     loss = float("nan") if step == 4 and fault == "nan" else 5 / step
-    print("at work" if fault == "silent" else f"step {step} loss {loss}")
+    print(f"step {step} loss {loss}")

@@ -61,18 +61,15 @@ def refusal(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_load(path: Path) -> None:
+def test_examples_load_and_find_their_data_from_anywhere(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     spec = load_spec(path)
     assert len(spec.legal.layouts) >= 8
     assert max(point.num_gpus for point in spec.legal.layouts) <= spec.cluster.size
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_find_their_data_from_anywhere(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     prepared = path.parents[1] / ".wattune" / "data" / "demo"  # by `make setup`
-    problem = load_spec(path)
-    assert problem.data in (str(prepared), "synthetic") or problem.trainer is not None
+    assert spec.data in (str(prepared), "synthetic") or spec.trainer is not None
 
 
 def test_paths_in_a_file_begin_at_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

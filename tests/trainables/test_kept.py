@@ -79,7 +79,7 @@ def kept_by_torch(shape: ModelShape, recompute: str, compiled: bool) -> float:
         ("mixture", "selective", False),
         pytest.param("gpt", "none", True, marks=pytest.mark.slow),
         pytest.param("llama", "none", True, marks=pytest.mark.slow),
-        ("gpt", "selective", True),
+        pytest.param("gpt", "selective", True, marks=pytest.mark.slow),
         pytest.param("llama", "selective", True, marks=pytest.mark.slow),
     ],
 )
