@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause
-from telemetry.windows.device import THERMAL, DeviceWindow
+from telemetry.windows.device import POWER, THERMAL, DeviceWindow
 from trainables.breakdown import Breakdown
 
 SLOWER_CLOCK, HOT, CAPPED = 0.005, 0.01, 0.1
@@ -52,23 +52,35 @@ def cause_of(
     mine = next((window for window in windows if window.device == device), None)
     of_others = {other.device for other, _ in others}
     theirs = [window for window in others_windows if window.device in of_others]
-    lower = None if mine is None else of_clock(mine, theirs, longer_s / slow[1].compute_s)
-    if lower is not None:
-        return lower
+    if mine is not None and explains(lower_clock(mine, theirs), longer_s / slow[1].compute_s):
+        return held_by(mine)
     return SlowCause.EXPERT if layout.expert_parallel_size > 1 else SlowCause.UNKNOWN
 
 
-def of_clock(mine: DeviceWindow, theirs: Sequence[DeviceWindow], longer: float) -> SlowCause | None:
-    """What held a GPU's clock below what `theirs` are, if it is why the GPU takes longer by a share; None if not."""
+def lower_clock(mine: DeviceWindow, theirs: Sequence[DeviceWindow]) -> float:
+    """By what share a GPU's clock is below the median of `theirs`; 0 where that is not known."""
     clocks = [one.mean_sm_clock_mhz for one in theirs if one.mean_sm_clock_mhz is not None]
     if mine.mean_sm_clock_mhz is None or not clocks:
-        return None
-    lower = 1 - mine.mean_sm_clock_mhz / statistics.median(clocks)
-    if lower <= max(SLOWER_CLOCK, EXPLAINS * longer):
-        return None
-    if max(_share(mine, cause) for cause in THERMAL) > HOT:
+        return 0.0
+    return 1 - mine.mean_sm_clock_mhz / statistics.median(clocks)
+
+
+def explains(lower: float, longer: float) -> bool:
+    """Whether a clock that is lower by a share is why a GPU takes longer by another."""
+    return lower > max(SLOWER_CLOCK, EXPLAINS * longer)
+
+
+def held_by(window: DeviceWindow) -> SlowCause:
+    """What held a GPU's clock down in a window in which it was lower."""
+    if (share_of(window, THERMAL) or 0.0) > HOT:
         return SlowCause.HEAT
-    return SlowCause.POWER_CAP if _share(mine, "power_cap") > CAPPED else SlowCause.CLOCK
+    return SlowCause.POWER_CAP if (share_of(window, POWER) or 0.0) > CAPPED else SlowCause.CLOCK
+
+
+def share_of(window: DeviceWindow, causes: Collection[str]) -> float | None:
+    """Of the window, in which the one of some causes that did so most held the clock down; None where nobody counts."""
+    known = [seconds for cause in causes if (seconds := window.throttle_s.get(cause)) is not None]
+    return max(known) / window.duration_s if known else None
 
 
 def _interrupted(slow: Profiled, others: Sequence[Profiled], cost_s: float) -> bool:
@@ -77,8 +89,3 @@ def _interrupted(slow: Profiled, others: Sequence[Profiled], cost_s: float) -> b
     if slow[0].interrupted_s is None or not of_others:
         return False
     return slow[0].interrupted_s - statistics.median(of_others) > INTERRUPTED * cost_s
-
-
-def _share(window: DeviceWindow, cause: str) -> float:
-    """Of the window, in which a cause held the clock down; 0 where nobody counts."""
-    return (window.throttle_s.get(cause) or 0.0) / window.duration_s

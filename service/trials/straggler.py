@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause, Straggler
-from service.student import below
+from service.student import below, next_deviation
 from service.trials.slow_cause import PARTS, Profiled, cause_of
 from telemetry.windows.device import DeviceWindow
 from trainables.breakdown import FEWEST, Breakdown
@@ -118,8 +118,7 @@ def slowed(
     for part, seconds in PARTS.items():
         usual = [seconds(breakdown) / span_s for _, breakdown in then]
         cost = seconds(rank.breakdown) / span_s - statistics.median(usual)
-        # One more draw from what was seen before: its deviation is theirs, and that of their mean.
-        noise = max(LEAST_NOISE, statistics.stdev(usual) * math.sqrt(1 + 1 / len(usual)))
+        noise = max(LEAST_NOISE, next_deviation(usual))
         if cost >= COST:
             found.append((cost / noise, cost, part))
     if not found:
