@@ -7,6 +7,7 @@ Of a whole number of degrees of freedom the distribution is a finite sum (Abramo
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -41,6 +42,11 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float | None]:
         return mean, None
     t = student_t(len(values) - 1)
     return mean, float(t * np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def next_deviation(values: Sequence[float]) -> float:
+    """The standard deviation of what one more measurement will be off the mean of some, two at least."""
+    return statistics.stdev(values) * math.sqrt(1 + 1 / len(values))
 
 
 def _within_angle(angle: float, degrees: int) -> float:

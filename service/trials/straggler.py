@@ -3,9 +3,12 @@
 In a step that all ranks end together, a rank that waits for nobody is the one that the others wait for. Of ranks with
 the same work, those of one pipeline stage, that is the one with most time of its own: the step less the communication
 that nothing hides, of which waiting is a part. The profiled steps tell it, the more surely the more of them there are,
-for what befalls one of them does not befall all; what telemetry saw of the whole window tells why. What ranks were
-seen to differ by while all was well can be taken off. A rank without another is held against itself, as it was, part by
-part of its time: a host that keeps its GPU waiting now longer, now less, hides nothing of what the GPU takes longer.
+for what befalls one of them does not befall all; what its kernels are interrupted for is a second witness of other
+programs on a GPU. What ranks were seen to differ by while all was well can be taken off.
+
+A rank without another is held against itself, as it was, part by part: a host that keeps its GPU waiting now longer,
+now less, hides nothing of what the GPU takes longer. Ranks are not held against each other so: one that computes for
+longer, beside more of the communication, waits the less for its host, and the sum repeats twice as well as either.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause, Straggler
-from service.student import below
-from telemetry.windows.device import THERMAL, DeviceWindow
+from service.student import below, next_deviation
+from service.trials.slow_cause import PARTS, Profiled, cause_of
+from telemetry.windows.device import DeviceWindow
 from trainables.breakdown import FEWEST, Breakdown
 
 COST = 0.01
@@ -36,29 +41,32 @@ WANDER = 0.003
 by the root of a longer time: their clocks wander, from one half second to the next, which a few steps in a row do not
 show (benchmarks/results/slowed_2xh200.txt: 0.0052 in 0.33 s, 0.0019 in 4 s)."""
 
+NOISE_OF_INTERRUPTIONS = 0.004
+"""Likewise of what kernels of two GPUs are interrupted for, while nobody else uses either."""
+
 LEAST_NOISE = 0.001
 """That of the mean of several steps is not taken to be less: ranks begin them apart by as much, in one order."""
 
 NOISE_OF_HOSTS = 0.05
 """Likewise where processors compute, which ranks share with each other and with whatever else runs there."""
 
-CONFIDENT = 0.99
+CONFIDENT = 0.995
+"""Of every way to find a slow rank."""
 
-SLOWER_CLOCK, HOT, CAPPED = 0.005, 0.01, 0.1
-"""Shares from which on a clock is lower than that of the others, and heat or the power limit is what held it down."""
 
-EXPLAINS = 0.5
-"""A cause is one that this share of what the GPU takes longer is due to."""
+@dataclass(frozen=True)
+class _Slow:
+    """A rank that takes longer than `others`, by a share `cost` of a step, and how surely it does at all."""
 
-PARTS: Mapping[SlowCause, Callable[[Breakdown], float]] = {
-    SlowCause.HOST: lambda one: one.idle_s,
-    SlowCause.LINK: lambda one: one.memory_copy_s,
-    SlowCause.UNKNOWN: lambda one: one.compute_s,
-}
-"""Of a rank's own time: before its GPU has work, on the way to it, and on the GPU, for which there are several causes.
-"""
+    slow: Profiled
+    others: Sequence[Profiled]
+    cost: float
+    confidence: float
 
-Profiled = tuple[RankRecord, Breakdown]
+    @property
+    def sure(self) -> bool:
+        """Whether it is worth a word."""
+        return self.cost >= COST and self.confidence >= CONFIDENT
 
 
 def straggler(
@@ -76,17 +84,18 @@ def straggler(
     for rank in ranks:
         if rank.breakdown is not None:
             stages.setdefault(rank.coordinates["pp"], []).append((rank, rank.breakdown))
-    found = [_slowest(stage, usual or {}) for stage in stages.values() if len(stage) > 1]
+    slowest = [_slowest(stage, usual or {}) for stage in stages.values() if len(stage) > 1]
+    found = [one for one in slowest if one.sure]
     if not found:
         return None
-    cost, slow, others = max(found, key=lambda one: one[0])
-    confidence = _confidence(cost, _apart(slow, others[0]), others)
+    one = max(found, key=lambda each: each.cost)
+    slow, others = one.slow, one.others
     of_others = [usual.get(other.rank, 0.0) for other, _ in others] if usual else [0.0]
     usual_s = ((usual or {}).get(slow[0].rank, 0.0) - statistics.median(of_others)) * slow[1].span_s
     more = {part: _more(seconds, slow, others) for part, seconds in PARTS.items()}
     more[SlowCause.UNKNOWN] -= usual_s
     part = max(more, key=more.__getitem__)
-    return _told(cost, confidence, slow, others, windows, windows, layout, part, more[part])
+    return _told(one, windows, windows, layout, part, more[part])
 
 
 def slowed(
@@ -109,74 +118,80 @@ def slowed(
     for part, seconds in PARTS.items():
         usual = [seconds(breakdown) / span_s for _, breakdown in then]
         cost = seconds(rank.breakdown) / span_s - statistics.median(usual)
-        # One more draw from what was seen before: its deviation is theirs, and that of their mean.
-        noise = max(LEAST_NOISE, statistics.stdev(usual) * math.sqrt(1 + 1 / len(usual)))
+        noise = max(LEAST_NOISE, next_deviation(usual))
         if cost >= COST:
             found.append((cost / noise, cost, part))
     if not found:
         return None
     deviations, cost, part = max(found)
-    confidence = below(deviations, len(then) - 1)
-    return _told(cost, confidence, now, then, window, windows, layout, part, cost * span_s)
+    one = _Slow(now, then, cost, below(deviations, len(then) - 1))
+    return _told(one, window, windows, layout, part, cost * span_s) if one.sure else None
 
 
-def _slowest(stage: Sequence[Profiled], usual: Mapping[int, float]) -> tuple[float, Profiled, list[Profiled]]:
-    """The rank that waits least, by what share of a step the next one waits more, and the others, the next one first.
+def _slowest(stage: Sequence[Profiled], usual: Mapping[int, float]) -> _Slow:
+    """The rank that waits least, as if it were not slower than usual. If that is in doubt, the one that loses most by
+    that and by what its kernels are interrupted for, on average: what others take of a GPU is seen twice."""
 
-    Each waits as if it were not slower than usual.
-    """
-
-    def share(one: Profiled) -> float:
+    def own(one: Profiled) -> float:
         rank, breakdown = one
-        return breakdown.exposed_communication_s / breakdown.span_s + usual.get(rank.rank, 0.0)
+        return -breakdown.exposed_communication_s / breakdown.span_s - usual.get(rank.rank, 0.0)
 
-    first, second, *rest = sorted(stage, key=share)
-    return share(second) - share(first), first, [second, *rest]
+    def lost(one: Profiled) -> float:
+        rank, breakdown = one
+        return (own(one) + interrupted[rank.rank] / breakdown.span_s) / 2
+
+    slow, others, cost = _first(stage, own)
+    deviation, freedom = _deviation(slow, others)
+    waits_least = _Slow(slow, others, cost, _below(cost / deviation, freedom))
+    interrupted = {rank.rank: rank.interrupted_s for rank, _ in stage if rank.interrupted_s is not None}
+    if waits_least.sure or len(interrupted) < len(stage):
+        return waits_least
+    slow, others, cost = _first(stage, lost)
+    deviation, freedom = _deviation(slow, others)
+    both = math.hypot(deviation, NOISE_OF_INTERRUPTIONS / math.sqrt(_seconds(slow))) / 2
+    return _Slow(slow, others, cost, _below(cost / both, freedom))
 
 
-def _apart(slow: Profiled, next_one: Profiled) -> list[float]:
-    """By what share of a step one rank takes longer than the other, step by step; empty where steps were not kept."""
-    span_s = slow[1].span_s
-    return [(mine - other) / span_s for mine, other in zip(slow[0].own_s, next_one[0].own_s, strict=False)]
+def _first(stage: Sequence[Profiled], share: Callable[[Profiled], float]) -> tuple[Profiled, list[Profiled], float]:
+    """The rank with the largest share, the others, the next one first, and by how much that one's is smaller."""
+    first, second, *rest = sorted(stage, key=share, reverse=True)
+    return first, [second, *rest], share(first) - share(second)
 
 
-def _confidence(cost: float, apart: Sequence[float], others: Sequence[Profiled]) -> float:
-    """The probability that a rank is slower at all which takes longer than the `others` by a share `cost` of a step, in
-    single steps as `apart` says."""
-    if others[0][0].device is None:
-        return _normal(cost / (math.sqrt(2) * NOISE_OF_HOSTS))
+def _deviation(slow: Profiled, others: Sequence[Profiled]) -> tuple[float, int | None]:
+    """The standard deviation of by what share of a step a rank takes longer than the next one, in as many steps as were
+    profiled, and its degrees of freedom, None of one that is known beforehand."""
+    if slow[0].device is None:
+        return math.sqrt(2) * NOISE_OF_HOSTS, None
     usual = statistics.median(one.exposed_communication_s / one.span_s for _, one in others)
     expected = math.sqrt(2) * (NOISE + NOISE_OF_COMMUNICATION * usual)
-    wander = WANDER / math.sqrt(others[0][1].span_s * max(1, len(apart)))
+    wander = WANDER / math.sqrt(_seconds(slow))
+    apart = [(mine - other) / slow[1].span_s for mine, other in zip(slow[0].own_s, others[0][0].own_s, strict=False)]
     if len(apart) < FEWEST:
-        return _normal(cost / max(expected, wander))
+        return max(expected, wander), None
     freedom = len(apart) - 1 + WEIGHT
     variance = ((len(apart) - 1) * statistics.variance(apart) + WEIGHT * expected**2) / freedom
-    return below(cost / max(LEAST_NOISE, wander, math.sqrt(variance / len(apart))), freedom)
+    return max(LEAST_NOISE, wander, math.sqrt(variance / len(apart))), freedom
+
+
+def _seconds(one: Profiled) -> float:
+    """Of all its profiled steps."""
+    return one[1].span_s * max(1, len(one[0].own_s))
 
 
 def _told(
-    cost: float,
-    confidence: float,
-    slow: Profiled,
-    others: Sequence[Profiled],
+    one: _Slow,
     windows: Sequence[DeviceWindow],
     others_windows: Sequence[DeviceWindow],
     layout: Layout,
     part: SlowCause,
     longer_s: float,
-) -> Straggler | None:
-    """What is told of a slow rank that takes `longer_s` more for a part of a step, if it is worth a word."""
-    if cost < COST or confidence < CONFIDENT:
-        return None
-    rank, device = slow[0], slow[0].device
-    mine = next((window for window in windows if window.device == device), None) if device is not None else None
-    of_others = {other.device for other, _ in others}
-    theirs = [window for window in others_windows if window.device in of_others]
-    if device is None:
-        part = SlowCause.HOST  # which is what computes
-    cause = part if part is not SlowCause.UNKNOWN else _of_gpu(slow, others, mine, theirs, layout, longer_s)
-    return Straggler(rank.rank, rank.node_id, device, cost, cause, confidence)
+) -> Straggler:
+    """What is told of a slow rank that takes `longer_s` more for a part of a step."""
+    rank, breakdown = one.slow
+    cost_s = one.cost * breakdown.span_s
+    cause = cause_of(one.slow, one.others, windows, others_windows, layout, cost_s, part, longer_s)
+    return Straggler(rank.rank, rank.node_id, rank.device, one.cost, cause, one.confidence)
 
 
 def _more(seconds: Callable[[Breakdown], float], slow: Profiled, others: Sequence[Profiled]) -> float:
@@ -184,36 +199,6 @@ def _more(seconds: Callable[[Breakdown], float], slow: Profiled, others: Sequenc
     return seconds(slow[1]) - statistics.median(seconds(one) for _, one in others)
 
 
-def _of_gpu(
-    slow: Profiled,
-    others: Sequence[Profiled],
-    mine: DeviceWindow | None,
-    theirs: Sequence[DeviceWindow],
-    layout: Layout,
-    longer_s: float,
-) -> SlowCause:
-    """Why the slow rank's GPU takes `longer_s` more to compute than the others."""
-    rank, breakdown = slow
-    interruptions = [one.interrupted_s for one, _ in others if one.interrupted_s is not None]
-    interrupted_s = rank.interrupted_s or 0.0
-    if interruptions and interrupted_s - statistics.median(interruptions) > EXPLAINS * longer_s:
-        return SlowCause.SHARED
-    clocks = [one.mean_sm_clock_mhz for one in theirs if one.mean_sm_clock_mhz is not None]
-    clock = None if mine is None else mine.mean_sm_clock_mhz
-    if mine is not None and clock is not None and clocks:
-        lower = 1 - clock / statistics.median(clocks)
-        if lower > max(SLOWER_CLOCK, EXPLAINS * longer_s / breakdown.compute_s):
-            if max(_share(mine, cause) for cause in THERMAL) > HOT:
-                return SlowCause.HEAT
-            return SlowCause.POWER_CAP if _share(mine, "power_cap") > CAPPED else SlowCause.CLOCK
-    return SlowCause.EXPERT if layout.expert_parallel_size > 1 else SlowCause.UNKNOWN
-
-
-def _share(window: DeviceWindow, cause: str) -> float:
-    """Of the window, in which a cause held the clock down; 0 where nobody counts."""
-    return (window.throttle_s.get(cause) or 0.0) / window.duration_s
-
-
-def _normal(deviations: float) -> float:
-    """The normal distribution function."""
-    return 0.5 * (1 + math.erf(deviations / math.sqrt(2)))
+def _below(deviations: float, freedom: int | None) -> float:
+    """The probability of less, by Student's t with so many degrees of freedom, or by the normal distribution."""
+    return 0.5 * (1 + math.erf(deviations / math.sqrt(2))) if freedom is None else below(deviations, freedom)

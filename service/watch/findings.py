@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from service.result import SlowCause
-from service.student import student_t
+from service.student import next_deviation, student_t
+from service.trials.slow_cause import HOT, explains, held_by, lower_clock, share_of
 from service.watch.stamps import Pace
 from telemetry.windows.device import THERMAL, DeviceWindow
 
@@ -25,8 +25,8 @@ BEYOND = 2.0
 SLOWER_STEP, SLOWER_RANK, SLOWER_CLOCK = 0.005, 0.02, 0.01
 """Shares from which on a step, a rank's own step and a GPU's clock are slower, however little they vary."""
 
-HOT, BRAKED, CAPPED = 0.01, 0.01, 0.1
-"""Shares of a window in which heat, the power brake, and the power limit more than usual, hold a clock down."""
+BRAKED, CAPPED = 0.01, 0.1
+"""Shares of a window in which the power brake, and the power limit more than usual, hold a clock down."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +76,43 @@ class Steps:
     def __init__(self) -> None:
         self._settled = False
         self._usual: list[float] = []
+        self._devices: list[DeviceWindow] = []
         self._faster = 0
 
-    def judge(self, pace: Pace) -> list[Finding]:
-        """Of another window's steps."""
-        return [*self._slower(pace), *_slow_rank(pace)]
+    def judge(self, pace: Pace, devices: Sequence[DeviceWindow] = ()) -> list[Finding]:
+        """Of another window's steps. `devices`: the run's as far as they are known, in this window."""
+        return [*self._slower(pace, devices), *_slow_rank(pace)]
 
-    def _slower(self, pace: Pace) -> Iterator[Finding]:
+    def _slower(self, pace: Pace, devices: Sequence[DeviceWindow]) -> Iterator[Finding]:
         if not self._settled:
             self._settled = True
             return
         if len(self._usual) < WINDOWS:
             self._usual.append(pace.step_s)
+            self._devices.extend(devices)
             return
-        usual, noise = statistics.fmean(self._usual), statistics.stdev(self._usual)
-        expected = student_t(len(self._usual) - 1) * noise * math.sqrt(1 + 1 / len(self._usual))
+        usual = statistics.fmean(self._usual)
+        expected = student_t(len(self._usual) - 1) * next_deviation(self._usual)
         bound = max(BEYOND * expected, SLOWER_STEP * usual)
         # What held it up from its beginning is gone: that was not what is usual.
         self._faster = self._faster + 1 if pace.step_s < usual - bound else 0
         if self._faster == CONFIRMED:
-            self._usual, self._faster = [], 0
+            self._usual, self._devices, self._faster = [], [], 0
         if pace.step_s > usual + bound:
             share = pace.step_s / usual - 1
             text = f"a step takes {pace.step_s:.4g} s, {share:.1%} more than the {usual:.4g} s that it took"
-            yield Finding("slower", "run", text, {"step_s": pace.step_s, "usual_s": usual, "bound_s": bound})
+            details: dict[str, Any] = {"step_s": pace.step_s, "usual_s": usual, "bound_s": bound}
+            slowest, lower = self._slowest(devices)
+            if slowest is not None and lower > SLOWER_CLOCK and explains(lower, share):
+                cause = held_by(slowest)
+                text += f": {slowest.device}'s clock is {lower:.1%} lower than it was; {cause}"
+                details |= {"device": slowest.device, "cause": str(cause)}
+            yield Finding("slower", "run", text, details)
+
+    def _slowest(self, devices: Sequence[DeviceWindow]) -> tuple[DeviceWindow | None, float]:
+        """The GPU whose clock is most below what it was when the run had settled, and by what share."""
+        lower = [lower_clock(one, [then for then in self._devices if then.device == one.device]) for one in devices]
+        return max(zip(devices, lower, strict=True), key=lambda one: one[1], default=(None, 0.0))
 
 
 def _slow_rank(pace: Pace) -> Iterator[Finding]:
@@ -175,22 +188,12 @@ def _slow_gpu(windows: Sequence[DeviceWindow], ranks: Mapping[str, int]) -> Iter
     if clocks[slowest] >= (1 - SLOWER_CLOCK) * others:
         return
     (window,) = (one for one in windows if one.device == slowest)
-    cause = SlowCause.CLOCK
-    if (share_of(window, THERMAL) or 0.0) > HOT:
-        cause = SlowCause.HEAT
-    elif max(share_of(window, ["power_cap"]) or 0.0, share_of(window, ["hw_brake"]) or 0.0) > CAPPED:
-        cause = SlowCause.POWER_CAP
+    cause = held_by(window)
     cost = others / clocks[slowest] - 1
     rank = ranks.get(slowest)
     whose = slowest if rank is None else f"{slowest} (rank {rank})"
     text = f"{whose} runs at {clocks[slowest]:,.0f} MHz, others at {others:,.0f}: up to {cost:.1%} of a step; {cause}"
     yield Finding("slow", slowest, text, {"device": slowest, "rank": rank, "cost": cost, "cause": str(cause)})
-
-
-def share_of(window: DeviceWindow, causes: Collection[str]) -> float | None:
-    """Of the window, in which the one of some causes that did so most held the clock down; None where nobody counts."""
-    known = [seconds for cause in causes if (seconds := window.throttle_s.get(cause)) is not None]
-    return max(known) / window.duration_s if known else None
 
 
 def errors(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -88,7 +88,7 @@ class _Run:
         yield from self.failed(device.device for device in summary.devices)
         if pace is not None:
             self.pace = pace
-            yield from self.told(self.of_steps.update(self.steps.judge(pace)))
+            yield from self.told(self.of_steps.update(self.steps.judge(pace, summary.devices)))
             yield from self.compared(pace, summary)
 
     def stages(self) -> dict[int, int]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import SPECS
-from benchmarks.measure.slowed import Judged, curve, judge, nearest, read, show, while_training
+from benchmarks import DATA, SPECS
+from benchmarks.measure.slowed import Judged, blames_device, curve, judge, nearest, read, show, while_training
 from benchmarks.measure.slowing import Draws
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause, Straggler
@@ -79,6 +79,18 @@ def test_two_per_cent_are_found(ranks: int, noise: float) -> None:
     assert named >= 0.99
     assert why >= 0.95
     assert alarms <= 0.01
+
+
+@pytest.mark.parametrize(("name", "least"), [("slowed_1xh200", 0.99), ("slowed_2xh200", 0.98)])
+def test_what_was_found_in_recordings_is_found(name: str, least: float) -> None:
+    """The detector was made by them: this holds what they taught."""
+    judged = judge(read(DATA / f"{name}.jsonl.xz"))
+    clean = [one for one in judged if one.rank is None]
+    assert sum(blames_device(one.found) for one in clean) <= 0.01 * len(clean)
+    slow = [one for one in judged if one.rank is not None and one.was >= 0.018]
+    right = [one for one in slow if one.right(lambda each: each.found)]
+    assert len(right) >= least * len(slow)
+    assert sum(one.found is not None and one.found.cause is one.cause for one in right) >= 0.95 * len(right)
 
 
 def test_without_a_history_a_gpu_that_is_slower_by_nature_is_named() -> None:

@@ -142,6 +142,30 @@ def test_kernels_that_are_interrupted_now_and_then_tell_of_other_programs() -> N
     assert found.cause is SlowCause.SHARED, "whatever the clock is"
 
 
+def test_kernels_that_are_interrupted_confirm_what_is_in_doubt() -> None:
+    """The third waits for 1.1% less of a step, which varies by as much, with interruptions and without."""
+    waits = [[0.10, 0.12, 0.08, 0.11, 0.09], [0.10, 0.11, 0.09, 0.08, 0.12], [0.09, 0.06, 0.08, 0.10, 0.06]]
+    assert straggler(stepped(waits), windows(), LAYOUT) is None
+    found = straggler(stepped(waits, interrupted=0.05), windows(), LAYOUT)
+    assert found is not None
+    assert (found.rank, found.cause) == (2, SlowCause.SHARED)
+    assert found.cost == pytest.approx(0.018, abs=0.001)
+
+
+def test_what_others_take_may_show_between_kernels() -> None:
+    def late(interrupted: float) -> Straggler | None:
+        ranks = stepped([[0.10] * 5, [0.10] * 5, [0.06] * 5], interrupted)
+        times = ranks[2].breakdown
+        assert times is not None
+        times = replace(times, idle_s=0.03, compute_s=times.compute_s - 0.03)
+        return straggler([*ranks[:2], replace(ranks[2], breakdown=times)], windows(), LAYOUT)
+
+    for interrupted, cause in ((0.0, SlowCause.HOST), (0.02, SlowCause.HOST), (0.04, SlowCause.SHARED)):
+        found = late(interrupted)
+        assert found is not None
+        assert found.cause is cause
+
+
 def test_a_clock_that_does_not_explain_the_time_is_no_cause() -> None:
     waits = [[0.20] * 5, [0.20] * 5, [0.10] * 5]
     found = straggler(stepped(waits), windows(mean_sm_clock_mhz=1485.0), LAYOUT)

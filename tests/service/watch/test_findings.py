@@ -110,6 +110,27 @@ def test_what_held_a_run_up_from_its_beginning_is_not_what_is_usual() -> None:
     assert steps.judge(pace(1.1))[0].text == "a step takes 1.1 s, 10.0% more than the 1 s that it took"
 
 
+@pytest.mark.parametrize(
+    ("lower", "longer", "cause"),
+    [(0.05, 0.05, "heat"), (0.05, 0.2, None), (0.005, 0.05, None), (0.0, 0.05, None)],
+)
+def test_slower_steps_are_put_down_to_a_clock_that_is_lower_by_enough(
+    lower: float, longer: float, cause: str | None
+) -> None:
+    """Whatever clocks the GPUs differ by: each is held against itself."""
+    before = [replace(one, mean_sm_clock_mhz=1400.0 + 100 * number) for number, one in enumerate(windows())]
+    now = [*before[:2], windows({"sw_thermal": 0.3}, mean_sm_clock_mhz=1600.0 * (1 - lower))[2], before[3]]
+    steps = Steps()
+    for number in range(8):
+        assert steps.judge(pace(1.0 + 0.001 * (number % 2)), before) == []
+    (found,) = steps.judge(pace(1.0 + longer), now)
+    assert found.details.get("cause") == cause
+    assert found.details.get("device") == (cause and "GPU-2")
+    assert ("GPU-2's clock is 5.0% lower than it was; heat" in found.text) == (cause is not None)
+    (unknown,) = steps.judge(pace(1.0 + longer), [replace(one, mean_sm_clock_mhz=None) for one in now])
+    assert "cause" not in unknown.details
+
+
 def test_a_rank_whose_own_steps_take_longer_is_named() -> None:
     (found,) = Steps().judge(pace(1.1, r0=1.0, r1=1.1, r2=1.0))
     assert (found.kind, found.of, found.details["cost"]) == ("slow", "rank 1", pytest.approx(0.1))
