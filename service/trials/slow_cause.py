@@ -16,9 +16,9 @@ SLOWER_CLOCK, HOT, CAPPED = 0.005, 0.01, 0.1
 EXPLAINS = 0.5
 """A lower clock is the cause of what the GPU takes longer if this share of that is due to it."""
 
-INTERRUPTED = 0.65
+INTERRUPTED = 0.5
 """Other programs are the cause if kernels are interrupted for this share of what the rank takes longer: where it is so,
-they are for 1.3 times as much, else for nothing (benchmarks/results/slowed_2xh200.txt)."""
+they are for one to 1.3 times as much, else for nothing (benchmarks/results/slowed_{1,2}xh200.txt)."""
 
 PARTS: Mapping[SlowCause, Callable[[Breakdown], float]] = {
     SlowCause.HOST: lambda one: one.idle_s,
