@@ -152,6 +152,9 @@ class EngineFacts(ABC):
     """Values that kernels read and write forward for one of the hidden states at a norm with the sum before it, where
     nothing is compiled. Twice as many are backward."""
 
+    compiles_loss: ClassVar[bool] = True
+    """Whether the loss is compiled where blocks are."""
+
     loss_traffic: ClassVar[int] = 40
     """Bytes that kernels move for a logit and its gradient, where the loss is not compiled: in fp32, one by one."""
 
@@ -205,6 +208,10 @@ class EngineFacts(ABC):
     def sums_whole(self, layout: Layout) -> bool:
         """Whether every rank is sent all of the summed gradients, and not its shard alone."""
         return layout.zero_stage == 0
+
+    def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
+        """Bytes of the parameters of a GPU with so many layers, as they are gathered."""
+        return layout.width * held.whole
 
     def messages(self, layout: Layout, layers: int, parameters: float) -> int:
         """In how many pieces a GPU with so many layers and parameters sends gradients."""

@@ -137,9 +137,27 @@ class Torchtitan(Megatron):
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         return flash_2(accelerator)
 
+    def eager_loss_bytes(self, layout: Layout) -> int:
+        """Log-probabilities and two gradients in fp32: logits are let go of before (`del pred` of train.py)."""
+        return 12
+
+    def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
+        """Blocks in 8 bits, once they are cast: `enable_fsdp_float8_all_gather`, with which docs/float8.md has fp8
+        started."""
+        whole = super().gathered_bytes(layout, layers, held)
+        return whole - (layout.width - 1) * layers * held.block if layout.precision == "fp8" else whole
+
     def leaves_out_last(self, layout: Layout) -> bool:
         """The compiler sees what is computed again, and leaves out what nothing needs."""
         return layout.compile or layout.precision != "fp8"
+
+
+class Torchtitan2024(Torchtitan):
+    """The same in December 2024, which computes the loss operation by operation: "compiling loss function causes CUDA
+    errors, turning off for now" (train.py, commit 9dec370)."""
+
+    name = "torchtitan-2024"
+    compiles_loss = False
 
 
 class Composer(Megatron):
