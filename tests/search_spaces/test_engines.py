@@ -256,7 +256,8 @@ def test_what_programs_of_others_do_otherwise() -> None:
     assert 1.05 < selected < 1.15
     assert 1.2 < scaled < 1.25
     narrow, wide = (
-        parts("torchtitan", precision=precision, zero_stage=3, **alone)["data_parallel"] for precision in ("fp8", "bf16")
+        parts("torchtitan", precision=precision, zero_stage=3, **alone)["data_parallel"]
+        for precision in ("fp8", "bf16")
     )
     assert narrow < wide  # blocks are gathered in 8 bits
     then, now = (parts(name, **alone) for name in ("torchtitan-2024", "torchtitan"))
