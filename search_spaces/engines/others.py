@@ -39,6 +39,11 @@ TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
 
 
+def _in_8_bits(whole: float, layout: Layout, layers: int, held: Held) -> float:
+    """Gathered bytes, where blocks are cast to fp8 before they are gathered."""
+    return whole - (layout.width - 1) * layers * held.block if layout.precision == "fp8" else whole
+
+
 class EarlierMegatron(Megatron):
     """The `megatron` engine before 2026-11-24: context-parallel ranks had FlashAttention-2 and, for it, a key and a
     value for each head of queries, on Hopper, too."""
@@ -60,6 +65,7 @@ class MegatronLM(Megatron):
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_experts, fp8_gain = True, FP8_ALONE
+    gathers_in_place = True  # parameters are views of a buffer (megatron/core/distributed/param_and_grad_buffer.py)
     sequence_first = True  # (sequence, batch, hidden) in megatron/core/transformer
     fills_pipelines = False
     empty_ends = True
@@ -106,6 +112,14 @@ class MegatronBridge(MegatronLM):
 
     name = "megatron-bridge"
     routes_evenly = True
+    shared_loss_traffic = 10
+    """Of Transformer Engine's cross-entropy (`cross_entropy_fusion_impl` in `scripts/performance/utils/overrides.py`,
+    commit f3c9afc): a logit is read, read again with its gradient in its place, and that multiplied by the loss's."""
+
+    def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
+        """`fp8_param_gather` in `src/megatron/bridge/training/mixed_precision.py`, commit f3c9afc, of current
+        scaling, with which its layouts in fp8 were measured."""
+        return _in_8_bits(super().gathered_bytes(layout, layers, held), layout, layers, held)
 
 
 class MegatronLM2022(MegatronLM):
@@ -142,10 +156,8 @@ class Torchtitan(Megatron):
         return 12
 
     def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
-        """Blocks in 8 bits, once they are cast: `enable_fsdp_float8_all_gather`, with which docs/float8.md has fp8
-        started."""
-        whole = super().gathered_bytes(layout, layers, held)
-        return whole - (layout.width - 1) * layers * held.block if layout.precision == "fp8" else whole
+        """`enable_fsdp_float8_all_gather`, with which docs/float8.md has fp8 started."""
+        return _in_8_bits(super().gathered_bytes(layout, layers, held), layout, layers, held)
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """The compiler sees what is computed again, and leaves out what nothing needs."""

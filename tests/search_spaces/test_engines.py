@@ -255,11 +255,10 @@ def test_what_programs_of_others_do_otherwise() -> None:
     assert kept < 1.01
     assert 1.05 < selected < 1.15
     assert 1.2 < scaled < 1.25
-    narrow, wide = (
-        parts("torchtitan", precision=precision, zero_stage=3, **alone)["data_parallel"]
-        for precision in ("fp8", "bf16")
-    )
-    assert narrow < wide  # blocks are gathered in 8 bits
+    all_of_it = Held(dense=9.0, experts=0.0, largest=3.0, block=2.0)  # of three blocks and a table
+    for name in ("torchtitan", "megatron-bridge"):  # blocks are gathered in 8 bits
+        widths = (others_layout(name, precision=precision) for precision in ("fp8", "bf16"))
+        assert [engine_of(name).gathered_bytes(one, 3, all_of_it) for one in widths] == [12.0, 18.0]
     then, now = (parts(name, **alone) for name in ("torchtitan-2024", "torchtitan"))
     assert then["elementwise"] > now["elementwise"]  # the loss, which was not compiled
     halves, places = (parts(name, sequence_parallel=True) for name in ("megatron", "megatron-lm"))
