@@ -264,8 +264,8 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     gathers = times > 1 and not engine.rings_keys
     in_parts = gathers and cut.attention.in_parts
     # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
-    rotary = 0 if "rotary" not in operator.form else 2 if compiled else engine.rotary_values
-    values = rotary * (heads + keys) + 2 * heads
+    rotary = engine.compiled_rotary_values if compiled else engine.rotary_values
+    values = (rotary * (heads + keys) if "rotary" in operator.form else 0) + 2 * heads
     values += 2 * times * (keys + (0 if in_parts else 2 * heads)) if gathers else 0
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)

@@ -145,8 +145,12 @@ class EngineFacts(ABC):
     gathers_in_place: ClassVar[bool] = False
     """Whether gathered parameters are used where they arrive, and not copied from there."""
 
-    rotary_values: ClassVar[int] = 24
-    """Values that kernels of rotary positions read and write for one of queries and keys, where nothing is compiled."""
+    rotary_values: ClassVar[float] = 24.0
+    """Values that kernels of rotary positions read and write forward for one of queries and keys, where nothing is
+    compiled. Twice as many are backward."""
+
+    compiled_rotary_values: ClassVar[float] = 2.0
+    """The same where blocks are compiled."""
 
     norm_values: ClassVar[float] = 5.0
     """Values that kernels read and write forward for one of the hidden states at a norm with the sum before it, where

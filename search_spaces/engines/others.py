@@ -32,6 +32,10 @@ FUSED_LOSS_TRAFFIC = 6
 """Bytes that FlashAttention's cross-entropy moves for a logit in bf16: it is read forward and backward, and its
 gradient takes its place (`flash_attn/losses/cross_entropy.py`)."""
 
+COMPLEX_ROTARY = 20 / 3
+"""Values of rotary positions as complex numbers, for which torch compiles nothing (pytorch/torchtitan, issue 15): each
+way 20 bytes, of a copy in fp32, the product, and a copy in bf16."""
+
 BUCKET = 2**29
 """Gradients of one of InternEvo's sums."""
 
@@ -146,6 +150,10 @@ class Torchtitan(Megatron):
     fp8_experts, fp8_gain = True, FP8_ALONE
     selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
     rings_keys = True
+    shared_loss_traffic = 16
+    """Of a compiled loss: a logit is read for the largest, for the sum, and for its log-probability, in fp32, which is
+    read for its gradient (`build_cross_entropy_loss` of torchtitan/components/loss.py, commit 820504e)."""
+    rotary_values = compiled_rotary_values = COMPLEX_ROTARY
     rings_heads = True  # `repeat_kv` of torchtitan/models/llama/model.py, before attention
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
@@ -170,6 +178,10 @@ class Torchtitan2024(Torchtitan):
 
     name = "torchtitan-2024"
     compiles_loss = False
+    shared_loss_traffic = Megatron.shared_loss_traffic
+    norm_values = 22
+    """Forward a copy in fp32, its square, the mean of that, two products and a copy in bf16 between them, and the sum
+    before the norm, 21; backward 45 (`RMSNorm` of torchtitan/models/norms.py)."""
 
 
 class Composer(Megatron):
