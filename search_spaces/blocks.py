@@ -83,6 +83,12 @@ class Cut(NamedTuple):
         return self.tensor if self.engine.splits_tables else 1
 
     @property
+    def waits_at_once(self) -> bool:
+        """Whether nothing is computed while keys go around: what torch compiles waits for a message where it is sent
+        (`_maybe_wrap_tensor` of `torch/distributed/_functional_collectives.py`)."""
+        return self.engine.rings_heads and self.compile
+
+    @property
     def is_uneven(self) -> bool:
         """Whether more tokens come to the experts of one rank than to those of another."""
         return self.experts > 1 and not self.engine.routes_evenly
@@ -118,7 +124,8 @@ def parts_of(cut: Cut, model: ModelShape, sequence_length: int) -> Parts:
     entries, shared = model.vocab // cut.tables, ("shared",) * (cut.tables > 1)
     embedding = Operator(Kind.EMBEDDING, (tokens, model.hidden, entries), plain, cut.compile, shared)
     product = Operator(Kind.PRODUCT, (tokens, model.hidden, entries), plain, False)
-    loss = Operator(Kind.LOSS, (tokens, entries), plain, cut.compile and not shared, shared)
+    is_compiled = cut.compile and cut.engine.compiles_loss and not shared
+    loss = Operator(Kind.LOSS, (tokens, entries), plain, is_compiled, shared)
     return Parts(_block(cut, model, sequence_length, plain), ((embedding, 1),), ((product, 1), (loss, 1)))
 
 
@@ -151,8 +158,11 @@ def _block(cut: Cut, model: ModelShape, sequence_length: int, plain: str) -> tup
 
 
 def selected_of(cut: Cut, model: ModelShape, sequence_length: int) -> list[Operator]:
-    """The products of a block that selective recomputation computes again, where an engine has it do so."""
+    """The products of a block that selective recomputation computes again, where an engine has it do so: no last one
+    that nothing needs."""
     products = _products(cut, model, cut.tokens(sequence_length))
+    if cut.leaves_out_last and not model.num_experts:
+        products.pop()
     return products if cut.precision == "fp8" else products[1::2]
 
 

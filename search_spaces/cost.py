@@ -268,7 +268,7 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     copies = layout.shard_ranks // ranks
     holds = held(layout, work.shape, rank, engine.splits_tables)
     whole, shard = holds.whole, holds.sharded(layout)
-    width, summed = layout.width, engine.sum_width(layout)
+    given, summed = engine.gathered_bytes(layout, layers, holds), engine.sum_width(layout)
     forward, backward = round_s / 3, round_s * 2 / 3
     # Pipelines sum after their last backward pass.
     hides_gathers = layout.overlap_param_gather and engine.has_use("overlap_param_gather", layout)
@@ -279,7 +279,7 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
     kind = Collective.BROADCAST if engine.shards_by_tensors else Collective.ALL_GATHER
     count = engine.gathers(layout, layers, whole)
-    gather, received = communicate(kind, width * whole, count, ranks, tensor, places, c)
+    gather, received = communicate(kind, given, count, ranks, tensor, places, c)
     shares = _share(ranks, tensor, places, c)
     exposed, sent = gathers * _exposed(gather, count, forward, shares, hides_gathers, c), gathers * received
 
@@ -297,7 +297,7 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
         shares = _share(copies, apart, places, c)
         exposed, sent = exposed + _exposed(between, count, backward, shares, hides_sums, c), sent + more
 
-    gathered = 0.0 if engine.gathers_in_place else gathers * 2.0 * width * whole
+    gathered = 0.0 if engine.gathers_in_place else gathers * 2.0 * given
     updating, moved = gathered / c.states_bytes_per_s, gathered + _summed_bytes(layout, engine, whole)
     if layout.offload_optimizer:
         return _Upkeep(updating, moved, sent, exposed, shard)

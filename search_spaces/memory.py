@@ -412,7 +412,7 @@ def _logits(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int)
     first backward pass, and those that are free again before the blocks' backward passes."""
     shared = engine.splits_tables and layout.tensor_parallel_size > 1
     count = tokens * model.vocab / (layout.tensor_parallel_size if shared else 1)
-    if layout.compile and not shared:
+    if layout.compile and engine.compiles_loss and not shared:
         loss, later, spare = 2 * layout.width, layout.width, 0
     else:
         loss = engine.shared_loss_bytes if shared else engine.eager_loss_bytes(layout)

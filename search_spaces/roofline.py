@@ -33,6 +33,10 @@ MERGING, PARTING = 38, 46
 gradients and those of its key and value (`_SDPAMerger` and `_templated_ring_attention_backward` of
 `torch.distributed.tensor.experimental._attention`, PyTorch 2.6)."""
 
+FUSED_MERGING, FUSED_PARTING = 10, 30
+"""The same where one compiled kernel does it: a value in bf16 is read, one in fp32 read and written, and likewise of
+three gradients."""
+
 FILLED = 1.3
 """Room that each filled expert makes in a training, in an even share of the tokens: what the fullest one needs, which
 hidden states have far from even. Measured alone, tokens are random, and all experts about as full. Fitted."""
@@ -260,8 +264,8 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     gathers = times > 1 and not engine.rings_keys
     in_parts = gathers and cut.attention.in_parts
     # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
-    rotary = 0 if "rotary" not in operator.form else 2 if compiled else engine.rotary_values
-    values = rotary * (heads + keys) + 2 * heads
+    rotary = engine.compiled_rotary_values if compiled else engine.rotary_values
+    values = (rotary * (heads + keys) if "rotary" in operator.form else 0) + 2 * heads
     values += 2 * times * (keys + (0 if in_parts else 2 * heads)) if gathers else 0
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
@@ -377,11 +381,12 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     if cut.context > 1:
         # Ulysses's four exchanges, or keys and values of the whole sequence.
         keys = heads if cut.engine.rings_heads else keys
+        beside = cut.engine.rings_keys and not cut.waits_at_once
         shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
         kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
         size = cut.width * tokens * shape
         seconds, sent = communicate(kind, size, count, cut.context, cut.tensor, cut.places, c)
-        spread = Load(context=c.contention * seconds if cut.engine.rings_keys else seconds, sent=sent)
+        spread = Load(context=c.contention * seconds if beside else seconds, sent=sent)
     if not model.num_experts:
         return spread
     rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.is_uneven else 1.0)
@@ -392,14 +397,16 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
 
 def _merged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
     """What a ring of context-parallel ranks that has keys once a head of queries does beside attention: kernels merge
-    what comes of each part, and gradients of it, in fp32, in which those of keys and values go around."""
+    what comes of each part, and gradients of it, in fp32, in which those of keys and values go all the way around."""
     if cut.context == 1 or not cut.engine.rings_heads:
         return Load(), Load()
-    values = 1.0 * tokens * cut.shares(model)[2] * (cut.context - 1)
-    size = 2 * 4 * values * cut.context / (cut.context - 1)
-    seconds, sent = communicate(Collective.ALL_GATHER, size, 1, cut.context, cut.tensor, cut.places, c)
-    back = Load(context=c.contention * seconds, sent=sent)
-    return _traffic(MERGING * values, False, c), back.plus(_traffic(PARTING * values, False, c))
+    own, steps = 1.0 * tokens * cut.shares(model)[2], cut.context - 1
+    size = 2 * 4 * own * cut.context**2 / steps  # of a gather in which each sends as much
+    seconds, sent = communicate(Collective.ALL_GATHER, size, cut.context, cut.context, cut.tensor, cut.places, c)
+    back = Load(context=seconds if cut.waits_at_once else c.contention * seconds, sent=sent)
+    merging, parting = (FUSED_MERGING, FUSED_PARTING) if cut.compile else (MERGING, PARTING)
+    merged = _traffic(merging * own * steps, cut.compile, c)
+    return merged, back.plus(_traffic(parting * own * steps, cut.compile, c))
 
 
 def _tensor_sums(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:

@@ -91,6 +91,9 @@ COLUMNS = (
 )
 
 
+IN_2024 = "202412"
+"""What `path` has in it, a column that a table may have besides, of torchtitan's benchmarks of December 2024."""
+
 NOT_SAID = "microbatch"
 """How `notes` begin, a column that a table may have besides, where others did not publish the microbatch."""
 
@@ -235,9 +238,12 @@ def _with_memory(coefficients: Coefficients, sheet: Accelerator, bytes_per_s: fl
 
 def _engine(row: Mapping[str, str]) -> str:
     """llm-foundry's benchmarks sum gradients in bf16 in the tables of May 2023 alone, whose PyTorch was another (mixed
-    precision PURE in `scripts/train/benchmarking/README.md`, commit 300cc5c, DEFAULT from commit b2a43a1 on)."""
+    precision PURE in `scripts/train/benchmarking/README.md`, commit 300cc5c, DEFAULT from commit b2a43a1 on). Those of
+    torchtitan have their dates in the names of their files."""
     engine = FRAMEWORKS.get(row["framework"], "megatron")
-    return "composer-torch-1" if engine == "composer" and row["reduce_precision"] == "bf16" else engine
+    if engine == "composer" and row["reduce_precision"] == "bf16":
+        return "composer-torch-1"
+    return "torchtitan-2024" if engine == "torchtitan" and IN_2024 in (row.get("path") or "") else engine
 
 
 def _layout(row: Mapping[str, str], layers: int) -> Layout:

@@ -15,6 +15,7 @@ from search_spaces.engines.others import (
     MegatronLM,
     MegatronLM2022,
     Torchtitan,
+    Torchtitan2024,
 )
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
@@ -32,6 +33,7 @@ OTHERS: dict[str, EngineFacts] = {
         MegatronBridge(),
         MegatronLM2022(),
         Torchtitan(),
+        Torchtitan2024(),
         Composer(),
         ComposerOnTorch1(),
         InternEvo(),

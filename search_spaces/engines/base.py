@@ -145,12 +145,19 @@ class EngineFacts(ABC):
     gathers_in_place: ClassVar[bool] = False
     """Whether gathered parameters are used where they arrive, and not copied from there."""
 
-    rotary_values: ClassVar[int] = 24
-    """Values that kernels of rotary positions read and write for one of queries and keys, where nothing is compiled."""
+    rotary_values: ClassVar[float] = 24.0
+    """Values that kernels of rotary positions read and write forward for one of queries and keys, where nothing is
+    compiled. Twice as many are backward."""
+
+    compiled_rotary_values: ClassVar[float] = 2.0
+    """The same where blocks are compiled."""
 
     norm_values: ClassVar[float] = 5.0
     """Values that kernels read and write forward for one of the hidden states at a norm with the sum before it, where
     nothing is compiled. Twice as many are backward."""
+
+    compiles_loss: ClassVar[bool] = True
+    """Whether the loss is compiled where blocks are."""
 
     loss_traffic: ClassVar[int] = 40
     """Bytes that kernels move for a logit and its gradient, where the loss is not compiled: in fp32, one by one."""
@@ -205,6 +212,10 @@ class EngineFacts(ABC):
     def sums_whole(self, layout: Layout) -> bool:
         """Whether every rank is sent all of the summed gradients, and not its shard alone."""
         return layout.zero_stage == 0
+
+    def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
+        """Bytes of the parameters of a GPU with so many layers, as they are gathered."""
+        return layout.width * held.whole
 
     def messages(self, layout: Layout, layers: int, parameters: float) -> int:
         """In how many pieces a GPU with so many layers and parameters sends gradients."""

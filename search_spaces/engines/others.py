@@ -32,11 +32,20 @@ FUSED_LOSS_TRAFFIC = 6
 """Bytes that FlashAttention's cross-entropy moves for a logit in bf16: it is read forward and backward, and its
 gradient takes its place (`flash_attn/losses/cross_entropy.py`)."""
 
+COMPLEX_ROTARY = 20 / 3
+"""Values of rotary positions as complex numbers, for which torch compiles nothing (pytorch/torchtitan, issue 15): each
+way 20 bytes, of a copy in fp32, the product, and a copy in bf16."""
+
 BUCKET = 2**29
 """Gradients of one of InternEvo's sums."""
 
 TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
+
+
+def _in_8_bits(whole: float, layout: Layout, layers: int, held: Held) -> float:
+    """Gathered bytes, where blocks are cast to fp8 before they are gathered."""
+    return whole - (layout.width - 1) * layers * held.block if layout.precision == "fp8" else whole
 
 
 class EarlierMegatron(Megatron):
@@ -60,6 +69,7 @@ class MegatronLM(Megatron):
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_experts, fp8_gain = True, FP8_ALONE
+    gathers_in_place = True  # parameters are views of a buffer (megatron/core/distributed/param_and_grad_buffer.py)
     sequence_first = True  # (sequence, batch, hidden) in megatron/core/transformer
     fills_pipelines = False
     empty_ends = True
@@ -106,6 +116,14 @@ class MegatronBridge(MegatronLM):
 
     name = "megatron-bridge"
     routes_evenly = True
+    shared_loss_traffic = 10
+    """Of Transformer Engine's cross-entropy (`cross_entropy_fusion_impl` in `scripts/performance/utils/overrides.py`,
+    commit f3c9afc): a logit is read, read again with its gradient in its place, and that multiplied by the loss's."""
+
+    def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
+        """`fp8_param_gather` in `src/megatron/bridge/training/mixed_precision.py`, commit f3c9afc, of current
+        scaling, with which its layouts in fp8 were measured."""
+        return _in_8_bits(super().gathered_bytes(layout, layers, held), layout, layers, held)
 
 
 class MegatronLM2022(MegatronLM):
@@ -132,14 +150,38 @@ class Torchtitan(Megatron):
     fp8_experts, fp8_gain = True, FP8_ALONE
     selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
     rings_keys = True
+    shared_loss_traffic = 16
+    """Of a compiled loss: a logit is read for the largest, for the sum, and for its log-probability, in fp32, which is
+    read for its gradient (`build_cross_entropy_loss` of torchtitan/components/loss.py, commit 820504e)."""
+    rotary_values = compiled_rotary_values = COMPLEX_ROTARY
     rings_heads = True  # `repeat_kv` of torchtitan/models/llama/model.py, before attention
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         return flash_2(accelerator)
 
+    def eager_loss_bytes(self, layout: Layout) -> int:
+        """Log-probabilities and two gradients in fp32: logits are let go of before (`del pred` of train.py)."""
+        return 12
+
+    def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
+        """`enable_fsdp_float8_all_gather`, with which docs/float8.md has fp8 started."""
+        return _in_8_bits(super().gathered_bytes(layout, layers, held), layout, layers, held)
+
     def leaves_out_last(self, layout: Layout) -> bool:
         """The compiler sees what is computed again, and leaves out what nothing needs."""
         return layout.compile or layout.precision != "fp8"
+
+
+class Torchtitan2024(Torchtitan):
+    """The same in December 2024, which computes the loss operation by operation: "compiling loss function causes CUDA
+    errors, turning off for now" (train.py, commit 9dec370)."""
+
+    name = "torchtitan-2024"
+    compiles_loss = False
+    shared_loss_traffic = Megatron.shared_loss_traffic
+    norm_values = 22
+    """Forward a copy in fp32, its square, the mean of that, two products and a copy in bf16 between them, and the sum
+    before the norm, 21; backward 45 (`RMSNorm` of torchtitan/models/norms.py)."""
 
 
 class Composer(Megatron):

@@ -34,7 +34,7 @@ MACHINE = {"gpu": "h200", "num_gpus": 8, "gpus_per_node": 8}
 def table(path: Path, *changes: Mapping[str, object]) -> Path:
     """A table with a row for each of `changes` to a layout of Llama-3-8B on eight H200."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*published.COLUMNS, "notes"), restval="")
+        writer = csv.DictWriter(file, (*published.COLUMNS, "path", "notes"), restval="")
         writer.writeheader()
         for number, change in enumerate(changes):
             plain = {
@@ -105,6 +105,14 @@ def test_composer_is_the_one_of_its_table(tmp_path: Path) -> None:
     rows = ({"framework": "Composer FSDP", "reduce_precision": width} for width in ("bf16", "fp32"))
     engines = [one.layout.engine for one in published.read(table(tmp_path / "table.csv", *rows)) if one.layout]
     assert engines == ["composer-torch-1", "composer"]
+
+
+def test_torchtitan_is_the_one_of_its_benchmark(tmp_path: Path) -> None:
+    """It did not compile its loss in those of December 2024."""
+    files = ("benchmarks/llama3_h100_202412_torchtitan.md", "benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md")
+    rows = ({"framework": "torchtitan", "path": file} for file in files)
+    engines = [one.layout.engine for one in published.read(table(tmp_path / "table.csv", *rows)) if one.layout]
+    assert engines == ["torchtitan-2024", "torchtitan"]
 
 
 def test_fits_to_some_and_is_judged_by_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
