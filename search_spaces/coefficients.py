@@ -32,9 +32,9 @@ class Coefficients:
       reached. `fp32_speed`, `fp8_speed`: of matrix products, in that of bf16.
     - `memory_bytes_per_s`: of compiled kernels that only move memory; `eager_bytes_per_s`: of those that are not
       compiled; `states_bytes_per_s`: of the kernels that update parameters and add up gradients.
-    - `compiled_launch_s`, `eager_launch_s`: time of the CPU for the kernels of a block, forward and backward;
-      `tensor_launch_s`: in addition for an eager block of DTensors, `fp8_launch_s`: for one with products in fp8;
-      `deepspeed_launch_s`: where DeepSpeed runs it.
+    - `host_time`: what the CPU takes to launch a block, forward and backward, in what those of
+      `search_spaces.engines` say; `tensor_launch_s`: in addition for an eager block of DTensors, `fp8_launch_s`: for
+      one with products in fp8.
     - `step_s`: what a step takes whatever the layout.
     - `link_bytes_per_s`, `link_latency_s`: of collectives within a node, by GPU and by hop; `network_bytes_per_s`,
       `network_latency_s`: of a GPU's adapter, between nodes; see `search_spaces.network.Network`. By default, the
@@ -66,11 +66,9 @@ class Coefficients:
     joules_per_byte: float = 6e-11
     joules_per_link_byte: float = 2e-10
     matmul_half: float = 64.0
-    compiled_launch_s: float = 1.8e-3
-    eager_launch_s: float = 2.1e-3
-    tensor_launch_s: float = 10e-3
-    fp8_launch_s: float = 9e-3
-    deepspeed_launch_s: float = 0.4e-3
+    host_time: float = 0.9
+    tensor_launch_s: float = 8.5e-3
+    fp8_launch_s: float = 7.6e-3
     step_s: float = 0.02
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
@@ -220,8 +218,7 @@ _DATA_SHEETS = {
         power_limit_w=4.0,
         joules_per_flop=2e-11,
         joules_per_byte=1e-10,
-        eager_launch_s=2e-3,
-        compiled_launch_s=1e-3,
+        host_time=0.5,
         step_s=5e-3,
         link_latency_s=1.5e-3,
         network_latency_s=2e-3,

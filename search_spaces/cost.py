@@ -15,23 +15,18 @@ from search_spaces.blocks import Cut, Places, update_of
 from search_spaces.coefficients import IDLE_SHARE, POWER_SHARE, Coefficients, data_sheet
 from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
-from search_spaces.launches import ENDS, launch_of, specimen_of
+from search_spaces.launches import ENDS, TRUSTED, is_usual, launch_of, specimen_of, usual_s
 from search_spaces.layout import Layout
 from search_spaces.network import Collective
-from search_spaces.operators import Operator
 from search_spaces.parameters import held
 from search_spaces.roofline import Load, communicate, network, passes, spread
 from search_spaces.workload import Workload
 
 __all__ = ["Coefficients", "Prediction", "data_sheet", "predict", "predicted_metrics"]
 
-LAUNCHED_AGAIN = {"none": (1.0, 1.0), "selective": (2.4, 1.0), "full": (1.5, 1.3)}
-"""Time of the CPU for a block, eager and compiled, of which some is computed again, in that for one of which nothing
-is. An eager block that keeps some asks so of each operator. Measured of GPT's blocks, by both engines, on a host of
-H100 (benchmarks/results/README.md)."""
-
 ADDED_AGAIN = 1.8
-"""The same of what an engine or a precision adds to a block."""
+"""Time of the CPU for what tensor parallelism or fp8 add to a block of which some is computed again, in that for one of
+which nothing is. Measured of GPT's blocks, by both engines, on a host of H100 (benchmarks/results/README.md)."""
 
 TOGETHER = 5
 """Power of the mean by which a microbatch takes longer than the longer of what its GPU computes and its CPU launches:
@@ -177,44 +172,33 @@ def _together(gpu: float, cpu: float, exponent: int) -> float:
 
 
 def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
-    """Time of the CPU for a block and a microbatch: as measured, or else by formula, and as the host is at those that
-    were measured."""
+    """Time of the CPU for a block and a microbatch: by formula, as the host is at those launches that were measured,
+    and as this one was."""
+    formula_s = _launch_s(layout, work, c)
     if not c.operators.launches:
-        return _launch_s(layout, work, c)
+        return formula_s
     launch = launch_of(layout, work)
-    timing = c.operators.of(launch)
-    seconds = timing.forward_s if timing is not None else _host(launch, c) * _launch_s(layout, work, c)
+    seconds, timing = _host(c) * formula_s, c.operators.of(launch)
+    if timing is not None:
+        seconds *= (timing.forward_s / seconds) ** (TRUSTED if is_usual(launch) else 1.0)
     return c.launches_in_step * seconds
 
 
-def _host(launch: Operator, c: Coefficients) -> float:
-    """What the launches that were measured take, in the time that the formula has for them: the median of those of the
-    same engine, with experts or without, or else of all.
-
-    A host is slower at one engine than at another, and then at all that this does in Python, eager or compiled,
-    recomputed or not: of 29 launches on two hosts of H100, 24 are within 15% of the median of their kind.
-    """
-    alike = [row for row in c.operators.launches if _kind(row.operator) == _kind(launch)]
+def _host(c: Coefficients) -> float:
+    """What the launches that were measured take, in the time that the formula has for them: the median, of those of
+    usual modes if there are any."""
+    rows = [row for row in c.operators.launches if is_usual(row.operator)] or c.operators.launches
     ratios = []
-    for row in alike or c.operators.launches:
+    for row in rows:
         layout, model, length, (batch, _) = specimen_of(row.operator)
         ratios.append(row.forward_s / _launch_s(layout, Workload(model, length, batch), c))
     return statistics.median(ratios)
 
 
-def _kind(launch: Operator) -> tuple[str, bool]:
-    """The engine of a launch, and whether the block has experts."""
-    return launch.form[0], bool(launch.dims)
-
-
 def _launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
     """`launch_s` by formula."""
-    engine, has_experts = facts_of(layout, work), work.shape.num_experts > 0
-    compiled = layout.compile and not has_experts
-    seconds = c.compiled_launch_s if compiled else c.eager_launch_s
-    seconds *= engine.launched_with_experts if has_experts else 1.0
-    added = engine.launch_s(layout, c) * (1.0 if layout.recompute == "none" else ADDED_AGAIN)
-    return seconds * LAUNCHED_AGAIN[layout.recompute][compiled] + added
+    added = facts_of(layout, work).launch_s(layout, c) * (1.0 if layout.recompute == "none" else ADDED_AGAIN)
+    return c.host_time * usual_s(layout, work) + added
 
 
 def update_s(engine: EngineFacts, parameters: float, c: Coefficients) -> float:

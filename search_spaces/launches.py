@@ -21,6 +21,10 @@ ENDS = 1
 """Blocks for whose kernels the CPU needs as long as for the embedding, the head and the loss together: half of one to
 two, by models of 4 and of 8 layers (CPU, both engines)."""
 
+TRUSTED = 0.3
+"""How much of the logarithm of a launch's time is what was measured of it. The rest is what the host's other launches
+say of it, by the engine's `launched_ms`: the same launch, measured again, differs by 12%."""
+
 
 class Specimen(NamedTuple):
     """A tiny model to be trained as a layout says: by one of its ranks, once with each of two global batches, in
@@ -35,6 +39,18 @@ class Specimen(NamedTuple):
         """The time of a block and a microbatch, by that of a step with each of the batches."""
         few, many = step_s
         return (many - few) / (ROUNDS * (self.model.layers + ENDS))
+
+
+def usual_s(layout: Layout, work: Workload) -> float:
+    """Seconds of the CPU for a block on usual hosts, without what tensor parallelism or fp8 add."""
+    model = work.shape
+    block = "experts" if model.num_experts else model.family
+    return 1e-3 * facts_of(layout, work).launched_ms[block][layout.recompute][layout.compile]
+
+
+def is_usual(launch: Operator) -> bool:
+    """Whether it is of a mode that engines have in `launched_ms`."""
+    return launch.precision == "bf16" and len(launch.form) == 3
 
 
 def launch_of(layout: Layout, work: Workload) -> Operator:

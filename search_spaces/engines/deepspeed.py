@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from search_spaces.coefficients import Coefficients
 from search_spaces.engines.base import Condition, EngineFacts, Rule, States
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
@@ -110,7 +109,11 @@ class DeepSpeed(EngineFacts):
     sends_one_by_one = True
     fills_experts = True
     allocates = "flat"
-    launched_with_experts = 4.0
+    launched_ms: ClassVar[Mapping[str, Mapping[str, tuple[float, float]]]] = {
+        "gpt": {"none": (2.4, 2.6), "selective": (6.0, 2.4), "full": (4.3, 3.1)},
+        "llama": {"none": (3.7, 1.5), "selective": (9.3, 2.0), "full": (5.5, 2.6)},
+        "experts": {"none": (10.7, 10.9), "selective": (28.8, 26.8), "full": (16.8, 16.9)},
+    }
     sums_inputs_apart = True
     releases_gradients = False
     update_bytes = 70  # it scales and copies gradients in between
@@ -132,9 +135,6 @@ class DeepSpeed(EngineFacts):
         if layout.zero_stage:
             return round(parameters / layout.bucket_size) + 1
         return super().messages(layout, layers, parameters)
-
-    def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
-        return calibration.deepspeed_launch_s
 
     def waits_for_gpu(self, layout: Layout, model: ModelShape) -> bool:
         """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads."""

@@ -15,7 +15,7 @@ from search_spaces.blocks import Cut
 from search_spaces.coefficients import is_unproven
 from search_spaces.cost import Coefficients, data_sheet, predict, predicted_metrics
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.launches import ENDS
+from search_spaces.launches import ENDS, usual_s
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS, ModelShape
 from search_spaces.operators import Kind, Operator
@@ -49,10 +49,8 @@ IDEAL = Coefficients(
     joules_per_byte=1e-30,
     joules_per_link_byte=1e-30,
     matmul_half=1e-9,
-    compiled_launch_s=1e-30,
-    eager_launch_s=1e-30,
+    host_time=1e-30,
     tensor_launch_s=1e-30,
-    deepspeed_launch_s=1e-30,
     step_s=1e-30,
     link_latency_s=1e-30,
     network_latency_s=1e-30,
@@ -276,16 +274,17 @@ def test_gpus_that_wait_take_idle_power() -> None:
 
 
 def test_gpus_that_wait_for_the_cpu_take_less() -> None:
-    waiting = replace(IDEAL, eager_launch_s=1e6, unlaunched_share=0.3)
+    waiting = replace(IDEAL, host_time=1e9, unlaunched_share=0.3)
     assert predict(ALONE, WORK, waiting).power_w == pytest.approx(0.3 * IDEAL.idle_w, rel=1e-3)
 
 
 def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
     (blocks, rounds), computing = (WORK.shape.layers + ENDS, WORK.global_batch_size), seconds(ALONE, IDEAL)
+    usual = blocks * rounds * usual_s(ALONE, WORK)
 
     def beside(times: float) -> float:
         """The step where the CPU has so many times as much to do."""
-        return seconds(ALONE, replace(IDEAL, eager_launch_s=times * computing / blocks / rounds)) / computing
+        return seconds(ALONE, replace(IDEAL, host_time=times * computing / usual)) / computing
 
     assert beside(1.0) == pytest.approx(2 ** (1 / 5))
     assert beside(0.5) == pytest.approx(1.0, abs=0.02)

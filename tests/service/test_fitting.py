@@ -133,8 +133,7 @@ def test_a_layout_that_may_wait_for_the_cpu_moves_the_others_less() -> None:
     """One that is 10% slower than foretold, whose GPU is at work eight times and twice as long as the CPU."""
     layout, moved = Layout("megatron", 1, 16), []
     for ahead in (8.0, 2.0):
-        launch = SHEET.eager_launch_s * predict(layout, WORK, SHEET).ahead / ahead
-        start = replace(SHEET, eager_launch_s=launch)
+        start = replace(SHEET, host_time=predict(layout, WORK, SHEET).ahead / ahead)
         one = measured(layout, start)
         moved.append(fit([replace(one, step_time_s=1.1 * one.step_time_s)], start).matmul_flops / SHEET.matmul_flops)
     assert moved[0] < moved[1] < 1
