@@ -196,7 +196,7 @@ def test_predictions_say_how_far_off_they_may_be() -> None:
     assert {point["off"] for point in unknown.to_dict()["points"]} == {None}
 
 
-def test_layouts_that_can_only_be_slower_are_not_taken_for_the_best() -> None:
+def test_layouts_that_can_hardly_be_faster_are_not_taken_for_the_best() -> None:
     plan = planned()
     ranked = plan.best("tokens_per_s")
     best = replace(ranked[0], doubt=MEASURED)
