@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_LOGITS = 2**31
+"""Beyond these kernels count in 64 bits, and a compiled loss is computed in pieces."""
+
 FAMILIES = ("llama", "gpt")
 
 

@@ -14,15 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from search_spaces.models import ModelShape
+from search_spaces.models import MOST_LOGITS, ModelShape
 from trainables.moe import ONE_PROCESS, ExpertLayout, Experts, MoE, swiglu
 
 Part = TypeVar("Part", bound=nn.Module)
 
 INIT_STD = 0.02
-
-MOST_LOGITS = 2**31
-"""From here on kernels count in 64 bits."""
 
 
 def rotary_table(head_dim: int, positions: Tensor, theta: float) -> Tensor:

@@ -13,6 +13,9 @@ class Flat(Training):
     """DeepSpeed's optimizer of ZeRO-1 for bf16 on a single rank: all states are flat and there before the first step,
     and gradients go as soon as they are summed up, those of a compiled block all at once."""
 
+    def compiles_recomputation(self) -> bool:
+        return not self.has_mixture  # there the graph ends at the experts
+
     def start(self) -> None:
         count = sum(sum(parameters.values()) for parameters in self.groups.values())
         self.take("weights", count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from search_spaces.models import ModelShape
+from search_spaces.models import MOST_LOGITS, ModelShape
 from search_spaces.replay.allocator import Allocator, Piece
 from search_spaces.replay.groups import block_of, experts_of, groups_of
 
@@ -50,6 +50,10 @@ class Training:
     def gather(self, group: str) -> None:
         """Have the parameters of a group in the width of products."""
 
+    def compiles_recomputation(self) -> bool:
+        """Whether the compiler sees full recomputation, and has forward passes of blocks keep nothing meanwhile."""
+        return False
+
     def gradient(self, group: str, name: str) -> None:
         """Have one of a parameter, which autograd made."""
         raise NotImplementedError
@@ -80,7 +84,7 @@ class Training:
             self.rename("sum", "x0")
         for layer in range(model.layers):
             self.gather(block_of(layer))
-            self.drops = self.full and not self.compiled
+            self.drops = self.full and (self.compiles_recomputation() or not self.compiled)
             self._forward(layer)
             self.drops = False
             if self.full:
@@ -110,15 +114,23 @@ class Training:
         self.sum_up(ends[0], is_last)
 
     def _loss(self) -> None:
-        """Logits to their gradients: compiled in bf16 alone; else a copy in fp32, its log-softmax, and the gradients of
-        both, one after the other."""
+        """Logits to their gradients: compiled in bf16 alone, of too many piece by piece; else a copy in fp32, its
+        log-softmax, and the gradients of both, one after the other."""
         tokens, count = self.tokens, self.tokens * self.model.vocab
         self.take("n", tokens * self.model.hidden)
         self.take("logits", count)
         if self.compiled:
+            pieces = -(-count // MOST_LOGITS)
+            gradients = [f"dlogits of piece {piece}" for piece in range(pieces)]
             self.take("sums", tokens, 4)
-            self.take("dlogits", count)
+            for gradient in gradients:
+                self.take(gradient, count / pieces)
             self.give_back("logits", "sums")
+            if pieces == 1:
+                self.rename(*gradients, "dlogits")
+                return
+            self.take("dlogits", count)
+            self.give_back(*gradients)
             return
         self.take("copy", count, 4)
         self.take("log-softmax", count, 4)
@@ -199,7 +211,7 @@ class Training:
             if not fused and not self.is_gpt:
                 self._keep(layer, "silu", inner)
             self._keep(layer, "activated", inner)
-            self._past(layer, "up", *(() if self.is_gpt else ("gate", "silu")))
+            self._past(layer, "up", *(() if self.is_gpt else ("gate",) if fused else ("gate", "silu")))
             if selective:
                 self._done(layer, "n2", *(("silu",) if f"{layer} silu" in self.live else ()))
             self._keep(layer, "down", hidden)

@@ -24,6 +24,7 @@ from service.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
 ENGINES_NOW = (
+    "calibrated4_1xh200",
     "calibrated3_1xh200",
     "calibrated2_1xh100",
     "calibrated_1xh100",
