@@ -151,7 +151,7 @@ def _step_s(rank: SliceRank, batch: int) -> float:
     """Seconds of a step with a batch, the median of some."""
     rank.change_batch(batch)
     _steps(rank, AWAKE_S, 1)
-    return statistics.median(_steps(rank, TURN_S, 3))
+    return statistics.median(_steps(rank, TURN_S, 2))
 
 
 def _steps(rank: SliceRank, least_s: float, least: int) -> list[float]:

@@ -174,9 +174,10 @@ def test_compiled_operators_are_measured(run_ranks: RunRanks) -> None:
 
 PLAIN = [
     ("tiny-llama", Layout("megatron", 1, 4, precision="fp32")),
-    ("tiny-moe", Layout("deepspeed", 1, 4, precision="fp32")),
+    ("tiny-gpt", Layout("deepspeed", 1, 4, precision="fp32")),
 ]
 SEVERAL = [
+    ("tiny-moe", Layout("deepspeed", 1, 4, precision="fp32")),
     ("tiny-gpt", replace(SPLIT, recompute="full")),
     ("tiny-llama", replace(SPLIT, zero_stage=3, sequence_parallel=True)),
     ("tiny-moe", replace(SPLIT, expert_parallel_size=2)),
