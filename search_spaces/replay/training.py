@@ -127,7 +127,7 @@ class Training:
                 self.take(gradient, count / pieces)
             self.give_back("logits", "sums")
             if pieces == 1:
-                self.rename(*gradients, "dlogits")
+                self.rename(gradients[0], "dlogits")
                 return
             self.take("dlogits", count)
             self.give_back(*gradients)
