@@ -55,7 +55,7 @@ KEPT = 50
 SURE = 0.01
 """What it costs to slow a rank is told from windows that are to cost this share of its time or more."""
 
-FEWEST_DRAWN = 8
+FEWEST_DRAWN = 5
 
 TOGETHER = 8
 """Windows of which telemetry is asked at once: each time it has counters read that take the driver milliseconds."""
