@@ -58,10 +58,10 @@ SPREADS = {
 KEPT = ("source", *SPREADS)
 """What is kept of coefficients in the file of a calibration. Operators have a file of their own."""
 
-MISFIT, MISFIT_WAITING = 0.025, 0.07
+MISFIT, MISFIT_WAITING = 0.025, 0.05
 """By how much the model itself is taken to be off a measurement, likewise, and where the step may be the CPU's: fitted
 to all layouts of a machine, 252 on H100 and H200 are 2.6% off by root mean square, and 51 that may wait for the CPU,
-all those in fp8 among them, 5.0%; with launches measured but nothing fitted, 47 on three hosts 7.1%."""
+all those in fp8 among them, 5.0%."""
 
 NORMAL = 0.6745
 """The median distance from the median of a normal distribution, in its standard deviation."""
