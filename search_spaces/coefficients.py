@@ -32,9 +32,9 @@ class Coefficients:
       reached. `fp32_speed`, `fp8_speed`: of matrix products, in that of bf16.
     - `memory_bytes_per_s`: of compiled kernels that only move memory; `eager_bytes_per_s`: of those that are not
       compiled; `states_bytes_per_s`: of the kernels that update parameters and add up gradients.
-    - `host_time`: what the CPU takes to launch a block, forward and backward, in what those of
-      `search_spaces.engines` say; `tensor_launch_s`: in addition for an eager block of DTensors, `fp8_launch_s`: for
-      one with products in fp8.
+    - `host_time`: what the CPU takes to launch a block, forward and backward, in what engines say of it
+      (`launched_ms`); `tensor_launch_s`: in addition for an eager block of DTensors, `fp8_launch_s`: for one with
+      products in fp8.
     - `step_s`: what a step takes whatever the layout.
     - `link_bytes_per_s`, `link_latency_s`: of collectives within a node, by GPU and by hop; `network_bytes_per_s`,
       `network_latency_s`: of a GPU's adapter, between nodes; see `search_spaces.network.Network`. By default, the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from search_spaces.blocks import Cut, Places, update_of
@@ -184,6 +185,7 @@ def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
     return c.launches_in_step * seconds
 
 
+@lru_cache(maxsize=256)
 def _host(c: Coefficients) -> float:
     """What the launches that were measured take, in the time that the formula has for them: the median, of those of
     usual modes if there are any."""
