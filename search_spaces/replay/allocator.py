@@ -66,19 +66,12 @@ class Allocator:
     def give_back(self, piece: Piece) -> None:
         """What `take` gave."""
         self.used -= piece.size
-        if (before := piece.before) is not None and before.is_free:
-            self._forget(before)
-            before.size += piece.size
-            before.after = piece.after
-            if piece.after is not None:
-                piece.after.before = before
-            piece = before
-        if (after := piece.after) is not None and after.is_free:
-            self._forget(after)
-            piece.size += after.size
-            piece.after = after.after
-            if after.after is not None:
-                after.after.before = piece
+        if piece.before is not None and piece.before.is_free:
+            self._forget(piece.before)
+            piece = _joined(piece.before, piece)
+        if piece.after is not None and piece.after.is_free:
+            self._forget(piece.after)
+            piece = _joined(piece, piece.after)
         piece.is_free = True
         insort(self._free[piece.pool], (piece.order, piece))
 
@@ -93,3 +86,12 @@ class Allocator:
     def _forget(self, piece: Piece) -> None:
         free = self._free[piece.pool]
         del free[bisect_left(free, (piece.order,))]
+
+
+def _joined(first: Piece, second: Piece) -> Piece:
+    """Neighbours as one."""
+    first.size += second.size
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first
