@@ -81,9 +81,11 @@ def test_two_per_cent_are_found(ranks: int, noise: float) -> None:
     assert alarms <= 0.01
 
 
-@pytest.mark.parametrize(("name", "least"), [("slowed_1xh200", 0.99), ("slowed_2xh200", 0.98)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("slowed_1xh200", 0.99), ("slowed2_1xh200", 0.99), ("slowed_2xh200", 0.98)]
+)
 def test_what_was_found_in_recordings_is_found(name: str, least: float) -> None:
-    """The detector was made by them: this holds what they taught."""
+    """The detector was made by the first and the last: this holds what they taught, and what the other confirmed."""
     judged = judge(read(DATA / f"{name}.jsonl.xz"))
     clean = [one for one in judged if one.rank is None]
     assert sum(blames_device(one.found) for one in clean) <= 0.01 * len(clean)
