@@ -76,7 +76,7 @@ class Coefficients:
     expert_imbalance: float = 1.1
     offloaded_per_s: float = 5e8
     unlaunched_share: float = 0.5
-    operators_in_step: float = 1.0
+    operators_in_step: float = 1.03
     launches_in_step: float = 1.0
     operators: Timings = NONE_MEASURED
 
@@ -219,6 +219,7 @@ _DATA_SHEETS = {
         joules_per_flop=2e-11,
         joules_per_byte=1e-10,
         host_time=0.5,
+        operators_in_step=1.0,
         step_s=5e-3,
         link_latency_s=1.5e-3,
         network_latency_s=2e-3,

@@ -279,7 +279,7 @@ def test_the_fit_goes_on_with_what_operators_leave_open() -> None:
         for operator, _ in part
         for forward, backward in [priced(operator, cut, truth)]
     ]
-    start = replace(SHEET, operators=Timings().updated(found))
+    start = replace(SHEET, operators=Timings().updated(found), operators_in_step=1.0)
     observed = [measured(point, truth) for point in POINTS]
     fitted = fit(observed[::10], start)
     assert fitted.operators is start.operators
