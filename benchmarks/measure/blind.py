@@ -53,7 +53,7 @@ from service.record.results import Results
 from service.result import TrialResult
 from service.spec import load_spec
 
-SHOWN = ("step_time_s", "joules_per_token", "peak_memory_gib")
+SHOWN = ("step_time_s", "mean_power_w", "joules_per_token", "peak_memory_gib")
 
 IDLE = 0.1
 """Share of a step in which a GPU has nothing to do, from which on its layout is told to wait for the CPU."""
