@@ -29,6 +29,14 @@ ADDED_AGAIN = 1.8
 """Time of the CPU for what tensor parallelism or fp8 add to a block of which some is computed again, in that for one of
 which nothing is. Measured of GPT's blocks, by both engines, on a host of H100 (benchmarks/results/README.md)."""
 
+PASSED_S = 3.5e-3
+"""Time of the CPU on usual hosts to have a microbatch come from the stage before, and go to the next, and back: by five
+layouts of small models in two stages on H200 that wait for the CPU; on a CPU, half of a millisecond to one."""
+
+BACKWARD_APART = 1.25
+"""Time of the CPU for a block whose backward pass is taken apart, as zero bubbles have it, in that for another: 1.2 to
+1.45 of tiny models on a CPU."""
+
 TOGETHER = 5
 """Power of the mean by which a microbatch takes longer than the longer of what its GPU computes and its CPU launches:
 each is the longer one for a while, as forward passes are short on the GPU, and the CPU's lead is bounded. Next to
@@ -64,12 +72,9 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     c, rounds = calibration, layout.gradient_accumulation_steps
     layers = [layout.layers_of(rank, work.shape.layers) for rank in range(layout.pipeline_parallel_size)]
     loads = _loads(layout, work, layers, c)
-    launch = launch_s(layout, work, c)
     sums = _sums_s(layout, work, layers, c)
     computing = [load.seconds + summed for load, summed in zip(loads, sums, strict=True)]
-    behind = [launch * count for count in layers]
-    for end in layout.end_ranks:
-        behind[end] += launch * ENDS / 2
+    behind = _launching(layout, work, layers, c)
     exponent = IN_TURNS if facts_of(layout, work).waits_for_gpu(layout, work.shape) else TOGETHER
     times = [_together(gpu, cpu, exponent) for gpu, cpu in zip(computing, behind, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
@@ -170,6 +175,19 @@ def _together(gpu: float, cpu: float, exponent: int) -> float:
     """Seconds of a microbatch that takes the GPU and the CPU so many."""
     longer, shorter = max(gpu, cpu), min(gpu, cpu)
     return longer * float((1 + (shorter / longer) ** exponent) ** (1 / exponent))
+
+
+def _launching(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -> list[float]:
+    """Seconds that the CPU of each pipeline rank, which has so many `layers`, takes to launch a microbatch."""
+    block, passed = launch_s(layout, work, c), 0.0
+    if layout.pipeline_parallel_size > 1:
+        host = _host(c) if c.operators.launches else 1.0
+        passed = host * c.host_time * PASSED_S * layout.virtual_pipeline_stages
+        block *= BACKWARD_APART if layout.splits_backward else 1.0
+    behind = [passed + block * count for count in layers]
+    for end in layout.end_ranks:
+        behind[end] += block * ENDS / 2
+    return behind
 
 
 def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:

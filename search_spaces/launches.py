@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from search_spaces.engines import facts_of
+from search_spaces.engines.base import EngineFacts
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.operators import Kind, Operator
@@ -20,6 +21,10 @@ ROUNDS = 2
 ENDS = 1
 """Blocks for whose kernels the CPU needs as long as for the embedding, the head and the loss together: half of one to
 two, by models of 4 and of 8 layers (CPU, both engines)."""
+
+MORE_AGAIN = 1.5
+"""Time of the CPU for what blocks of several ranks have more, where they are computed again, in that where they are
+not: forward collectives are repeated."""
 
 TRUSTED = 0.3
 """How much of the logarithm of a launch's time is what was measured of it. The rest is what the host's other launches
@@ -43,9 +48,12 @@ class Specimen(NamedTuple):
 
 def usual_s(layout: Layout, work: Workload) -> float:
     """Seconds of the CPU for a block on usual hosts, without what tensor parallelism or fp8 add."""
-    model = work.shape
+    model, engine = work.shape, facts_of(layout, work)
     block = "experts" if model.num_experts else model.family
-    return 1e-3 * facts_of(layout, work).launched_ms[block][layout.recompute][layout.compile]
+    added = engine.launched_more_ms
+    more = sum(added[mode][layout.compile] for mode in _modes(layout, engine) if mode in added)
+    again = 1.0 if layout.recompute == "none" else MORE_AGAIN
+    return 1e-3 * (engine.launched_ms[block][layout.recompute][layout.compile] + again * more)
 
 
 def is_usual(launch: Operator) -> bool:
@@ -55,26 +63,32 @@ def is_usual(launch: Operator) -> bool:
 
 def launch_of(layout: Layout, work: Workload) -> Operator:
     """The launch of a block of a layout."""
-    model, engine = work.shape, facts_of(layout, work)
+    model = work.shape
+    here = model.num_experts // layout.expert_parallel_size
+    dims = (here, model.experts_per_token) if model.num_experts else ()
+    form = (layout.engine, model.family, layout.recompute, *_modes(layout, facts_of(layout, work)))
+    return Operator(Kind.LAUNCH, dims, layout.precision, layout.compile, form)
+
+
+def _modes(layout: Layout, engine: EngineFacts) -> list[str]:
+    """In which its blocks have more for the CPU to do than on one GPU."""
     modes = {
         "tensor": layout.tensor_parallel_size > 1,
         "sequence": layout.splits_sequence,
         "context": layout.context_parallel_size > 1,
         "experts": layout.expert_parallel_size > 1,
+        "reduces": layout.zero_stage == 2,
         "gathers": layout.zero_stage == 3,
         "autocast": engine.autocasts(layout),
     }
-    here = model.num_experts // layout.expert_parallel_size
-    dims = (here, model.experts_per_token) if model.num_experts else ()
-    form = (layout.engine, model.family, layout.recompute, *(name for name, holds in modes.items() if holds))
-    return Operator(Kind.LAUNCH, dims, layout.precision, layout.compile, form)
+    return [name for name, holds in modes.items() if holds]
 
 
 def specimen_of(launch: Operator) -> Specimen:
     """What to train for the time of a launch: two ranks of whatever the mode has several of."""
     engine, family, recompute, *modes = launch.form
     tensor, context, experts = (2 if name in modes else 1 for name in ("tensor", "context", "experts"))
-    data = 2 if {"gathers", "autocast"} & set(modes) or experts > context else 1
+    data = 2 if {"reduces", "gathers", "autocast"} & set(modes) or experts > context else 1
     layout = Layout(
         engine,
         tensor * context * data,
@@ -82,7 +96,7 @@ def specimen_of(launch: Operator) -> Specimen:
         tensor_parallel_size=tensor,
         context_parallel_size=context,
         expert_parallel_size=experts,
-        zero_stage=3 if "gathers" in modes else int(context * data > 1 and "autocast" not in modes),
+        zero_stage=_zero_stage(modes, context * data),
         sequence_parallel="sequence" in modes,
         recompute=recompute,
         compile=launch.compiled,
@@ -102,3 +116,11 @@ def specimen_of(launch: Operator) -> Specimen:
         experts_per_token=chosen,
     )
     return Specimen(layout, model, 64, (data, data * (1 + ROUNDS)))
+
+
+def _zero_stage(modes: list[str], shards: int) -> int:
+    if "gathers" in modes:
+        return 3
+    if "reduces" in modes:
+        return 2
+    return int(shards > 1 and "autocast" not in modes)

@@ -133,6 +133,18 @@ class EngineFacts(ABC):
     logarithms of mode and host add up; the hosts are within 10% of their mean. What neither says is 11%, as much as a
     launch differs by that is measured again (benchmarks/results/README.md)."""
 
+    launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "tensor": (0.0, 3.9),
+        "context": (2.0, 2.9),
+        "experts": (1.0, 1.9),
+        "reduces": (0.9, 1.0),
+        "gathers": (3.3, 3.5),
+    }
+    """Milliseconds of the CPU more for a block, eager and compiled, that is tensor-parallel (`launch_s` has what eager
+    ones take), whose sequence or experts are spread, whose gradients are reduced with each microbatch (ZeRO-2), or
+    whose parameters are gathered as well (ZeRO-3). As tiny models have it on a CPU, where these add up within 5%, times
+    two, as blocks on one GPU take the hosts of GPUs (benchmarks/results/README.md)."""
+
     routes_evenly: ClassVar[bool] = False
     """Whether all experts have as many tokens, as benchmarks make routers deal them out."""
 

@@ -114,6 +114,13 @@ class DeepSpeed(EngineFacts):
         "llama": {"none": (3.7, 1.5), "selective": (9.3, 2.0), "full": (5.5, 2.6)},
         "experts": {"none": (10.7, 10.9), "selective": (28.8, 26.8), "full": (16.8, 16.9)},
     }
+    launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "tensor": (2.4, 0.7),
+        "context": (3.2, 4.1),
+        "experts": (1.4, 0.3),
+        "reduces": (1.3, 1.1),
+        "gathers": (3.8, 2.6),
+    }
     sums_inputs_apart = True
     releases_gradients = False
     update_bytes = 70  # it scales and copies gradients in between

@@ -28,6 +28,8 @@ class Foreign(Megatron):
     fp8 = True
     is_ours = False
 
+    launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {}
+
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         return 0.0
 

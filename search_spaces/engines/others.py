@@ -79,6 +79,10 @@ class MegatronLM(Megatron):
     releases_gradients = False
     shared_loss_bytes = 10  # a copy in fp32, in which all is computed in place, and logits and gradients
     shared_loss_traffic = 40
+    launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **Megatron.launched_more_ms,
+        "tensor": (0.0, 0.0),  # its ranks multiply plain tensors
+    }
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         """Around the ring, ranks compute squares."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from search_spaces.attention import CUDNN
 from search_spaces.blocks import Cut
 from search_spaces.coefficients import is_unproven
-from search_spaces.cost import Coefficients, data_sheet, predict, predicted_metrics
+from search_spaces.cost import PASSED_S, Coefficients, data_sheet, predict, predicted_metrics
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.launches import ENDS, usual_s
 from search_spaces.layout import SCHEDULES, Layout
@@ -289,6 +289,21 @@ def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
     assert beside(1.0) == pytest.approx(2 ** (1 / 5))
     assert beside(0.5) == pytest.approx(1.0, abs=0.02)
     assert beside(2.0) == pytest.approx(2.0, abs=0.04)
+
+
+def test_the_cpu_has_microbatches_come_and_go_and_takes_backward_passes_apart() -> None:
+    """By a thousand seconds for each of two chunks, and by a quarter of a block's time."""
+    waiting = replace(IDEAL, host_time=1e3 / PASSED_S)
+
+    def busy(schedule: str, chunks: int) -> float:
+        stages = {"pipeline_parallel_size": 2, "virtual_pipeline_stages": chunks, "pipeline_schedule": schedule}
+        layout = layout_of(**stages)
+        return predict(layout, WORK, waiting).parts["launch"] / layout.gradient_accumulation_steps
+
+    block_s = waiting.host_time * usual_s(ALONE, WORK) * (WORK.shape.layers + ENDS) / 2
+    assert busy("1f1b", 1) == pytest.approx(block_s + 1e3, rel=1e-3)
+    assert busy("interleaved_1f1b", 2) == pytest.approx(block_s + 2e3, rel=1e-3)
+    assert busy("interleaved_zero_bubble", 2) == pytest.approx(1.25 * block_s + 2e3, rel=1e-3)
 
 
 def test_of_what_is_hidden_one_piece_is_beside_nothing() -> None:

@@ -21,7 +21,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.operators import Kind, Operator, OperatorTiming, Timings
 from search_spaces.parameters import held
-from search_spaces.roofline import passes, priced
+from search_spaces.roofline import FILLED, passes, priced
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -155,7 +155,10 @@ def test_what_was_measured_of_an_operator_counts_in_place_of_its_formula_alone(
     plain, measured = (
         passes(cut, work.shape, work.sequence_length, c) for c in (SHEET, with_timings(as_priced(operator, cut, 3.0)))
     )
-    fullest = SHEET.expert_imbalance if operator.kind == Kind.EXPERTS and layout.expert_parallel_size > 1 else 1.0
+    fullest = 1.0
+    if operator.kind == Kind.EXPERTS:
+        fullest = SHEET.expert_imbalance if layout.expert_parallel_size > 1 else 1.0
+        fullest *= FILLED if layout.engine == "deepspeed" else 1.0
     took = sum(load.seconds for load in priced(operator, cut, SHEET))
     factor = 3 * SHEET.operators_in_step * fullest
     assert measured.block.seconds - plain.block.seconds == pytest.approx(count * took * (factor - 1))
@@ -223,6 +226,32 @@ def test_a_block_takes_the_cpu_what_its_engine_says() -> None:
     assert launch_s(eager, plain, slow) == pytest.approx(2 * 6.2e-3)
     assert launch_s(replace(eager, compile=True), mixture, slow) == pytest.approx(2 * 8.5e-3)
     assert launch_s(replace(eager, engine="deepspeed"), mixture, slow) == pytest.approx(2 * 16.8e-3)
+
+
+@pytest.mark.parametrize(
+    ("split", "compiled", "more_ms"),
+    [
+        ({"context_parallel_size": 2}, False, {"megatron": 2.0, "deepspeed": 3.2}),
+        ({"context_parallel_size": 2}, True, {"megatron": 2.9, "deepspeed": 4.1}),
+        ({"zero_stage": 1}, False, {"megatron": 0.0, "deepspeed": 0.0}),
+        ({"zero_stage": 2}, False, {"megatron": 0.9, "deepspeed": 1.3}),
+        ({"zero_stage": 3}, True, {"megatron": 3.5, "deepspeed": 2.6}),
+        ({"tensor_parallel_size": 2}, True, {"megatron": 3.9, "deepspeed": 0.7, "megatron-lm": 0.0}),
+        ({"tensor_parallel_size": 2, "context_parallel_size": 2}, True, {"megatron": 6.8, "deepspeed": 4.8}),
+    ],
+)
+def test_a_block_of_several_ranks_takes_the_cpu_more(
+    split: dict[str, Any], compiled: bool, more_ms: dict[str, float]
+) -> None:
+    work, twice = WORKS[0], replace(SHEET, host_time=2.0)
+    for engine, more in more_ms.items():
+        alone = Layout(engine, 1, 16, compile=compiled)
+        several = Layout(engine, 4, 16, compile=compiled, **split)
+        added = launch_s(several, work, twice) - launch_s(alone, work, twice)
+        assert added == pytest.approx(2e-3 * more)
+        again = replace(alone, recompute="full"), replace(several, recompute="full")
+        added = launch_s(again[1], work, twice) - launch_s(again[0], work, twice)
+        assert added == pytest.approx(1.5 * 2e-3 * more), "forward collectives are repeated"
 
 
 def test_filled_experts_compute_for_the_fullest() -> None:
