@@ -19,6 +19,7 @@ from search_spaces.launches import launch_of, specimen_of, usual_s
 from search_spaces.operators import Operator
 from search_spaces.workload import Workload
 from service.answers.tables import render
+from service.errors import InputError
 from service.operators import QUICK
 from service.problem import Problem
 from service.spec import load_spec
@@ -62,7 +63,10 @@ def table(rows: Iterable[tuple[Operator, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("specs", nargs="+", metavar="SPEC")
-    problems = [load_spec(path).located() for path in parser.parse_args().specs]
+    try:
+        problems = [load_spec(path).located() for path in parser.parse_args().specs]
+    except InputError as error:
+        parser.error(str(error))
     print(table(measured(launches_of(problems), problems[0].cluster.device)))
 
 
