@@ -181,8 +181,7 @@ def _launching(layout: Layout, work: Workload, layers: list[int], c: Coefficient
     """Seconds that the CPU of each pipeline rank, which has so many `layers`, takes to launch a microbatch."""
     block, passed = launch_s(layout, work, c), 0.0
     if layout.pipeline_parallel_size > 1:
-        host = _host(c) if c.operators.launches else 1.0
-        passed = host * c.host_time * PASSED_S * layout.virtual_pipeline_stages
+        passed = _host(c) * c.host_time * PASSED_S * layout.virtual_pipeline_stages
         block *= BACKWARD_APART if layout.splits_backward else 1.0
     behind = [passed + block * count for count in layers]
     for end in layout.end_ranks:
@@ -206,13 +205,13 @@ def launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:
 @lru_cache(maxsize=256)
 def _host(c: Coefficients) -> float:
     """What the launches that were measured take, in the time that the formula has for them: the median, of those of
-    usual modes if there are any."""
+    usual modes if there are any; 1 where none was."""
     rows = [row for row in c.operators.launches if is_usual(row.operator)] or c.operators.launches
     ratios = []
     for row in rows:
-        layout, model, length, (batch, _) = specimen_of(row.operator)
-        ratios.append(row.forward_s / _launch_s(layout, Workload(model, length, batch), c))
-    return statistics.median(ratios)
+        specimen = specimen_of(row.operator)
+        ratios.append(row.forward_s / _launch_s(specimen.layout, specimen.workload, c))
+    return statistics.median(ratios) if ratios else 1.0
 
 
 def _launch_s(layout: Layout, work: Workload, c: Coefficients) -> float:

@@ -40,6 +40,11 @@ class Specimen(NamedTuple):
     sequence_length: int
     batches: tuple[int, int]
 
+    @property
+    def workload(self) -> Workload:
+        """With the first of its batches."""
+        return Workload(self.model, self.sequence_length, self.batches[0])
+
     def launch_s(self, step_s: tuple[float, float]) -> float:
         """The time of a block and a microbatch, by that of a step with each of the batches."""
         few, many = step_s
@@ -47,7 +52,7 @@ class Specimen(NamedTuple):
 
 
 def usual_s(layout: Layout, work: Workload) -> float:
-    """Seconds of the CPU for a block on usual hosts, without what tensor parallelism or fp8 add."""
+    """Seconds of the CPU for a block on usual hosts, without what DTensors or fp8 add to eager ones."""
     model, engine = work.shape, facts_of(layout, work)
     block = "experts" if model.num_experts else model.family
     added = engine.launched_more_ms

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 
 from search_spaces.hardware import Accelerator
 from search_spaces.launches import launch_of, specimen_of, usual_s
+from search_spaces.layout import Layout
 from search_spaces.operators import Operator
-from search_spaces.workload import Workload
 from service.answers.tables import render
 from service.errors import InputError
 from service.operators import QUICK
@@ -30,22 +30,22 @@ from trainables.specimens import measure
 
 
 def launches_of(problems: Iterable[Problem]) -> list[Operator]:
-    """Those of their layouts, each once; first those that have most in common."""
+    """Those of their layouts, each once, the modes of an engine and a model next to each other."""
     found = {launch_of(layout, problem.workload) for problem in problems for layout in problem.legal.layouts}
     return sorted(found, key=lambda launch: (launch.dims, *launch.form[:3], launch.compiled, launch.form[3:]))
 
 
 def usual_ms(launch: Operator) -> float:
     """What the engine says that a block of such a launch takes, without what DTensors or fp8 add to eager ones."""
-    layout, model, length, (batch, _) = specimen_of(launch)
-    return 1e3 * usual_s(layout, Workload(model, length, batch))
+    specimen = specimen_of(launch)
+    return 1e3 * usual_s(specimen.layout, specimen.workload)
 
 
 def measured(launches: Iterable[Operator], accelerator: Accelerator) -> Iterator[tuple[Operator, float]]:
     """Milliseconds of each that can be measured; a line is printed why another cannot."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = Launches(tuple(launches), budget_s=float("inf"))
-    request = TrialRequest("launches", specimen_of(program.launches[0]).layout, program, QUICK, float("inf"))
+    request = TrialRequest("launches", Layout("megatron", 1, 1), program, QUICK, float("inf"))
     place = Place(0, 0, "127.0.0.1", store.port, platform_of(accelerator))
     report = measure(program, request, place, lambda progress: None)
     print(*report.problems, sep="\n", end="\n" if report.problems else "")
