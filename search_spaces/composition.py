@@ -17,9 +17,15 @@ from search_spaces.layout import Layout
 from search_spaces.memory import hidden_between
 from search_spaces.messages import Script, scripts
 from search_spaces.network import Collective, Network
-from search_spaces.playing import Played, play
+from search_spaces.playing import Played, Span, play
 from search_spaces.schedules import Action, Pass
 from search_spaces.workload import Workload
+
+CONTENTION = 0.33
+"""By what share of the time in which a message is under way, or awaited, matrix products beside it take longer, as
+NCCL's kernels keep their processors for as long: 0.31 to 0.35 on two H100 (`benchmarks.measure.contention`)."""
+
+SETTLED, ROUNDS = 1e-3, 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class RankTimes:
     - `waited_s`: in addition to all these, seconds in which it paused where a pipeline would let it wait (`pauses`).
     - `busy_power_w`: its GPU's mean power over the step, pauses among it; `waiting_power_w`: while it waits for others.
     - `memory_gib`: the peak of what torch reserved.
+    - `products`: of these seconds, the share in which it does matrix products and attention; 0 where nobody knows.
     - `slower`: these are the seconds of a GPU that takes so much longer than the one that was measured (`on_slower`).
     """
 
@@ -45,6 +52,7 @@ class RankTimes:
     update_s: float = 0.0
     waited_s: float = 0.0
     exposed_s: Mapping[str, float] = field(default_factory=dict)
+    products: float = 0.0
     slower: float = 1.0
 
     @property
@@ -86,7 +94,7 @@ class Composed:
     """One optimizer step of a layout on all its GPUs.
 
     - `busy_s`, `waiting_s`: of a GPU of each pipeline rank, which together are the step. Where experts are spread, of
-      the fullest.
+      the fullest. `slowed_s` of `busy_s` is what passes beside messages take longer.
     - `bubble`: share of the GPUs' time in which they wait for other pipeline ranks.
     - `exposed_s`: seconds of a GPU, on average, in which it does nothing but communicate, by kind of collective; with
       `send_recv`, by which the step is longer than if messages between stages took no time.
@@ -103,6 +111,7 @@ class Composed:
     peak_memory_gib: float
     bubble: float
     busy_s: tuple[float, ...]
+    slowed_s: tuple[float, ...]
     waiting_s: tuple[float, ...]
     exposed_s: Mapping[str, float]
     memory_gib: tuple[float, ...]
@@ -125,14 +134,15 @@ def compose(
     ranks = [_Rank(layout, measured, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
     every = scripts(layout)
     played, step = _step(every, ranks, transfers(layout, work, network, fleet.links))
-    busy = tuple(rank.busy_s for rank in ranks)
+    slowed = tuple(sum(rank.slowed_s(played, number).values()) for number, rank in enumerate(ranks))
+    busy = tuple(rank.busy_s + seconds for rank, seconds in zip(ranks, slowed, strict=True))
     exposed: dict[str, float] = {}
     for rank in ranks:
         for kind, seconds in rank.times.exposed_s.items():
             exposed[kind] = exposed.get(kind, 0.0) + seconds * fleet.links / len(ranks)
     if len(ranks) > 1:
         exposed["send_recv"] = step - _step(every, ranks, lambda sender, receiver: 0.0)[1]
-    energy = sum(rank.energy_j(step) for rank in ranks)
+    energy = sum(rank.energy_j(step, seconds) for rank, seconds in zip(ranks, slowed, strict=True))
     tokens = layout.global_batch_size * work.sequence_length
     memory = tuple(rank.memory_gib for rank in ranks)
     return Composed(
@@ -144,6 +154,7 @@ def compose(
         peak_memory_gib=max(memory),
         bubble=1 - sum(busy) / len(busy) / step,
         busy_s=busy,
+        slowed_s=slowed,
         waiting_s=tuple(step - seconds for seconds in busy),
         exposed_s=exposed,
         memory_gib=memory,
@@ -185,23 +196,51 @@ class _Rank:
     def busy_s(self) -> float:
         return self.longer * self.times.busy_s
 
+    def slowed_s(self, played: Played, rank: int) -> dict[Action, float]:
+        """Seconds by which each pass takes longer for what its rank sends and receives beside it."""
+        return {
+            span.action: CONTENTION * self.times.products * _together(span, played.messages[rank])
+            for span in played.spans[rank]
+        }
+
     def seconds(self, action: Action) -> float:
         return self.longer * self.times.passes[action._replace(stage=self.stage[action.stage])]
 
-    def energy_j(self, step: float) -> float:
-        """Of the rank's GPUs, which work as long as each needs and then wait to the step's end."""
+    def energy_j(self, step: float, slowed: float) -> float:
+        """Of the rank's GPUs, which work as long as each needs, `slowed` seconds more than alone, and then wait."""
         usual = self.usual
-        measured = usual.busy_s + usual.waited_s
+        measured = usual.busy_s + usual.waited_s + slowed
         worked = [measured * slow for slow in self.slow] + [measured] * (self.gpus - len(self.slow))
         return sum(usual.busy_power_w * busy + usual.waiting_power_w * (step - busy) for busy in worked)
+
+
+def _together(span: Span, messages: Sequence[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(end, span.end) - max(begin, span.begin)) for begin, end in messages)
 
 
 def _step(
     every: Sequence[Script], ranks: Sequence[_Rank], transfer: Callable[[int, int], float]
 ) -> tuple[Played, float]:
-    """The passes, and the seconds of the whole step. Ranks wait for each other before they update."""
+    """The passes, and the seconds of the whole step. Ranks wait for each other before they update.
+
+    Passes beside messages take longer, by which the messages change, too: they are played until no rank's passes change
+    by more than the share `SETTLED` of a step.
+    """
     begins = [rank.head_s for rank in ranks]
-    played = play(every, lambda rank, action: ranks[rank].seconds(action), transfer, begins)
+    longer = [dict.fromkeys(rank.times.passes, 0.0) for rank in ranks]
+
+    def seconds(rank: int, action: Action) -> float:
+        return ranks[rank].seconds(action) + longer[rank].get(action, 0.0)
+
+    for _ in range(ROUNDS):
+        played = play(every, seconds, transfer, begins)
+        before, longer = longer, [rank.slowed_s(played, number) for number, rank in enumerate(ranks)]
+        changes = [
+            sum(abs(now[action] - then.get(action, 0.0)) for action in now)
+            for now, then in zip(longer, before, strict=True)
+        ]
+        if max(changes) <= SETTLED * played.seconds:
+            break
     agreed = max(end + rank.tail_s - rank.update_s for end, rank in zip(played.finishes, ranks, strict=True))
     return played, agreed + max(rank.update_s for rank in ranks)
 

@@ -24,11 +24,13 @@ class Span(NamedTuple):
 class Played:
     """All passes of one step, by pipeline rank. In seconds from the step's begin.
 
-    `begins`: when each rank could begin with its passes. `finishes`: when it was through with them, and all that it
-    sent had arrived.
+    `messages`: since when each rank sent and received, and until when, as long as a kernel of NCCL's has some of its
+    device's processors for it: it waits there for the other end. `begins`: when each rank could begin with its passes.
+    `finishes`: when it was through with them, and all that it sent had arrived.
     """
 
     spans: tuple[tuple[Span, ...], ...]
+    messages: tuple[tuple[tuple[float, float], ...], ...]
     begins: tuple[float, ...]
     finishes: tuple[float, ...]
 
@@ -60,7 +62,8 @@ class _Stream:
     def __init__(self) -> None:
         self.posted: deque[tuple[float, Batch]] = deque()
         self.left = 0
-        self.end = 0.0
+        self.begin = self.end = 0.0
+        self.busy: list[tuple[float, float]] = []
         self.over: dict[Batch, float] = {}
 
 
@@ -91,7 +94,8 @@ def play(
         while opened:
             stream = streams[opened.pop()]
             posted, batch = stream.posted[0]
-            stream.left, ready = len(batch), max(posted, stream.end)
+            stream.left, stream.begin = len(batch), max(posted, stream.end)
+            ready = stream.begin
             for message in batch:
                 if (other := met.pop(message, None)) is None:
                     met[message] = ready
@@ -108,6 +112,7 @@ def play(
             return []
         _, batch = stream.posted.popleft()
         stream.over[batch] = stream.end
+        stream.busy.append((stream.begin, stream.end))
         runnable.append(rank)
         return [rank] if stream.posted else []
 
@@ -131,4 +136,5 @@ def play(
             places[rank] += 1
     if places != [len(script) for script in scripts]:
         raise ValueError("the ranks of the pipeline wait for each other")
-    return Played(tuple(map(tuple, spans)), begun, tuple(clocks))
+    messages = tuple(tuple(stream.busy) for stream in streams)
+    return Played(tuple(map(tuple, spans)), messages, begun, tuple(clocks))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from search_spaces.composition import pauses
@@ -64,7 +65,7 @@ class StandInWorld(World):
             return
         from trainables.standin.device import spin
 
-        spin(Collective.SEND, seconds, self.device)
+        spin(Collective.SEND, seconds, torch.cuda.current_stream(self.device))
 
 
 class SliceRank(Rank):

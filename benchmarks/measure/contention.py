@@ -1,11 +1,13 @@
-"""By how much matrix products take longer beside a collective of NCCL's, and beside what stands in for it in slices.
+"""By how much matrix products take longer beside a collective of NCCL's, and beside what stands in for it in slices,
+and how long the CPU needs for a call of either.
 
     python -m benchmarks.measure.contention [--sizes MIB ...] [--kinds KIND ...] [--rounds N]
 
 On two GPUs, a process each. In each round products run alone, beside NCCL's collective, and beside the stand-in's,
-which takes as long as NCCL's took alone. Prints the medians of the rounds: by how much longer the products took, as a
-share of the collective's own time, and how long the stand-in took in what it was to. GPUs are at their power limit by
-then, as they are in training: products run for some seconds before.
+which takes as long as NCCL's took alone. A message (`send`) is one that its receiver awaits for `AWAITED_S`, as a
+pipeline's rank does while it computes. Prints the medians of the rounds: by how much longer the products took, as a
+share of the collective's own time, how long the stand-in took in what it was to, and microseconds until a call returns.
+GPUs are at their power limit by then, as they are in training: products run for some seconds before.
 """
 
 from __future__ import annotations
@@ -31,13 +33,17 @@ from service.answers.tables import render
 from trainables.collectives import KINDS, PRODUCTS_LAST, WIDTHS, collective
 from trainables.platforms.base import Platform
 from trainables.platforms.cuda import PLATFORM as CUDA
+from trainables.platforms.cuda import SPIN_HZ
 from trainables.standin.group import Peers
 from trainables.standin.join import BACKEND, register
 from trainables.standin.ledger import Ledger
 
 RANKS = 2
-MEASURED = tuple(kind for kind in KINDS if kind is not Collective.SEND)
-"""Messages between two ranks take a slice no time: its pipeline's schedule has that."""
+AWAITED_S = 5e-3
+"""How long a message's receiver waits for its sender."""
+
+CALLS, HELD_S = 100, 0.05
+"""Calls that are timed on the CPU while the GPU is held up."""
 
 ROUND_S = 0.05
 """Seconds that the collectives of a round take together."""
@@ -49,7 +55,8 @@ HEATED_S = 5.0
 @dataclass(frozen=True)
 class Contention:
     """Of one collective of `size` bytes: seconds that NCCL's takes alone, and by what share of them products beside it
-    take longer, likewise beside the stand-in, which took `paced` times as long as it was to."""
+    take longer, likewise beside the stand-in, which took `paced` times as long as it was to. A call took `called_s`
+    seconds, of the stand-in `stood_in_s`."""
 
     kind: Collective
     size: int
@@ -57,6 +64,8 @@ class Contention:
     nccl: float
     standin: float
     paced: float
+    called_s: float
+    stood_in_s: float
 
 
 class Bench:
@@ -98,7 +107,45 @@ class Bench:
             paced.append(self.race_collectives(kind, buffers, self.stood_in, count)[0])
         of_all = count * alone_s
         nccl, standin = (statistics.median(seconds) / of_all for seconds in longer.values())
-        return Contention(kind, size, alone_s, nccl, standin, statistics.median(paced) / of_all)
+        called = [self.called_s(rounds, kind, buffers, group) for group in longer]
+        return Contention(kind, size, alone_s, nccl, standin, statistics.median(paced) / of_all, *called)
+
+    def measure_awaited(self, size: int, rounds: int) -> Contention:
+        """The same of a message that comes late, which keeps its receiver's processors from then on when it is awaited.
+        Only the receiver's products tell."""
+        message, products = self.ours[: size // 4], self.agreed(2 * AWAITED_S / self.product_s)
+        receives = self.real.rank() == 0
+
+        def exchange() -> None:
+            if receives:
+                dist.recv(message, group=self.real, group_src=1)
+                return
+            torch.cuda._sleep(round(SPIN_HZ * AWAITED_S))
+            dist.send(message, group=self.real, group_dst=0)
+
+        def multiply() -> None:
+            self.multiply(products if receives else 1)
+
+        def wait() -> None:
+            from trainables.standin.device import spin
+
+            spin(Collective.SEND, AWAITED_S, torch.cuda.current_stream())
+
+        alone_s = self.median(rounds, lambda: self.race(exchange, exchange)[0])
+        longer: dict[Callable[[], None], list[float]] = {exchange: [], wait: []}
+        for _ in range(rounds):
+            (multiplying,) = self.race(lambda: self.multiply(1), multiply)
+            for task, seconds in longer.items():
+                seconds.append(self.race(lambda: self.multiply(1), task, multiply)[1] - multiplying)
+        nccl, standin = (statistics.median(seconds) / AWAITED_S for seconds in longer.values())
+        paced = self.median(rounds, lambda: self.race(lambda: self.multiply(1), wait)[0]) / AWAITED_S
+        called = [self.platform.handed_s(task, HELD_S) for task in longer]
+        return Contention(Collective.SEND, size, alone_s, nccl, standin, paced, *called)
+
+    def called_s(self, rounds: int, kind: Collective, buffers: tuple[Tensor, Tensor], group: ProcessGroup) -> float:
+        """Seconds of the CPU for one of several calls, while the device is held up."""
+        calls = self.task(kind, buffers, group, CALLS)
+        return self.median(rounds, lambda: self.platform.handed_s(calls, HELD_S)) / CALLS
 
     def race_collectives(
         self, kind: Collective, buffers: tuple[Tensor, Tensor], group: ProcessGroup, count: int, products: int = 0
@@ -148,10 +195,12 @@ def table(found: Iterable[Contention]) -> str:
             f"{one.kind} of {one.size / 2**20:g} MiB",
             f"{one.seconds * 1e3:.3f}",
             *(f"{share:.2f}" for share in (one.nccl, one.standin, one.paced)),
+            *(f"{seconds * 1e6:.0f}" for seconds in (one.called_s, one.stood_in_s)),
         ]
         for one in found
     ]
-    return render(["beside", "NCCL's ms", "products longer by", "beside the stand-in", "which took"], rows)
+    header = ["beside", "NCCL's ms", "products longer by", "beside the stand-in", "which took"]
+    return render([*header, "NCCL's us a call", "stand-in's"], rows)
 
 
 def rank(number: int, port: int, kinds: Sequence[Collective], sizes: Sequence[int], rounds: int) -> None:
@@ -164,7 +213,8 @@ def rank(number: int, port: int, kinds: Sequence[Collective], sizes: Sequence[in
     bench.heat(HEATED_S)
     for kind in kinds:
         for size in sizes:
-            found.append(bench.measure(kind, size, rounds))
+            message = kind is Collective.SEND
+            found.append(bench.measure_awaited(size, rounds) if message else bench.measure(kind, size, rounds))
     if number == 0:
         print(torch.cuda.get_device_name(device), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
         print(table(found))
@@ -174,7 +224,7 @@ def rank(number: int, port: int, kinds: Sequence[Collective], sizes: Sequence[in
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 256], metavar="MIB")
-    parser.add_argument("--kinds", type=Collective, nargs="+", choices=MEASURED, default=MEASURED[:4], metavar="KIND")
+    parser.add_argument("--kinds", type=Collective, nargs="+", choices=KINDS, default=KINDS[:5], metavar="KIND")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args(argv)
     if min(*arguments.sizes, arguments.rounds) < 1:

@@ -31,22 +31,27 @@ def exposed_s(breakdown: Breakdown | None, busy_s: float) -> dict[str, float]:
     return {name: times[f"exposed_{name}_s"] for name in COLLECTIVES}
 
 
+def products(breakdown: Breakdown | None) -> float:
+    """Of a rank's seconds the share in which it does matrix products and attention; 0 if none was profiled."""
+    return 0.0 if breakdown is None else (breakdown.matmul_s + breakdown.attention_s) / breakdown.span_s
+
+
 def by_pipeline_rank(
     step: Composed, times: Mapping[RankKind, RankTimes], profiled: Mapping[RankKind, Breakdown | None]
 ) -> list[Breakdown]:
     """The step's breakdown on a rank of each pipeline rank, by rank; empty if a kind lacks its own.
 
     Waiting counts as NCCL's kernels have it, which wait for others: for other pipeline ranks as `send_recv`, and for
-    the rank with the fullest experts as `all_to_all`.
+    the rank with the fullest experts as `all_to_all`. What passes beside messages take longer, products do.
     """
     ranks = []
-    for rank, waiting_s in enumerate(step.waiting_s):
+    for rank, (waiting_s, slowed_s) in enumerate(zip(step.waiting_s, step.slowed_s, strict=True)):
         kinds = {kind.share: kind for kind in times if rank in kind.stands_for}
         usual, fullest = kinds[Share.EVEN], kinds.get(Share.FULLEST, kinds[Share.EVEN])
         if (own := profiled[usual]) is None:
             return []
         waits = {"send_recv": waiting_s, "all_to_all": max(0.0, times[fullest].busy_s - times[usual].busy_s)}
-        ranks.append(_waiting(scaled(own, times[usual].busy_s), waits))
+        ranks.append(_longer(_waiting(scaled(own, times[usual].busy_s), waits), slowed_s, "matmul", "compute", "span"))
     return ranks
 
 
@@ -57,8 +62,12 @@ def scaled(breakdown: Breakdown, span_s: float) -> Breakdown:
 
 def _waiting(breakdown: Breakdown, waits: Mapping[str, float]) -> Breakdown:
     """The breakdown of a rank that also waits for so many seconds in these collectives."""
-    times = asdict(breakdown)
     for name, seconds in waits.items():
-        for grown in (name, f"exposed_{name}", "communication", "exposed_communication", "span"):
-            times[f"{grown}_s"] += seconds
-    return Breakdown(**times)
+        grown = (name, f"exposed_{name}", "communication", "exposed_communication", "span")
+        breakdown = _longer(breakdown, seconds, *grown)
+    return breakdown
+
+
+def _longer(breakdown: Breakdown, seconds: float, *names: str) -> Breakdown:
+    """With so many seconds more in each of some times, by their names without the unit."""
+    return replace(breakdown, **{f"{name}_s": getattr(breakdown, f"{name}_s") + seconds for name in names})

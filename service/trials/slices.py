@@ -22,7 +22,7 @@ from service.result import Proxy, Purpose, SliceRecord, TrialResult
 from service.trials.bench import Alone, Bench
 from service.trials.extrapolation import SPENT, over_batch
 from service.trials.figures import breakdown_metrics, of_step
-from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, unprofiled
+from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, products, unprofiled
 from trainables.breakdown import Breakdown
 from trainables.command import Command
 from trainables.command_slice import CommandSlice
@@ -175,6 +175,7 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes
     # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
     busy = statistics.fmean(window) - times.waited_s
     limited = run.metrics.get("power_cap_ratio") or 0.0
+    profiled = breakdown_of(one)
     measured = RankTimes(
         passes=times.passes_s,
         tail_s=busy - times.head_s - sum(times.passes_s.values()),
@@ -184,7 +185,8 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes
         head_s=times.head_s,
         update_s=times.update_s,
         waited_s=times.waited_s,
-        exposed_s=exposed_s(breakdown_of(one), busy),
+        exposed_s=exposed_s(profiled, busy),
+        products=products(profiled),
     )
     return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1))
 

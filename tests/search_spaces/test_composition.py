@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from search_spaces.composition import Fleet, RankTimes, compose, pauses
+from search_spaces.composition import CONTENTION, Fleet, RankTimes, compose, pauses
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import ONE_STAGE_SCHEDULES, SCHEDULES, Layout
 from search_spaces.models import PRESETS
@@ -159,6 +159,30 @@ def test_a_slow_gpu_never_shortens_a_pipeline(gpus: Mapping[int, float]) -> None
     before = compose(PIPELINE, WORK, pipeline_times(), NETWORK)
     after = compose(PIPELINE, WORK, pipeline_times(), NETWORK, Fleet(gpus=gpus))
     assert before.step_time_s < after.step_time_s <= before.step_time_s * max(gpus.values()) * (1 + 1e-9)
+    assert after.energy_j > before.energy_j
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_passes_beside_messages_take_longer_by_their_products(schedule: str) -> None:
+    layout = replace(PIPELINE, pipeline_schedule=schedule, num_gpus=2)
+    if schedule not in ONE_STAGE_SCHEDULES:
+        layout = replace(layout, virtual_pipeline_stages=2)
+    alone = pipeline_times(layout)
+    before = compose(layout, WORK, alone, NETWORK)
+    after = compose(layout, WORK, {kind: replace(one, products=0.5) for kind, one in alone.items()}, NETWORK)
+    assert before.slowed_s == (0.0, 0.0)
+    for rank, spans in enumerate(after.played.spans):
+        slowed = 0.0
+        for span in spans:
+            messages = after.played.messages[rank]
+            together = sum(max(0.0, min(end, span.end) - max(begin, span.begin)) for begin, end in messages)
+            usual = 1.0 if span.action.step is Pass.FORWARD else 2.0
+            assert span.end - span.begin == pytest.approx(usual + 0.5 * CONTENTION * together, abs=0.02)
+            slowed += 0.5 * CONTENTION * together
+        assert after.slowed_s[rank] == pytest.approx(slowed)
+        assert after.busy_s[rank] == pytest.approx(before.busy_s[rank] + slowed)
+    assert after.slowed_s[0] > 0, "its first message is not awaited before the next pass, whatever the schedule"
+    assert after.step_time_s > before.step_time_s or schedule in ONE_STAGE_SCHEDULES, "the first rank is ahead"
     assert after.energy_j > before.energy_j
 
 

@@ -145,3 +145,12 @@ def test_what_holds_of_every_step(case: tuple[Layout, dict[Action, float], float
     longer = data.draw(st.sampled_from(sorted(seconds)))
     assert play_case(layout, seconds | {longer: seconds[longer] + 1.0}, transfer).seconds >= step.seconds - 1e-9
     assert play_case(layout, seconds, transfer + 0.5).seconds >= step.seconds - 1e-9
+
+
+def test_a_rank_communicates_from_when_it_posts_until_the_other_end_has_come() -> None:
+    """The first sends what it made at 1 and at 2, the second awaits each from where it is done with what was before."""
+    step = played(layout_of("gpipe", 2, 2), transfer=0.25)
+    ends = [(span.action.step, span.end) for span in step.spans[1]]
+    assert ends[:2] == [(Pass.FORWARD, 2.25), (Pass.FORWARD, 3.5)]
+    assert step.messages[0][:2] == ((1.0, 1.25), (2.0, 2.5))
+    assert step.messages[1][:2] == ((0.0, 1.25), (2.25, 2.5))

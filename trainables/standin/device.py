@@ -8,7 +8,7 @@ AMD's GPUs copy as fast as they can, and then wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -53,6 +53,13 @@ NCCL's pace (`benchmarks.measure.contention`)."""
 ALL_REDUCE_PASSES = 2
 """`PASSES` of an all-reduce, which moves everything twice: it is scattered and then gathered."""
 
+GRID = (BLOCKS, 1, 1)
+
+ALIGNED, INT32 = 16, 2**31 - 1
+"""What numbers and addresses are multiples of, and up to which they go, for Triton to take another form of a kernel."""
+
+_forms: dict[tuple[Any, ...], Callable[..., None]] = {}
+
 WALL_CLOCK_HZ = 100_000_000
 """Of AMD's GPUs, in whose ticks `torch.cuda._sleep` counts there."""
 
@@ -68,30 +75,25 @@ class DeviceLane:
     def __init__(self, device: torch.device) -> None:
         self._device, self._host = device, HostLane()
         self._stream = torch.cuda.Stream(device)
-        self._under_way: deque[DeviceWork] = deque()
+        self._latest: DeviceWork | None = None
+        self._keeping: deque[DeviceWork] = deque()
 
     def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
         if moves and moves[0].target.device.type == "cpu":
             return self._host.carry(kind, moves, seconds, asynchronous)
-        while self._under_way and self._under_way[0].event.query():
-            self._under_way.popleft()
+        while self._keeping and self._keeping[0].event.query():
+            self._keeping.popleft()
         current = torch.cuda.current_stream(self._device)
-        if not asynchronous:
-            return self._carry_on(current, kind, moves, seconds, kept=())
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            return self._carry_on(self._stream, kind, moves, seconds, kept=moves)
-
-    def _carry_on(
-        self, stream: torch.cuda.Stream, kind: Collective, moves: Sequence[Move], seconds: float, kept: Sequence[Move]
-    ) -> dist.Work:
-        """Carry on this stream, the current one."""
-        if self._under_way:
-            stream.wait_event(self._under_way[-1].event)
-        transfer(kind, moves, seconds)
-        work = DeviceWork(stream, stream.record_event(), kept)
-        self._under_way.append(work)
-        return work
+        stream = self._stream if asynchronous else current
+        if asynchronous:
+            stream.wait_stream(current)
+        if self._latest is not None and self._latest.stream != stream:
+            stream.wait_event(self._latest.event)
+        transfer(kind, moves, seconds, stream)
+        self._latest = DeviceWork(stream, stream.record_event(), moves if asynchronous else ())
+        if asynchronous:
+            self._keeping.append(self._latest)
+        return self._latest
 
 
 class DeviceWork(dist.Work):
@@ -99,8 +101,8 @@ class DeviceWork(dist.Work):
 
     def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event, moves: Sequence[Move]) -> None:
         super().__init__()
-        self.event = event
-        self._stream, self._moves = stream, moves
+        self.stream, self.event = stream, event
+        self._moves = moves
 
     def is_completed(self) -> bool:
         over: bool = self.event.query()
@@ -112,9 +114,9 @@ class DeviceWork(dist.Work):
     @cached_property
     def _future(self) -> Future[list[Tensor]]:
         """Has what arrives, for a stream that waits for it, as those of torch's DistributedDataParallel do."""
-        future: Future[list[Tensor]] = Future(devices=[self._stream.device])
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self.event)
+        future: Future[list[Tensor]] = Future(devices=[self.stream.device])
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.event)
             future.set_result([move.target for move in self._moves])
         return future
 
@@ -125,51 +127,71 @@ class DeviceWork(dist.Work):
         return True
 
 
-def transfer(kind: Collective, moves: Sequence[Move], seconds: float) -> None:
-    """Do the moves on the current stream in that many seconds; in no time at all, as fast as it goes."""
+def transfer(kind: Collective, moves: Sequence[Move], seconds: float, stream: torch.cuda.Stream) -> None:
+    """Do the moves on a stream in that many seconds; in no time at all, as fast as it goes."""
     if seconds <= 0 or torch.version.hip is not None:
-        for move in moves:
-            fill(move)
+        with torch.cuda.stream(stream):
+            for move in moves:
+                fill(move)
         if seconds > 0:
-            torch.cuda._sleep(int(seconds * WALL_CLOCK_HZ))
+            spin(kind, seconds, stream)
         return
     total = sum(move.size for move in moves)
     if total == 0:
-        spin(kind, seconds, torch.device("cuda"))
+        spin(kind, seconds, stream)
         return
     for move in moves:
-        _pace(kind, move, seconds * move.size / total)
+        _pace(kind, move, seconds * move.size / total, stream)
 
 
-def spin(kind: Collective, seconds: float, device: torch.device) -> None:
-    """Keep the current stream busy as a collective is that waits for others: with all its blocks, moving nothing."""
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    _pace(kind, Move(nothing, nothing), seconds)
+def spin(kind: Collective, seconds: float, stream: torch.cuda.Stream) -> None:
+    """Keep a stream busy as a collective is that waits for others: with all its blocks, moving nothing."""
+    if torch.version.hip is not None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * WALL_CLOCK_HZ))
+        return
+    nothing = torch.empty(0, dtype=torch.uint8, device=stream.device)
+    _pace(kind, Move(nothing, nothing), seconds, stream)
 
 
-def _pace(kind: Collective, move: Move, seconds: float) -> None:
+def _pace(kind: Collective, move: Move, seconds: float, stream: torch.cuda.Stream) -> None:
     """One move at an even pace by `BLOCKS` thread blocks, which are busy to its end."""
     assert move.source is not None
-    target, source = move.target.data.view(-1), move.source.data.reshape(-1)
-    if target.element_size() == 1:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target, source = _flat(move.target), _flat(move.source)
     count = target.numel() if source.numel() else 0
-    _paced[(BLOCKS,)](
-        target,
-        source,
-        count,
-        max(1, min(count, source.numel())),
-        float(move.factor),
-        int(seconds * 1e9),
+    period = max(1, min(count, source.numel()))
+    _launch(
+        stream,
+        (target, source, count, period, float(move.factor), int(seconds * 1e9)),
         KIND=kind.value,
         SCALED=move.factor != 1,
         PASSES=ALL_REDUCE_PASSES if kind is Collective.ALL_REDUCE else PASSES,
         TILE=32 * WARPS * UNROLLED * BYTES // target.element_size(),
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
     )
     if count < target.numel():
-        fill(move)
+        with torch.cuda.stream(stream):
+            fill(move)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements one after the other, of a type that Triton knows if they are bytes."""
+    flat = tensor if tensor.is_contiguous() else tensor.data.reshape(-1)
+    return flat.data.view(torch.uint8) if flat.element_size() == 1 else flat
+
+
+def _launch(stream: torch.cuda.Stream, arguments: tuple[Any, ...], **constants: Any) -> None:
+    """Triton takes longer to find the form of a kernel that suits its arguments than NCCL for a whole call, so that
+    ranks which wait for the CPU would wait longer: what it found is kept by what it goes by."""
+    target, source, count, period, _, nanoseconds = arguments
+    aligned = [number % ALIGNED == 0 for number in (target.data_ptr(), source.data_ptr(), count, period)]
+    wide = [number > INT32 for number in (count, period, nanoseconds)]
+    form = (target.dtype, source.dtype, *aligned, *wide, count == 1, period == 1, *constants.values())
+    if (launch := _forms.get(form)) is not None:
+        launch(*arguments, *constants.values(), stream=stream.cuda_stream)
+        return
+    with torch.cuda.stream(stream):
+        kernel = _paced[GRID](*arguments, **constants, num_warps=WARPS, maxnreg=REGISTERS)
+    _forms[form] = kernel[GRID]
 
 
 def _name(specialization: Any) -> str:

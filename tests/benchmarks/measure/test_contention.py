@@ -39,8 +39,10 @@ def test_two_ranks_measure_by_the_same_counts(tmp_path: Path) -> None:
 
 
 def test_a_row_is_a_kind_and_a_size() -> None:
-    row = table([Contention(Collective.ALL_REDUCE, 32 * 2**20, 0.0015, 0.55, 0.512, 1.004)]).splitlines()[-1]
-    assert row.split() == ["all_reduce", "of", "32", "MiB", "1.500", "0.55", "0.51", "1.00"]
+    row = table([Contention(Collective.ALL_REDUCE, 32 * 2**20, 0.0015, 0.55, 0.512, 1.004, 40e-6, 61e-6)]).splitlines()[
+        -1
+    ]
+    assert row.split() == ["all_reduce", "of", "32", "MiB", "1.500", "0.55", "0.51", "1.00", "40", "61"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs")
