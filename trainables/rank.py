@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from trainables.batches import microbatches
 from trainables.breakdown import Profile
 from trainables.data import open_tokens
-from trainables.engines.base import Job, StepOutput
+from trainables.engines.base import Job, Microbatch, StepOutput
 from trainables.engines.build import build_engine
 from trainables.losses import check_learning
 from trainables.measure import Stretch, Timing, time_steps
@@ -140,8 +140,12 @@ class Rank:
 
     def step(self) -> StepOutput:
         """Train on the next global batch."""
+        return self.engine.step(self.deal())
+
+    def deal(self) -> Iterator[Microbatch]:
+        """The rank's microbatches of the next global batch."""
         number, length, rank = len(self.losses), self.training.sequence_length, self.engine.data_parallel_rank
-        return self.engine.step(microbatches(self.stream, self.layout, length, number, rank, self.world.device))
+        return microbatches(self.stream, self.layout, length, number, rank, self.world.device)
 
     def timed_step(self) -> tuple[float, int]:
         """Train one step: the seconds of the slowest rank, and the stamp in ns at its end here."""

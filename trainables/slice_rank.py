@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from search_spaces.composition import pauses
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
 from trainables.breakdown import Profile
-from trainables.engines.base import Job, StepOutput
+from trainables.engines.base import Job, Microbatch, StepOutput
 from trainables.losses import check_finite
 from trainables.measure import Timing
 from trainables.passes import Moment, PassClock, PassTimes
@@ -128,6 +129,15 @@ class SliceRank(Rank):
         output = super().step()
         self.clock.end()
         return output
+
+    def deal(self) -> Iterator[Microbatch]:
+        """The same, but for tokens whose embeddings other tensor ranks hold, in whose place are others that this one
+        does: its own zeros for them stay zeros in a sum, and by norms of such rows gradients grow without bounds."""
+        ranks, vocab = self.layout.tensor_parallel_size, self.training.model.vocab
+        held = math.ceil(vocab / ranks)
+        first = self.layout.coordinates(self.world.rank)["tp"] * held
+        for inputs, labels in super().deal():
+            yield (inputs % min(held, vocab - first) + first if ranks > 1 else inputs), labels
 
     def pause(self) -> None:
         """Have the device wait from now on where other pipeline ranks would have it wait: by what the last step took.
