@@ -20,6 +20,7 @@ import torch
 
 from trainables.hook import wattune_steps
 from trainables.launch import TIMEOUT_S, place_of, read
+from trainables.leftovers import end_with_parent
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
 from trainables.rank import Rank
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("board", type=Path)
     given = parser.parse_args()
+    end_with_parent()  # torchrun has each rank in a session of its own
     launch = read(given.run)
     place = place_of(launch, os.environ)
     os.environ.update(place.platform.environment)

@@ -42,6 +42,7 @@ from service.paired import difference
 from service.problem import Problem
 from service.spec import load_spec
 from trainables.launch import Launch
+from trainables.leftovers import end_with_parent
 from trainables.training import Training
 
 ALONE, WATCH, DOCTOR = "alone", "watch", "doctor"
@@ -71,7 +72,13 @@ def running(command: Sequence[str], environment: Mapping[str, str], log: Path) -
     """A command with all that it starts, in a group that is killed in the end."""
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         try:
             yield process

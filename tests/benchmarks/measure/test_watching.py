@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks import SPECS
@@ -57,3 +58,6 @@ def test_a_training_is_measured_with_both_beside_it(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert "the watcher heard of its steps" in said
     assert len(medians(json.loads(out.read_text()))[WATCH]) >= 3
+    assert not [
+        one for one in psutil.process_iter(["cmdline"]) if "benchmarks.measure.beside" in (one.info["cmdline"] or ())
+    ]
