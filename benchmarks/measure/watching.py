@@ -1,6 +1,6 @@
 """What `wattune watch --run` and `wattune doctor` cost a training that they run beside.
 
-    python -m benchmarks.measure.watching [SPEC] [--seconds 75] --out FILE.json
+    python -m benchmarks.measure.watching [SPEC] [--seconds 105] --out FILE.json
     python -m benchmarks.measure.watching FILE.json...
 
 The spec's first legal layout trains by torchrun, on all of its devices, as a run of a user's does
@@ -89,7 +89,9 @@ def running(command: Sequence[str], environment: Mapping[str, str], log: Path) -
 
 
 def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
-    """All that is recorded of one run. Raises SystemExit if the training ends by itself."""
+    """All that is recorded of one run of so many seconds. Raises SystemExit if the training ends by itself, or has no
+    time for two rounds."""
+    ending_s = time.monotonic() + seconds
     layout = spec.legal.layouts[0]
     assert spec.data is not None
     training = Training(spec.workload.shape, spec.data, spec.sequence_length, spec.seed)
@@ -118,9 +120,11 @@ def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
         beside = {WATCH: watching, DOCTOR: ending.enter_context(running(examining, environment, folder / DOCTOR))}
         for process in beside.values():
             os.killpg(process.pid, signal.SIGSTOP)
-        turns = list(in_turns(board, beside, seconds))
+        turns = list(in_turns(board, beside, ending_s))
         if trained.poll() is not None or len(board.ends_ns) < 3:
             raise SystemExit(f"the training did not go on:\n{(folder / 'training').read_text()[-2000:]}")
+        if len(turns) < 2 * len(ORDERS[0]):
+            raise SystemExit(f"{seconds:.0f} s are over before two rounds: give more --seconds")
         seen = {one: (folder / one).read_text() for one in beside}
         return {
             "on": device_name(spec),
@@ -133,9 +137,9 @@ def while_training(spec: Problem, seconds: float) -> dict[str, Any]:
         }
 
 
-def in_turns(board: Board, beside: Mapping[str, subprocess.Popen[bytes]], seconds: float) -> Iterator[Turn]:
-    """Let whole rounds pass for so many seconds."""
-    until, number = time.monotonic() + seconds, 0
+def in_turns(board: Board, beside: Mapping[str, subprocess.Popen[bytes]], until: float) -> Iterator[Turn]:
+    """Let whole rounds pass until then, by `time.monotonic`."""
+    number = 0
     while time.monotonic() + len(ORDERS[0]) * WINDOW_S < until:
         for one in ORDERS[number % len(ORDERS)]:
             board.watch(one == WATCH)
@@ -198,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[SPECS / "slowed_2gpu.yaml"],
         help="a spec to measure with (default: slowed_2gpu.yaml), or files of earlier runs",
     )
-    parser.add_argument("--seconds", type=float, default=75.0, help="of rounds, after half a minute to start")
+    parser.add_argument("--seconds", type=float, default=105.0, help="of all, of which some 30 to 40 are to start")
     parser.add_argument("--out", type=Path, help="the file of this run")
     given = parser.parse_args(argv)
     if given.out is None:
