@@ -33,8 +33,9 @@ Cut = tuple[int, ...]
 SETTLING = 1
 """Steps before the first pair, of each of the two."""
 
-KEPT = 4
-"""Engines that are kept in memory."""
+KEPT = 3
+"""Engines that are kept in memory: by estimate, of the 64 layers of remedy_2gpu.yaml each takes some 15 GiB of a GPU,
+and a step as much again."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class RecutRank(Rank):
         self.engines: dict[Cut, TrainingEngine] = {self.plain: self.engine}
         board, usual, began = Board(folder), [], time.monotonic()
         self.enter("recut")
-        with (folder / f"{rank}.jsonl").open("w") as file:
+        with (folder / f"{rank}.jsonl").open("w", buffering=1) as file:  # a line at once
             for window in range(draws.first + len(draws.listed)):
                 if self.world.slowest(time.monotonic() - began) > self.training.seconds:
                     break

@@ -1,16 +1,18 @@
-"""What the doctor finds on this machine with a fake driver, whose GPUs have a made-up speed."""
+"""What the doctor says of this machine with a fake driver, whose GPUs attain made-up figures."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from service.doctor.checks import judge
-from service.doctor.checks.judged import Verdict
-from service.doctor.facts import Facts, StoreFacts
+from service.doctor import examination
 from service.doctor.gather import gather
 from telemetry.devices import nvidia
 from tests.service.doctor.machines import gpu
@@ -18,37 +20,54 @@ from tests.telemetry.scenarios import serve, set_driver
 from trainables.probes import Attained, Probed
 
 LOADED_S = 1.2
+LENT = ["0", "1", "2"]
+"""GPUs that Ray lent to the doctor."""
 
 
 def examine(scene: Mapping[str, Any]) -> list[str]:
-    """What is wrong, and who is left alone. `scene`: the driver's settings `meanwhile`, one after the
-    other while the GPUs work, and which of them, by UUID, is `slow`."""
+    """The lines of the doctor. `scene`: the driver's settings `meanwhile`, one after the other while the GPUs work, and
+    how what they attain, by UUID, `differs` from a good GPU's, in one examination after the other: the last one's lines
+    are returned. One that differs by an `error` attains nothing."""
     nvidia.REFRESH_NS = 0  # nobody waits for a counter that stands still
-
-    def probe(platform: str, devices: int, environment: Mapping[str, str]) -> Probed:
-        if platform == "cpu":
-            return Probed((None,), (None,))
-        start_ns = time.monotonic_ns()
-        for settings in scene["meanwhile"]:
-            set_driver(settings)
-            time.sleep(LOADED_S / len(scene["meanwhile"]))
-        uuids = environment["CUDA_VISIBLE_DEVICES"].split(",")
-        return Probed(tuple(attained(uuid, start_ns, uuid == scene["slow"]) for uuid in uuids), (None,) * devices)
-
     with tempfile.TemporaryDirectory() as folder:
-        node = gather(Path(folder), ["0", "1", "2"], probe)
-    found = judge(Facts((node,), StoreFacts("sqlite:///mlflow.db")))
-    return [f"{one.check}: {one.subject}: {one.seen}" for one in found if one.verdict is Verdict.WRONG] + [
-        f"{one.subject}: {one.seen}" for one in found if one.check == "answers" and one.verdict is Verdict.UNKNOWN
-    ]
+        home = Path(folder, "home")
+        home.mkdir()
+        os.environ["WATTUNE_HOME"] = str(home)
+        for differs in scene["differs"]:
+            probe = partial(probed, scene["meanwhile"], differs)
+            with mock.patch.object(examination, "gather", partial(gather, granted=LENT, probe=probe)):
+                said = examination.examine(None, f"sqlite:///{home / 'mlflow.db'}")
+        return examination.text(said).splitlines()
 
 
-def attained(uuid: str, start_ns: int, slow: bool) -> Attained:
+def probed(
+    meanwhile: list[dict[str, object]],
+    differs: Mapping[str, Mapping[str, Any]],
+    platform: str,
+    devices: int,
+    environment: Mapping[str, str],
+) -> Probed:
+    """In place of `trainables.probes.probe`, as the driver has no GPU behind it."""
+    if platform == "cpu":
+        return Probed((None,), (None,))
+    start_ns = time.monotonic_ns()
+    for settings in meanwhile:
+        set_driver(settings)
+        time.sleep(LOADED_S / len(meanwhile))
+    uuids = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    of_each = [differs.get(uuid, {}) for uuid in uuids]
+    errors = tuple(one.get("error") for one in of_each)
+    return Probed(tuple(attained(uuid, start_ns, one) for uuid, one in zip(uuids, of_each, strict=True)), errors)
+
+
+def attained(uuid: str, start_ns: int, differs: Mapping[str, Any]) -> Attained | None:
     """What a GPU attained until now."""
     good = gpu("a", 0).attained
     assert good is not None
-    flops = 600e12 if slow else good.flops
-    return Attained(uuid, {}, flops, start_ns, time.monotonic_ns(), good.memory_bytes_per_s, good.launch_s)
+    if "error" in differs:
+        return None
+    good = replace(good, device=uuid, versions={}, start_ns=start_ns, end_ns=time.monotonic_ns())
+    return replace(good, all_reduce_bytes_per_s=None, pairs=None, **differs)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Faults of a fake driver under the genuine binding, and what this very machine says of itself."""
+"""What this very machine says of itself."""
 
 from __future__ import annotations
 
 import json
 import resource
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,58 +16,6 @@ from service.cli import main
 from service.doctor.gather import disk
 from service.doctor.nodes import store_facts
 from service.home import Home
-from tests.service.doctor.scenarios import examine
-from tests.telemetry.scenarios import Interpreter, compile_nvml
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
-    """Has four GPUs of a fake driver, of which Ray lent the first three."""
-    folder = tmp_path_factory.mktemp("nvml")
-    if not compile_nvml(folder):
-        pytest.skip("no C compiler to build the fake driver with")
-    with Interpreter(folder, module="tests.service.doctor.scenarios") as interpreter:
-        yield interpreter
-
-
-GOOD = {"driver": "580.159.04", "gpus": 4, "links": 18, "clock": 1900, "heat": 0, "uncorrected": 0}
-OTHERS = {"busy": "0 0 0 99", "memory": "1 1 1 120"}
-HELD = "GPU 3 (GPU-3): left alone: in use, 120 GiB and 99% of the time"
-
-
-def examined(
-    machine: Interpreter, meanwhile: list[dict[str, object]], slow: str | None = None, **settings: object
-) -> set[str]:
-    """What was found, without the host's name, and without what this machine itself may lack: time, a large disk."""
-    found, _ = machine.run(examine, {"meanwhile": meanwhile, "slow": slow}, **GOOD | OTHERS | settings)
-    host = socket.gethostname()
-    return {line.replace(f"{host} ", "") for line in found if line.split(":")[0] not in ("host", "disk")}
-
-
-def test_gpus_in_order_have_no_fault_and_those_of_others_are_left_alone(machine: Interpreter) -> None:
-    assert examined(machine, [{}]) == {HELD}
-
-
-def test_each_fault_of_a_driver_is_named(machine: Interpreter) -> None:
-    faults = {"limit": "700 500 700", "clock": "1900 1900 900", "links": "17 18", "uncorrected": "0 0 4 0"}
-    hot: list[dict[str, object]] = [{"heat": f"0 {60_000_000 * tick} 0"} for tick in range(12)]
-    hot[6]["xid"] = 79
-    found = examined(machine, hot, slow="GPU-1", **faults)
-    assert {line for line in found if " of the time" not in line} == {
-        "links: GPU 0 (GPU-0): links of 445 GB/s are up",
-        "xid: GPU 0 (GPU-0): 1 XID errors while it was watched, the last 79",
-        "power limit: GPU 1 (GPU-1): power limit 500 W",
-        "products: GPU 1 (GPU-1): 600 TFLOP/s",
-        "clocks: GPU 2 (GPU-2): 900 MHz in matrix products",
-        "ecc: GPU 2 (GPU-2): 4 memory errors that were not corrected since the driver was loaded",
-    }
-    assert sum(line.startswith("heat: GPU 1 (GPU-1): heat held its clock down for ") for line in found) == 1
-    assert HELD in found
-
-
-def test_a_gpu_that_does_not_answer_is_told(machine: Interpreter) -> None:
-    said = "GPU 3 does not answer and is not watched: GPU is lost"
-    assert examined(machine, [{}], dead=3) == {f"answers: {socket.gethostname()}: {said}"}
 
 
 def test_a_disk_that_takes_no_more_is_told_with_the_reason(tmp_path: Path) -> None:
