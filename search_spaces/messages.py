@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from search_spaces.engines import engine_of
-from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
+from search_spaces.layout import Layout
 from search_spaces.schedules import Action, Order, Pass, orders
 
 
@@ -70,15 +70,6 @@ def scripts(layout: Layout) -> tuple[Script, ...]:
     else:
         steps = _posting_ahead(order, ends)
     return tuple(map(tuple, steps))
-
-
-def kept(layout: Layout, pipeline_rank: int) -> int:
-    """Of each microbatch, the messages that a pipeline rank sends and has until the step's end: torch's schedules of
-    several stages a rank wait for all only then."""
-    if engine_of(layout).sends_one_by_one or layout.pipeline_schedule in ONE_STAGE_SCHEDULES:
-        return 0
-    ends, ways = _Ends(layout), (Pass.FORWARD, Pass.BACKWARD)
-    return sum(len(ends.sent(Action(stage, way, 0))) for stage in layout.stages_of(pipeline_rank) for way in ways)
 
 
 class _Ends:

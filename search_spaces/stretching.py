@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from search_spaces.composition import RankTimes, message_bytes
+from search_spaces.composition import RankTimes
 from search_spaces.layout import Layout
-from search_spaces.messages import kept
 from search_spaces.schedules import Action, Order, Pass, order
-from search_spaces.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,12 @@ def overlap(few: Layout, many: Layout, pipeline_rank: int) -> Overlap:
     return Overlap(order(few, pipeline_rank), order(many, pipeline_rank))
 
 
-def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int, work: Workload) -> RankTimes:
+def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int) -> RankTimes:
     """What a pipeline rank does in a step of `many` microbatches, from what it was measured to do in one of `few`.
 
     The two layouts differ in nothing but the global batch. What happens once a step is as measured, as is the power of
     what the rank does between pauses, which are left out; exposed communication keeps its share of the step. Memory is
-    that of the step of few and what the rank sends in the others, where it keeps that to the step's end: a bound from
-    above where it needs most at another time. Raises KeyError if there are too few microbatches.
+    that of the step of few. Raises KeyError if there are too few microbatches.
     """
     found = overlap(few, many, pipeline_rank)
     passes = found.passes(times.passes)
@@ -94,15 +91,8 @@ def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int, wor
         passes=passes,
         busy_power_w=watt_seconds / times.busy_s,
         waited_s=0.0,
-        memory_gib=times.memory_gib + kept_bytes(few, many, pipeline_rank, work) / 2**30,
         exposed_s={kind: longer * seconds for kind, seconds in times.exposed_s.items()},
     )
-
-
-def kept_bytes(few: Layout, many: Layout, pipeline_rank: int, work: Workload) -> int:
-    """What a pipeline rank sends in a step of `many` microbatches more than in one of `few`, and keeps to its end."""
-    longer = many.gradient_accumulation_steps - few.gradient_accumulation_steps
-    return longer * kept(many, pipeline_rank) * message_bytes(many, work)
 
 
 def _alike(one: Order, other: Order, apart: int) -> int:

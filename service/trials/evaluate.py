@@ -138,10 +138,7 @@ def _probe_alone(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | N
     request = make_request(f"{trial_id}-probe", layout, bench.problem)
     kind = probe.fullest(layout, bench.problem.workload)
     one = run_kind(bench, probe.probing(request, short.sizes(layout, alone=True)), kind)
-    if not isinstance(one, TrialResult):
-        reason = probe.lack(layout, bench.problem, kind, one)
-        return None if reason is None else TrialResult(trial_id, layout, Status.OOM, reason)
-    if one.status != Status.OOM:
+    if not isinstance(one, TrialResult) or one.status != Status.OOM:
         return None
     return replace(one, trial_id=trial_id, cause=f"probe: {one.cause}")
 

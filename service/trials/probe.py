@@ -10,12 +10,10 @@ from dataclasses import replace
 
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
-from search_spaces.memory import band, estimate, usable_bytes
-from search_spaces.stretching import kept_bytes
+from search_spaces.memory import band, estimate
 from search_spaces.workload import Workload
 from service.problem import Problem
 from service.result import Proxy
-from service.trials.bench import Alone
 from service.trials.extrapolation import line
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
@@ -52,31 +50,10 @@ def probing(request: TrialRequest, sizes: tuple[int, ...]) -> TrialRequest:
     return replace(request, procedure=STEPS, batches=sizes[-1:])
 
 
-def lack(layout: Layout, problem: Problem, kind: RankKind, one: Alone) -> str | None:
-    """Why a layout does not fit of which one rank ran alone, and did in a step of fewer microbatches; None if it may.
-
-    What torch reserves and does not use it gives back where memory is short, so that it does not count.
-    """
-    work, run = problem.workload.run, one.runs[0]
-    kept = kept_bytes(run.layout, layout, kind.pipeline_rank, work)
-    usable, peak_gib = usable_bytes(work.accelerator), one.report.peak_memory_gib
-    if not kept or usable is None or peak_gib is None:
-        return None
-    slack = estimate(layout, work, [kind.pipeline_rank]).ranks[kind.pipeline_rank].slack
-    needed_gib = peak_gib + (kept - slack) / 2**30
-    if needed_gib <= usable / 2**30:
-        return None
-    few, many = run.layout.gradient_accumulation_steps, layout.gradient_accumulation_steps
-    return (
-        f"probe: rank {kind.rank} takes {peak_gib:.1f} GiB in a step of {few} microbatches: in one of {many} it needs "
-        f"{needed_gib:.0f} GiB of {usable / 2**30:.0f}"
-    )
-
-
 def overflow(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> str | None:
     """Why a layout does not fit, by two probes of all its ranks that ended well; None if it may.
 
-    What torch reserves and does not use does not count here either.
+    What torch reserves and does not use it gives back where memory is short, so that it does not count.
     """
     work = problem.workload.run
     estimated = estimate(layout, work, range(layout.pipeline_parallel_size))

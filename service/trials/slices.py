@@ -128,7 +128,7 @@ def _composed(bench: Bench, whole: Layout, network: Network, seen: Mapping[RankK
     few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
     times = {kind: rank_times(one, index, bench.slower) for kind, one in seen.items()}
     if few != layout:
-        times = {kind: stretch(alone, few, layout, kind.pipeline_rank, work) for kind, alone in times.items()}
+        times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
     step = compose(layout, work, times, network)
     profiled = {kind: breakdown_of(one) for kind, one in seen.items()}
     broken_down = breakdown_metrics(by_pipeline_rank(step, times, profiled))

@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from search_spaces.composition import message_bytes
 from search_spaces.kinds import first_rank
 from search_spaces.layout import Layout
-from search_spaces.messages import kept
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Network
 from search_spaces.schedules import Action, Pass, orders
-from search_spaces.workload import Workload
 from tests.trainables.conftest import RunRanks
 from tests.trainables.live_bytes import Counted
 from tests.trainables.test_parity import (
@@ -21,7 +18,6 @@ from tests.trainables.test_parity import (
     INTERLEAVED,
     LLAMA,
     ROWS,
-    SEQUENCE_LENGTH,
     V_SHAPED,
     ZERO_BUBBLE,
     cases,
@@ -164,27 +160,3 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
     for rank in (first_rank(layout, stage) for stage in range(layout.pipeline_parallel_size)):
         (own,) = reports(run_ranks(counted(alone(trial, rank))))
         assert own.peak_memory_gib == among[rank].peak_memory_gib
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "rank"),
-    [
-        (megatron(2, **INTERLEAVED, mbs=1), 0),
-        (megatron(2, **INTERLEAVED, mbs=1), 1),
-        (megatron(2, **ZERO_BUBBLE, mbs=1), 1),
-        (megatron(2, **V_SHAPED, mbs=1), 1),
-        (megatron(2, pp=2, mbs=1), 1),
-        (deepspeed(2, pp=2, mbs=1), 0),
-    ],
-)
-def test_longer_steps_need_what_ranks_keep_of_what_they_send(layout: Layout, rank: int, run_ranks: RunRanks) -> None:
-    model, peaks = deep(LLAMA), []
-    for size in (40, 56):
-        trial = alone(request(replace(layout, global_batch_size=size), model), rank)
-        (report,) = reports(run_ranks(counted(replace(trial, trial_id=f"{trial.trial_id} of {size}"))))
-        assert report.peak_memory_gib is not None
-        peaks.append(report.peak_memory_gib * 2**30)
-    sent = 16 * kept(layout, rank) * message_bytes(layout, Workload(model, SEQUENCE_LENGTH, 56))
-    tokens = 16 * (SEQUENCE_LENGTH + 1) * 8
-    assert peaks[1] - peaks[0] == pytest.approx(sent, abs=2.1 * tokens)  # as they are dealt, and put together

@@ -68,8 +68,9 @@ class DeviceLane:
     """A stream of the group's own, which begins when the caller's has come so far.
 
     As with NCCL, what is not asynchronous runs on the caller's stream, and all of a group one after the other, whatever
-    their streams. Tensors are kept until their collective is waited for, or is over, in place of `record_stream`: so
-    torch has it with NCCL, and the allocator takes as much memory. What lies on the host goes as it does without a GPU.
+    their streams. Tensors are kept until their collective is waited for, or is over when another comes, in place of
+    `record_stream`: so torch has it with NCCL, and the allocator takes as much memory. What lies on the host goes as it
+    does without a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +83,7 @@ class DeviceLane:
         if moves and moves[0].target.device.type == "cpu":
             return self._host.carry(kind, moves, seconds, asynchronous)
         while self._keeping and self._keeping[0].event.query():
-            self._keeping.popleft()
+            self._keeping.popleft().release()
         current = torch.cuda.current_stream(self._device)
         stream = self._stream if asynchronous else current
         if asynchronous:
@@ -123,8 +124,11 @@ class DeviceWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Have the current stream wait. What it does with the tensors' memory then comes after the collective."""
         torch.cuda.current_stream().wait_event(self.event)
-        self._moves = ()
+        self.release()
         return True
+
+    def release(self) -> None:
+        self._moves = ()
 
 
 def transfer(kind: Collective, moves: Sequence[Move], seconds: float, stream: torch.cuda.Stream) -> None:

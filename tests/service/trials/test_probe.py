@@ -18,9 +18,9 @@ from search_spaces.network import Network
 from service.problem import Problem
 from service.result import Proxy, Purpose, RankRecord, TrialResult
 from service.spec import make_problem
-from service.trials.bench import Alone, Bench
+from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run_trial
-from service.trials.probe import depths, due, fullest, lack, overflow, probing
+from service.trials.probe import depths, due, fullest, overflow, probing
 from telemetry.windows.trial import WindowSummary
 from trainables.child import Outcome
 from trainables.mailbox import Mailbox, Member
@@ -100,25 +100,6 @@ def test_the_fullest_rank_is_probed() -> None:
     assert (fullest(tail, SPEC.workload).pipeline_rank, fullest(tail, SPEC.workload).rank) == (1, 2)
     mixture = replace(SPEC.workload, model=PRESETS["mixtral-8x7b"])
     assert fullest(replace(CONFIG, expert_parallel_size=4), mixture).share is Share.FULLEST
-
-
-@pytest.mark.parametrize("spare_gib", [0.1, -0.1])
-def test_what_longer_steps_keep_counts(spare_gib: float) -> None:
-    """A rank of several stages that fitted in a step of 8 microbatches, and keeps three messages of each more."""
-    many = replace(PIPELINE, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2)  # 16 microbatches
-    few, kind = replace(many, global_batch_size=32), fullest(many, SPEC.workload)
-    memory = estimate(many, SPEC.workload, [kind.pipeline_rank])
-    assert memory.usable_bytes is not None
-    kept = 8 * 3 * (2 * 8192 * 4096 * 2)
-    peak = (memory.usable_bytes + memory.ranks[kind.pipeline_rank].slack - kept) / 2**30 - spare_gib
-    report = RankReport(kind.rank, {}, "GPU-0", {}, (), (), peak, {})
-    run = TrialResult("t", few, Status.OK)
-    cause = lack(many, SPEC, kind, Alone(report, [run], run, None))
-    assert (cause is None) == (spare_gib > 0)
-    if cause is not None:
-        took = f"takes {peak:.1f} GiB in a step of 8 microbatches"
-        assert cause.startswith(f"probe: rank {kind.rank} {took}: in one of 16 it needs ")
-    assert lack(few, SPEC, kind, Alone(report, [run], run, None)) is None, "it ran"
 
 
 def ran(layers: int, peaks_gib: Sequence[float | None], layout: Layout = CONFIG) -> Proxy:
