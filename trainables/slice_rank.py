@@ -23,7 +23,7 @@ from trainables.passes import Moment, PassClock, PassTimes
 from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
 from trainables.rank import Rank
 from trainables.slice import UNNAMED, Slice
-from trainables.standin.join import join
+from trainables.standin.join import join, tell_compiler
 from trainables.standin.ledger import Call
 from trainables.world import World
 
@@ -48,6 +48,8 @@ class StandInWorld(World):
         super().__init__(request, place)
         if program.usable_bytes is not None:
             place.platform.limit_memory(self.device, program.usable_bytes)
+        if request.layout.compile:
+            tell_compiler()
         self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share)
 
     def slowest(self, seconds: float) -> float:

@@ -43,7 +43,7 @@ from tests.trainables.test_parity import (
 )
 from trainables.breakdown import COLLECTIVES, kernel_category
 from trainables.program import RankReport, TrialRequest
-from trainables.standin.join import join
+from trainables.standin.join import join, tell_compiler
 from trainables.standin.ledger import Call, Ledger
 from trainables.standin.moves import GRADIENT
 
@@ -278,6 +278,20 @@ def test_a_groups_collectives_take_their_time_one_after_the_other() -> None:
     finally:
         dist.destroy_process_group()
     assert set(asked) == {(KIND.ALL_REDUCE, 16, WORLD), (KIND.ALL_REDUCE, 16, (1, 3))}
+
+
+def test_a_compiled_graph_does_not_end_at_a_collective(world: Ledger) -> None:
+    tell_compiler()
+    group = everyone()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def summed(x: Tensor) -> Tensor:
+        y = x + 1
+        dist.all_reduce(y, group=group)
+        return y * 2
+
+    torch.testing.assert_close(summed(numbers(4)), 2 * math.sqrt(SIZE) * (numbers(4) + 1))
+    assert [call.kind for call in world] == [Collective.ALL_REDUCE]
 
 
 @pytest.mark.gpu

@@ -35,3 +35,15 @@ def register(peers: Peers) -> None:
         return StandIn(ranks, options.group_rank, options.group_id, peers, lane_of(peers.device))
 
     dist.Backend.register_backend(BACKEND, group, extended_api=True, devices=["cpu", "cuda"])
+
+
+def tell_compiler() -> None:
+    """Have torch's compiler know groups that are stood in for. Up to 2.11 at least it goes by a group's very class, and
+    would end a graph at every collective."""
+    from torch._dynamo.variables import distributed as compiled
+
+    known = getattr(getattr(compiled, "ProcessGroupVariable", None), "is_process_group", None)
+    if known is not None:
+        compiled.ProcessGroupVariable.is_process_group = staticmethod(
+            lambda value: isinstance(value, StandIn) or known(value)
+        )

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from search_spaces.kinds import Share
 from search_spaces.network import Collective, Network
 from trainables.standin.group import Peers
-from trainables.standin.join import BACKEND, register
+from trainables.standin.join import BACKEND, register, tell_compiler
 from trainables.standin.ledger import Call, Ledger
 
 SETTING = "WATTUNE_STANDIN"
@@ -82,6 +82,7 @@ def _stand_in(setting: Setting) -> None:
     """Have torch make all groups of this process of ranks that are not there. Once, however often the program joins."""
     device = torch.device(setting.device)
     register(Peers(device, setting.network.seconds, Share.EVEN, Kinds(Path(setting.seen))))
+    tell_compiler()
     c10d._new_process_group_helper = redirected(c10d._new_process_group_helper, BACKEND)
     if setting.usable_bytes is not None and device.type == "cuda":
         from trainables.platforms.cuda import PLATFORM
