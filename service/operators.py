@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import ray
+from packaging.version import Version
 from ray.exceptions import RayError
 
 from search_spaces.coefficients import Coefficients
@@ -52,14 +54,14 @@ class MeasuredOperators:
 def measure_operators(bench: Bench, start: Coefficients, home: Home) -> MeasuredOperators:
     """Have a worker measure the operators of the layouts of its problem, and keep what they take.
 
-    First those that take most time by `start`. Whatever fails is left out. Raises `InputError` if what was measured
-    before cannot be read.
+    First those that take most time by `start`, of those that are wanted. Whatever fails is left out. Raises
+    `InputError` if what was measured before cannot be read.
     """
     problem, layouts = bench.problem, bench.problem.legal.layouts
     accelerator = problem.cluster.accelerator
     found = operators_of(layouts, problem.workload.run, start)
-    known = timings(home, accelerator)
-    wanted = [operator for operator in found if is_wanted(operator, known)]
+    known, torch = timings(home, accelerator), Version(version("torch")).base_version
+    wanted = [operator for operator in found if is_wanted(operator, known, torch)]
     kept = len(found) - len(wanted)
     on_cpu = problem.cluster.device.platform == "cpu"
     kernels_s, launches_s = (CPU_KERNELS_S, CPU_LAUNCHES_S) if on_cpu else (KERNELS_S, LAUNCHES_S)
@@ -85,7 +87,8 @@ def measure_operators(bench: Bench, start: Coefficients, home: Home) -> Measured
     return MeasuredOperators(home.operators(accelerator), len(wanted), measured, kept, tuple(left_out), spent_s)
 
 
-def is_wanted(operator: Operator, known: Timings) -> bool:
-    """Whether an operator is to be measured where some are known. A kernel takes the accelerator as long as it took
-    before; how long a launch takes is up to the host, and to what else it does these days."""
-    return operator.kind == Kind.LAUNCH or known.of(operator) is None
+def is_wanted(operator: Operator, known: Timings, torch: str) -> bool:
+    """Whether an operator is to be measured where some are known, with this release of torch. The same kernels take the
+    accelerator as long as before; how long a launch takes is up to the host, and to what else it does these days."""
+    row = known.of(operator)
+    return operator.kind == Kind.LAUNCH or row is None or row.torch != torch

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 
 from search_spaces.engines.megatron import Megatron
@@ -117,7 +118,9 @@ def _timing(
         task()  # what is compiled is compiled now
     platform.synchronize()
     with halted(beside):
-        return OperatorTiming(operator, *(_seconds(task, platform) for task in passes))
+        forward_s, *backward_s = [_seconds(task, platform) for task in passes]
+    release = Version(torch.__version__).base_version
+    return OperatorTiming(operator, forward_s, backward_s[0] if backward_s else None, release)
 
 
 def _passes(operator: Operator, device: torch.device) -> list[Callable[[], object]]:

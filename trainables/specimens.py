@@ -92,14 +92,18 @@ def _serve(messages: Connection, program: Slice, request: TrialRequest, place: P
     messages.send(None)
     while True:
         messages.recv()
-        messages.send(tuple(_step_s(rank, batch) for batch in rank.batches))
+        messages.send(_turn_s(rank))
 
 
-def _step_s(rank: SliceRank, batch: int) -> float:
-    """Seconds of a step with a batch, the median of some."""
-    rank.change_batch(batch)
-    _steps(rank, AWAKE_S, 1)
-    return statistics.median(_steps(rank, TURN_S, 2))
+def _turn_s(rank: SliceRank) -> tuple[float, ...]:
+    """Seconds of a step with each batch, the median of some, once the process has got going."""
+    seconds = list[float]()
+    for batch in rank.batches:
+        rank.change_batch(batch)
+        if not seconds:
+            _steps(rank, AWAKE_S, 1)
+        seconds.append(statistics.median(_steps(rank, TURN_S, 2)))
+    return tuple(seconds)
 
 
 def _steps(rank: SliceRank, least_s: float, least: int) -> list[float]:

@@ -62,7 +62,7 @@ def test_all_operators_of_a_small_space_are_measured(run_ranks: RunRanks, name: 
     report = report_of(run_ranks, TrialRequest(f"operators-{name}", ALONE, of_kernels(*wanted), QUICK, 120.0))
     measured = {row.operator for row in report.operators}
     left = set(wanted) - measured
-    assert all(row.forward_s > 0 for row in report.operators)
+    assert all(row.forward_s > 0 and row.torch and torch.__version__.startswith(row.torch) for row in report.operators)
     assert all((row.backward_s is None) == (row.operator.kind == Kind.UPDATE) for row in report.operators)
     # What tensor-parallel ranks share, and what DeepSpeed's optimizer does.
     assert {operator.kind for operator in left} == {Kind.COPIES, Kind.EMBEDDING, Kind.LOSS, Kind.UPDATE}
@@ -101,18 +101,18 @@ def test_what_fails_or_comes_too_late_is_left_out(run_ranks: RunRanks) -> None:
 
 
 class Held(Cpu):
-    """A device that takes 4 ms for anything, to which the host needs some seconds to hand anything over."""
+    """A device that takes as long for anything, to which the host needs some seconds to hand anything over."""
 
-    def __init__(self, handed_s: float) -> None:
-        self.taken_s = handed_s
+    def __init__(self, handed_s: float, taken_s: float = 4e-3) -> None:
+        self.handed, self.taken_s = handed_s, taken_s
         self.ahead: list[float] = []
 
     def race(self, first: Callable[[], object], *tasks: Callable[[], object], ahead_s: float = AHEAD_S) -> list[float]:
         self.ahead.append(ahead_s)
-        return [4e-3 for _ in tasks]
+        return [self.taken_s for _ in tasks]
 
     def handed_s(self, task: Callable[[], object], held_s: float) -> float:
-        return self.taken_s
+        return self.handed
 
 
 @pytest.mark.parametrize(("handed_s", "ahead_s"), [(1e-3, AHEAD_S), (4e-3, 8e-3)])
@@ -120,6 +120,13 @@ def test_a_device_is_kept_waiting_until_a_slow_host_has_handed_all_over(handed_s
     device = Held(handed_s)
     assert kernels._seconds(lambda: None, device) == 4e-3
     assert set(device.ahead[1:]) == {ahead_s}
+
+
+@pytest.mark.parametrize(("taken_s", "rounds"), [(4e-3, 5), (20e-3, 3)])
+def test_what_takes_long_is_measured_in_fewer_rounds(taken_s: float, rounds: int) -> None:
+    device = Held(1e-3, taken_s)
+    assert kernels._seconds(lambda: None, device) == taken_s
+    assert len(device.ahead) == 1 + rounds
 
 
 def test_a_task_that_waits_for_the_device_takes_what_the_profiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
