@@ -50,14 +50,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_get_ready_while_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(messages: Connection, *_: Any) -> None:
-        time.sleep(1)
+        time.sleep(2)
         messages.send(None)
         while True:
             messages.recv()
             messages.send((0.1, 0.3))
 
     def timing(operator: Operator, *_: Any) -> OperatorTiming:
-        time.sleep(1)
+        time.sleep(2)
         return OperatorTiming(operator, 1.0, 2.0)
 
     monkeypatch.setattr(specimens, "_serve", serve)
@@ -66,8 +66,8 @@ def test_models_get_ready_while_kernels_are_measured(monkeypatch: pytest.MonkeyP
     report = report_of(both(SMALL), told)
     assert [row.operator for row in report.operators] == [SMALL, LAUNCH]
     assert report.operators[1].forward_s == pytest.approx(0.2 / 18)
-    assert 1 <= report.spent_s["kernels"] < 1.7
-    assert report.spent_s["launches"] < 0.7, "it was ready"
+    assert report.spent_s["kernels"] >= 2
+    assert sum(report.spent_s.values()) < 4, "one after the other"
     assert any(progress.report and len(progress.report.operators) == 1 for progress in told), "handed over as it came"
 
 
