@@ -64,15 +64,17 @@ class Operator(NamedTuple):
 
 
 class OperatorTiming(NamedTuple):
-    """Seconds of an operator on one GPU at its full clock; `backward_s` is None where that is no pass of its own."""
+    """Seconds of an operator on one GPU at its full clock; `backward_s` is None where that is no pass of its own.
+    `torch`: the release that brought the kernels, None where nobody noted it."""
 
     operator: Operator
     forward_s: float
     backward_s: float | None = None
+    torch: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        return {"operator": self.operator._asdict(), "forward_s": self.forward_s, "backward_s": self.backward_s}
+        return self._asdict() | {"operator": self.operator._asdict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -83,7 +85,7 @@ class OperatorTiming(NamedTuple):
         operator = Operator(
             Kind(said["kind"]), tuple(said["dims"]), said["precision"], said["compiled"], tuple(said["form"])
         )
-        return cls(operator, forward_s, backward_s)
+        return cls(operator, forward_s, backward_s, values.get("torch"))
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from service.spec import new_search_id
 from service.trials.bench import Bench
 from service.turns import bench_in_turn
 from trainables.collectives import Collectives
+from trainables.laps import Laps
 from trainables.mailbox import Mailbox
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
@@ -72,7 +73,7 @@ class Error:
 @dataclass(frozen=True)
 class Calibrated:
     """What a calibration came to: its record, its file, the trials it rests on, and its errors on just these trials,
-    and what was measured besides: nothing of what it was stopped before."""
+    and what was measured besides: nothing of what it was stopped before. `spent_s`: seconds by what they went into."""
 
     search_id: str
     path: Path
@@ -81,6 +82,17 @@ class Calibrated:
     after: Error
     operators: MeasuredOperators | None
     collectives: Measured | None
+    spent_s: dict[str, float]
+
+    @property
+    def took(self) -> str:
+        """Such as ``126 s: start 20 s, operators 60 s (kernels 40 s, launches 20 s), trials 44 s, rest 2 s``."""
+        within = {"operators": self.operators.spent_s if self.operators is not None else {}}
+        parts = []
+        for name, seconds in self.spent_s.items():
+            of_it = ", ".join(f"{part} {spent:.0f} s" for part, spent in within.get(name, {}).items())
+            parts.append(f"{name} {seconds:.0f} s" + f" ({of_it})" * bool(of_it))
+        return f"{sum(self.spent_s.values()):.0f} s: {', '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -119,7 +131,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     Raises `InputError` for an accelerator of which no data sheet is known and for whatever `service.search.run` does,
     `NoAnswerError` if no trial ended well.
     """
-    accelerator = problem.cluster.accelerator
+    laps, accelerator = Laps(), problem.cluster.accelerator
     if problem.trainer is not None:
         raise InputError("trainer: the cost model is calibrated by Wattune's own engines: leave it out")
     if (start := expected(problem.cluster)) is None:
@@ -150,15 +162,19 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         agenda, measured = CalibrationAgenda(problem, chosen), list[MeasuredOperators]()
 
         def beforehand(bench: Bench) -> None:
-            driver.display.say("measuring operators, for two minutes or so")
+            laps.end("start")
+            driver.display.say("measuring operators, for a minute or so")
             measured.append(measure_operators(bench, start, home))
+            laps.end("operators")
             agenda.change(design(layouts, problem.workload, known(), count))
 
         driver = Driver(problem, search_id, home, tracker, agenda, None, admission, beforehand)
         driver.run()
+        laps.end("trials")
         collectives = None
         if problem.cluster.size > 1 and not agenda.stopped:
             collectives = measure_collectives(search_id, problem, home, queue)
+            laps.end("collectives")
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
@@ -166,7 +182,17 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     save(home, accelerator, fitted)
     before, after = errors(observed, start), errors(observed, fitted)
     operators = measured[0] if measured else None
-    return Calibrated(search_id, home.calibration(accelerator), len(observed), before, after, operators, collectives)
+    laps.end("rest")
+    return Calibrated(
+        search_id,
+        home.calibration(accelerator),
+        len(observed),
+        before,
+        after,
+        operators,
+        collectives,
+        laps.seconds,
+    )
 
 
 def measure_collectives(name: str, problem: Problem, home: Home, queue: Member) -> Measured:

@@ -178,8 +178,10 @@ def calibrate(spec: Path, tracking_uri: str | None, as_json: bool) -> None:
         if before is not None and after is not None:
             click.echo(f"{name}: mean error {before:.1%} by the data sheet, {after:.1%} calibrated, on these trials")
     click.echo(f"{fitted.trials} trials of search {fitted.search_id}; calibration in {fitted.path}")
+    click.echo(f"took {fitted.took}")
     if (found := fitted.operators) is not None:
-        click.echo(f"operators: {found.measured} of {found.wanted} measured, kept in {found.path}")
+        kept = f", {found.kept} known" * bool(found.kept)
+        click.echo(f"operators: {found.measured} of {found.wanted} measured{kept}, kept in {found.path}")
     if (measured := fitted.collectives) is None:
         return
     if measured.cause is not None:

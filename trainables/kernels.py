@@ -7,19 +7,22 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from multiprocessing.connection import Connection
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 
 from search_spaces.engines.megatron import Megatron
 from search_spaces.models import ModelShape
 from search_spaces.operators import Kind, Operator, OperatorTiming
-from trainables.child import error_line
+from trainables.child import error_line, is_out_of_memory
 from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY
 from trainables.engines.megatron.context import GatheredAttention, positions
 from trainables.engines.megatron.fp8 import use_fp8
+from trainables.forks import Fork, halted
 from trainables.model import (
     INIT_STD,
     Attention,
@@ -31,14 +34,16 @@ from trainables.model import (
     rotary_table,
 )
 from trainables.moe import ONE_PROCESS, MoE, swiglu
-from trainables.operators import Operators
 from trainables.platforms.base import AHEAD_S, Platform
 from trainables.profiling import busy_s
-from trainables.program import Place, Progress, RankReport
+from trainables.program import Place
 from trainables.standin.join import join
 
 ROUNDS = 5
 """Times that each pass is measured, for the median."""
+
+LONG_S, ROUNDS_OF_LONG = 10e-3, 3
+"""Times that a pass is measured which takes as long as that: one round of it differs less from another."""
 
 ROUND_S, MOST = 4e-3, 10
 """Seconds that the passes of one round take together, and the most of them: what a device is given to do while it waits
@@ -64,40 +69,64 @@ class Unmeasured(Exception):
     """The operator is none that is measured; the text says why."""
 
 
-def measure(program: Operators, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
-    """`Operators.run`, which says more."""
+class Device(NamedTuple):
+    """What kernels are timed on: its UUID, None on CPU, and names and versions as a report has them."""
+
+    identity: str | None
+    environment: dict[str, str]
+
+
+class Finding(NamedTuple):
+    """What a kernel takes, or why that is not known; whether that is as memory ran out."""
+
+    found: OperatorTiming | str
+    out_of_memory: bool = False
+
+
+def serve(
+    messages: Connection, operators: Sequence[Operator], until: float, place: Place, beside: Sequence[Fork]
+) -> None:
+    """The life of a process that times operators in their order, those that begin before `until` of the monotonic
+    clock, and halts others for that. It says a `Device`, a `Finding` for each operator, and None in the end."""
     warnings.filterwarnings("ignore", module="torch")
-    on_progress(Progress())
-    began, platform, device = time.monotonic(), place.platform, place.platform.take(place.local_rank)
+    platform, device = place.platform, place.platform.take(place.local_rank)
     # Experts of DeepSpeed want to know their group.
     join(0, 1, lambda kind, size, ranks: 0.0, device)
     # A backward pass is repeated, and so must leave what it is given as it is.
     torch._functorch.config.donated_buffer = False
-    identity, environment = platform.identity(device), {"torch": str(torch.__version__)} | platform.versions(device)
-    measured: list[OperatorTiming] = []
-    problems: list[str] = []
-
-    def report() -> RankReport:
-        found, why = tuple(measured), tuple(problems)
-        return RankReport(0, {}, identity, {}, (), (), None, environment, operators=found, problems=why)
-
-    for operator in program.operators:
-        if time.monotonic() - began > program.budget_s:
+    environment = {"torch": str(torch.__version__)} | platform.versions(device)
+    messages.send(Device(platform.identity(device), environment))
+    for operator in operators:
+        if time.monotonic() > until:
             break
         try:
-            measured.append(_timing(operator, device, platform))
+            finding = Finding(_timing(operator, device, platform, beside))
         except Unmeasured as reason:
-            problems.append(f"{operator.label}: {reason}")
+            finding = Finding(f"{operator.label}: {reason}")
         except Exception as error:  # out of memory, or what a library makes of such a shape
-            problems.append(f"{operator.label}: {error_line(error, 'measuring')}")
-        on_progress(Progress("operators", identity, report=report()))
-    return report()
+            finding = Finding(f"{operator.label}: {error_line(error, 'measuring')}", is_out_of_memory(error))
+        messages.send(finding)
+    messages.send(None)
 
 
-def _timing(operator: Operator, device: torch.device, platform: Platform) -> OperatorTiming:
-    """Of one operator. Raises `Unmeasured`, and whatever torch does."""
+def _timing(
+    operator: Operator, device: torch.device, platform: Platform, beside: Sequence[Fork] = ()
+) -> OperatorTiming:
+    """Of one operator, `beside` halted while it is timed. Raises `Unmeasured`, and whatever torch does."""
+    passes = _passes(operator, device)
+    for task in passes:
+        task()  # what is compiled is compiled now
+    platform.synchronize()
+    with halted(beside):
+        forward_s, *backward_s = [_seconds(task, platform) for task in passes]
+    release = Version(torch.__version__).base_version
+    return OperatorTiming(operator, forward_s, backward_s[0] if backward_s else None, release)
+
+
+def _passes(operator: Operator, device: torch.device) -> list[Callable[[], object]]:
+    """The operator forward and, where that is a pass of its own, backward."""
     if operator.kind == Kind.UPDATE:
-        return OperatorTiming(operator, _seconds(_update(operator, device), platform))
+        return [_update(operator, device)]
     if operator.precision == "fp8" and operator.compiled:
         raise Unmeasured("the compiler makes casts to fp8 part of others' kernels")
     if operator.kind not in _MADE or {"shared", "autocast"} & set(operator.form):
@@ -112,7 +141,7 @@ def _timing(operator: Operator, device: torch.device, platform: Platform) -> Ope
     def backward() -> None:
         torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
-    return OperatorTiming(operator, *(_seconds(task, platform) for task in (forward, backward)))
+    return [forward, backward]
 
 
 def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -120,14 +149,14 @@ def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _seconds(task: Callable[[], object], platform: Platform) -> float:
-    """What the device takes for a task, the median of some rounds.
+    """What the device takes for a task that it has done before, the median of some rounds.
 
     Where the host cannot be ahead of it, because the task waits for the device or has too much to hand over, the time
     in which the device has something to do.
     """
-    task()
     (once,) = platform.race(task, task)
     count = max(1, min(MOST, math.ceil(ROUND_S / once)))
+    rounds = range(ROUNDS if once < LONG_S else ROUNDS_OF_LONG)
 
     def several() -> None:
         for _ in range(count):
@@ -135,9 +164,9 @@ def _seconds(task: Callable[[], object], platform: Platform) -> float:
 
     handed_s = platform.handed_s(several, HELD_S)
     if handed_s > HELD_S:
-        return statistics.median(busy_s(several, platform) for _ in range(ROUNDS)) / count
+        return statistics.median(busy_s(several, platform) for _ in rounds) / count
     ahead_s = max(AHEAD_S, 2 * handed_s)  # the first task is handed over as well
-    return statistics.median(platform.race(task, several, ahead_s=ahead_s)[0] for _ in range(ROUNDS)) / count
+    return statistics.median(platform.race(task, several, ahead_s=ahead_s)[0] for _ in rounds) / count
 
 
 T = TypeVar("T")

@@ -8,26 +8,29 @@ from dataclasses import dataclass
 from search_spaces.layout import Layout
 from search_spaces.operators import Operator
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
-from trainables.training import Training
+from trainables.slice import Slice
 
 
 @dataclass(frozen=True)
 class Operators(RankProgram):
-    """Measures `operators` in their order. What has not begun after `budget_s` seconds is left out.
+    """Measures `kernels`, what the device does, in their order, and then `launches`, of `search_spaces.launches`.
 
-    So is, with a line in the report's `problems`, what runs out of memory or fails.
+    What has not begun by `kernels_s` and `launches_s` seconds, both from the start, is left out. So is, with a line in
+    the report's `problems`, what runs out of memory or fails.
     """
 
-    operators: tuple[Operator, ...]
-    budget_s: float
+    kernels: tuple[Operator, ...]
+    launches: tuple[Operator, ...]
+    kernels_s: float
+    launches_s: float
 
     @staticmethod
     def preload(layouts: Iterable[Layout]) -> list[str]:
         """What measures, and what a training of the layouts needs."""
-        return ["trainables.kernels", *Training.preload(layouts)]
+        return ["trainables.measuring", *Slice.preload(layouts)]
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Measure. What is measured is handed over as it comes: whatever ends the process, that stands."""
-        from trainables.kernels import measure
+        from trainables.measuring import measure
 
-        return measure(self, place, on_progress)
+        return measure(self, request, place, on_progress)

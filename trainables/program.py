@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from search_spaces.layout import Layout
 from search_spaces.network import Collective, Curve
@@ -85,7 +85,8 @@ class RankReport:
     first size, None if none was asked for. `environment` are names of devices and versions of libraries. `slice` is of
     ranks that ran alone; their losses are their own contributions. `curves`: of collectives, and `operators`, by
     programs that measure these. `tokens_per_step`: of all ranks in the window on average, by a program that counts
-    them. `problems`: why what it measured wants looking at, a line each.
+    them. `problems`: why what it measured wants looking at, a line each. `spent_s`: seconds by what they went into, by
+    programs that measure several things.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class RankReport:
     operators: tuple[OperatorTiming, ...] = ()
     tokens_per_step: float | None = None
     problems: tuple[str, ...] = ()
+    spent_s: dict[str, float] = field(default_factory=dict)
 
 
 class RankProgram(ABC):

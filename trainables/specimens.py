@@ -7,14 +7,10 @@ nothing, and is done several times: what else the host does, and how fast it is 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
-import os
-import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -23,16 +19,11 @@ import torch._inductor.config
 from search_spaces.launches import specimen_of
 from search_spaces.network import Network
 from search_spaces.operators import Operator, OperatorTiming
-from trainables.child import error_line
-from trainables.launches import Launches
-from trainables.leftovers import end_with_parent
-from trainables.program import Place, Progress, RankReport, TrialRequest
+from trainables.forks import Fork
+from trainables.program import Place, TrialRequest
 from trainables.slice import Slice
 from trainables.slice_rank import SliceRank
 from trainables.training import Training
-
-AT_ONCE = 12
-"""Processes that get ready beside each other, at most: each takes half a GiB of a GPU."""
 
 ROUNDS = 5
 """Turns of each, for the median."""
@@ -46,39 +37,7 @@ AWAKE_S, TURN_S = 0.05, 0.15
 AT_NO_TIME = Network("collectives that take no time", 8, 1e30, 1e30, 1e-30, 1e-30)
 
 
-def measure(
-    program: Launches, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
-) -> RankReport:
-    """`Launches.run`, which says more."""
-    until = time.monotonic() + program.budget_s
-    measured: list[OperatorTiming] = []
-    problems: list[str] = []
-
-    def report() -> RankReport:
-        return RankReport(0, {}, None, {}, (), (), None, {}, operators=tuple(measured), problems=tuple(problems))
-
-    at_once = min(AT_ONCE, len(os.sched_getaffinity(0)))
-    for first in range(0, len(program.launches), at_once):
-        if time.monotonic() > until:
-            break
-        on_progress(Progress(f"launches from {first} on", report=report()))
-        specimens = [Specimen(launch, request, place) for launch in program.launches[first : first + at_once]]
-        try:
-            _take_turns(specimens)
-        finally:
-            for specimen in specimens:
-                specimen.end()
-        for specimen in specimens:
-            if specimen.problem is not None:
-                problems.append(f"{specimen.launch.label}: {specimen.problem}")
-            elif (seconds := statistics.median(specimen.seconds)) > 0:
-                measured.append(OperatorTiming(specimen.launch, seconds))
-            else:
-                problems.append(f"{specimen.launch.label}: more microbatches took no longer")
-    return report()
-
-
-def _take_turns(specimens: Sequence[Specimen]) -> None:
+def take_turns(specimens: Sequence[Specimen]) -> None:
     """Have each be timed `ROUNDS` times, once all are ready or have failed."""
     until = time.monotonic() + PATIENCE_S
     for specimen in specimens:
@@ -98,60 +57,53 @@ class Specimen:
         self.launch, self.specimen = launch, specimen_of(launch)
         self.seconds: list[float] = []
         self.problem: str | None = None
-        self.messages, theirs = multiprocessing.Pipe()
         training = Training(self.specimen.model, "synthetic", self.specimen.sequence_length, seed=0)
         program = Slice(training, rank=0, network=AT_NO_TIME)
         request = replace(request, layout=self.specimen.layout, program=program, batches=self.specimen.batches)
-        self.pid = os.fork()
-        if not self.pid:
-            _serve(theirs, program, request, place)
-        theirs.close()
+        self.fork = Fork(lambda messages: _serve(messages, program, request, place))
+
+    @property
+    def found(self) -> OperatorTiming | str:
+        """What came of its turns, or why nothing did."""
+        if self.problem is not None:
+            return f"{self.launch.label}: {self.problem}"
+        if (seconds := statistics.median(self.seconds)) > 0:
+            return OperatorTiming(self.launch, seconds)
+        return f"{self.launch.label}: more microbatches took no longer"
 
     def take_turn(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, as it will be heard
-            self.messages.send(None)
+        self.fork.tell(None)
         self.hear(time.monotonic() + PATIENCE_S)
 
     def hear(self, until: float) -> None:
         """Wait for what it says: a problem, the seconds of a step with each batch, or that it is ready."""
-        try:
-            in_time = self.messages.poll(max(0.0, until - time.monotonic()))
-            said = self.messages.recv() if in_time else f"nothing came of it in {PATIENCE_S:.0f} s"
-        except (EOFError, OSError):
-            said = "its process has ended"
+        said = self.fork.hear(until - time.monotonic())
         if isinstance(said, str):
             self.problem = said
         elif said is not None:
             self.seconds.append(self.specimen.launch_s(said))
 
-    def end(self) -> None:
-        self.messages.close()
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-
 
 def _serve(messages: Connection, program: Slice, request: TrialRequest, place: Place) -> None:
     """The life of a specimen's process."""
-    try:
-        end_with_parent()
-        torch._inductor.config.compile_threads = 1  # the others compile at the same time
-        rank = SliceRank(program, request, place, lambda progress: None)
-        rank.measure()
-        messages.send(None)
-        while True:
-            messages.recv()
-            messages.send(tuple(_step_s(rank, batch) for batch in rank.batches))
-    except BaseException as error:
-        messages.send(error_line(error, "measuring"))
-    finally:
-        os._exit(0)
+    torch._inductor.config.compile_threads = 1  # the others compile at the same time
+    rank = SliceRank(program, request, place, lambda progress: None)
+    rank.measure()
+    messages.send(None)
+    while True:
+        messages.recv()
+        messages.send(_turn_s(rank))
 
 
-def _step_s(rank: SliceRank, batch: int) -> float:
-    """Seconds of a step with a batch, the median of some."""
-    rank.change_batch(batch)
-    _steps(rank, AWAKE_S, 1)
-    return statistics.median(_steps(rank, TURN_S, 2))
+def _turn_s(rank: SliceRank) -> tuple[float, ...]:
+    """Seconds of a step with each batch, the median of some, once the process has got going."""
+    seconds = list[float]()
+    for batch in rank.batches:
+        rank.change_batch(batch)
+        if not seconds:
+            _steps(rank, AWAKE_S, 1)
+        seconds.append(statistics.median(_steps(rank, TURN_S, 2)))
+    return tuple(seconds)
 
 
 def _steps(rank: SliceRank, least_s: float, least: int) -> list[float]:

@@ -137,7 +137,7 @@ def _calibrated(specs: Mapping[str, Problem], layouts: int, seed: int) -> Iterat
         came = calibrate(spec)
         tried = {trial.layout for trial in Results(store_uri(None)).search(came.search_id).trials}
         new = [layout for layout in spec.legal.layouts if layout not in tried]
-        print(f"{path}: {came.trials} trials")
+        print(f"{path}: {came.trials} trials, in {came.took}")
         if (operators := came.operators) is not None:
             print(f"{operators.measured} of {operators.wanted} operators measured", *operators.left_out, sep="\n")
         alone = replace(before, operators=timings(Home.locate(), spec.cluster.accelerator))

@@ -23,10 +23,10 @@ from service.errors import InputError
 from service.operators import QUICK
 from service.problem import Problem
 from service.spec import load_spec
-from trainables.launches import Launches
+from trainables.measuring import measure
+from trainables.operators import Operators
 from trainables.platforms.base import platform_of
 from trainables.program import Place, TrialRequest
-from trainables.specimens import measure
 
 
 def launches_of(problems: Iterable[Problem]) -> list[Operator]:
@@ -44,7 +44,7 @@ def usual_ms(launch: Operator) -> float:
 def measured(launches: Iterable[Operator], accelerator: Accelerator) -> Iterator[tuple[Operator, float]]:
     """Milliseconds of each that can be measured; a line is printed why another cannot."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    program = Launches(tuple(launches), budget_s=float("inf"))
+    program = Operators((), tuple(launches), 0.0, float("inf"))
     request = TrialRequest("launches", Layout("megatron", 1, 1), program, QUICK, float("inf"))
     place = Place(0, 0, "127.0.0.1", store.port, platform_of(accelerator))
     report = measure(program, request, place, lambda progress: None)

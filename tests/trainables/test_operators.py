@@ -17,7 +17,6 @@ from search_spaces.operators import Kind, Operator
 from search_spaces.workload import Workload
 from tests.trainables.conftest import RunRanks
 from trainables import kernels
-from trainables.launches import Launches
 from trainables.measure import Procedure
 from trainables.operators import Operators
 from trainables.platforms.base import AHEAD_S, platform_of
@@ -43,6 +42,10 @@ def consisting(name: str, *layouts: Layout) -> list[Operator]:
     return operators_of(layouts, Workload(PRESETS[name], 64, 4, ACCELERATORS["cpu"]), sheet)
 
 
+def of_kernels(*kernels: Operator) -> Operators:
+    return Operators(kernels, (), 100.0, 100.0)
+
+
 SPLIT = Layout("megatron", 4, 4, tensor_parallel_size=2, context_parallel_size=2, zero_stage=1)
 SPACE = (
     Layout("megatron", 1, 4, precision="fp32"),
@@ -56,12 +59,10 @@ SPACE = (
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt", "tiny-moe"])
 def test_all_operators_of_a_small_space_are_measured(run_ranks: RunRanks, name: str) -> None:
     wanted = [operator for operator in consisting(name, *SPACE) if operator.kind != Kind.LAUNCH]
-    report = report_of(
-        run_ranks, TrialRequest(f"operators-{name}", ALONE, Operators(tuple(wanted), 100.0), QUICK, 120.0)
-    )
+    report = report_of(run_ranks, TrialRequest(f"operators-{name}", ALONE, of_kernels(*wanted), QUICK, 120.0))
     measured = {row.operator for row in report.operators}
     left = set(wanted) - measured
-    assert all(row.forward_s > 0 for row in report.operators)
+    assert all(row.forward_s > 0 and row.torch and torch.__version__.startswith(row.torch) for row in report.operators)
     assert all((row.backward_s is None) == (row.operator.kind == Kind.UPDATE) for row in report.operators)
     # What tensor-parallel ranks share, and what DeepSpeed's optimizer does.
     assert {operator.kind for operator in left} == {Kind.COPIES, Kind.EMBEDDING, Kind.LOSS, Kind.UPDATE}
@@ -76,7 +77,7 @@ def test_all_operators_of_a_small_space_are_measured(run_ranks: RunRanks, name: 
 
 def test_larger_operators_take_longer(run_ranks: RunRanks) -> None:
     shapes = [(2**5, 2**5, 2**5), (2**10, 2**10, 2**10)]
-    program = Operators(tuple(Operator(Kind.PRODUCT, dims, "fp32", False) for dims in shapes), 100.0)
+    program = of_kernels(*(Operator(Kind.PRODUCT, dims, "fp32", False) for dims in shapes))
     small, large = report_of(run_ranks, TrialRequest("sizes", ALONE, program, QUICK, 120.0)).operators
     assert large.forward_s > 10 * small.forward_s
     assert small.backward_s is not None
@@ -88,30 +89,30 @@ def test_what_fails_or_comes_too_late_is_left_out(run_ranks: RunRanks) -> None:
     fits = Operator(Kind.PRODUCT, (8, 8, 8), "fp32", False)
     huge = Operator(Kind.PRODUCT, (8, 2**30, 2**30), "fp32", False)
     fused = fits._replace(precision="fp8", compiled=True)
-    program = Operators((huge, fused, fits), 100.0)
+    program = of_kernels(huge, fused, fits)
     report = report_of(run_ranks, TrialRequest("failing", ALONE, program, QUICK, 120.0))
     assert [row.operator for row in report.operators] == [fits]
     first, second = report.problems
     assert first.startswith(f"{huge.label}: measuring: ")
     assert "allocate" in first
     assert second == f"{fused.label}: the compiler makes casts to fp8 part of others' kernels"
-    late = report_of(run_ranks, TrialRequest("late", ALONE, Operators((fits,), -1.0), QUICK, 120.0))
+    late = report_of(run_ranks, TrialRequest("late", ALONE, Operators((fits,), (), -1.0, -1.0), QUICK, 120.0))
     assert (late.operators, late.problems) == ((), ())
 
 
 class Held(Cpu):
-    """A device that takes 4 ms for anything, to which the host needs some seconds to hand anything over."""
+    """A device that takes as long for anything, to which the host needs some seconds to hand anything over."""
 
-    def __init__(self, handed_s: float) -> None:
-        self.taken_s = handed_s
+    def __init__(self, handed_s: float, taken_s: float = 4e-3) -> None:
+        self.handed, self.taken_s = handed_s, taken_s
         self.ahead: list[float] = []
 
     def race(self, first: Callable[[], object], *tasks: Callable[[], object], ahead_s: float = AHEAD_S) -> list[float]:
         self.ahead.append(ahead_s)
-        return [4e-3 for _ in tasks]
+        return [self.taken_s for _ in tasks]
 
     def handed_s(self, task: Callable[[], object], held_s: float) -> float:
-        return self.taken_s
+        return self.handed
 
 
 @pytest.mark.parametrize(("handed_s", "ahead_s"), [(1e-3, AHEAD_S), (4e-3, 8e-3)])
@@ -119,6 +120,13 @@ def test_a_device_is_kept_waiting_until_a_slow_host_has_handed_all_over(handed_s
     device = Held(handed_s)
     assert kernels._seconds(lambda: None, device) == 4e-3
     assert set(device.ahead[1:]) == {ahead_s}
+
+
+@pytest.mark.parametrize(("taken_s", "rounds"), [(4e-3, 5), (20e-3, 3)])
+def test_what_takes_long_is_measured_in_fewer_rounds(taken_s: float, rounds: int) -> None:
+    device = Held(1e-3, taken_s)
+    assert kernels._seconds(lambda: None, device) == taken_s
+    assert len(device.ahead) == 1 + rounds
 
 
 def test_a_task_that_waits_for_the_device_takes_what_the_profiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +174,7 @@ def test_compiled_operators_are_measured(run_ranks: RunRanks) -> None:
         wanted = [
             operator for operator in consisting(name, *layouts) if operator.compiled and operator.kind != Kind.LAUNCH
         ]
-        program = Operators(tuple(wanted), 300.0)
+        program = Operators(tuple(wanted), (), 300.0, 300.0)
         report = report_of(run_ranks, TrialRequest(f"compiled-{name}", ALONE, program, QUICK, 300.0))
         assert [row.operator for row in report.operators] == wanted
         assert report.problems == ()
@@ -196,7 +204,7 @@ def test_launches_are_told_by_tiny_models_of_which_one_rank_is_there(
 ) -> None:
     launches = [launch for mode in modes for launch in consisting(*mode) if launch.kind == Kind.LAUNCH]
     unheard_of = launches[0]._replace(form=("unheard-of", "llama", "none"))
-    program = Launches((unheard_of, *launches), 100.0)
+    program = Operators((), (unheard_of, *launches), 0.0, 100.0)
     report = report_of(run_ranks, TrialRequest(f"launches-{len(modes)}", ALONE, program, QUICK, 400.0))
     assert [row.operator for row in report.operators] == launches
     assert all(1e-5 < row.forward_s < 1 and row.backward_s is None for row in report.operators)
@@ -206,5 +214,7 @@ def test_launches_are_told_by_tiny_models_of_which_one_rank_is_there(
 
 def test_launches_that_come_too_late_are_left_out(run_ranks: RunRanks) -> None:
     (launch,) = (operator for operator in consisting(*PLAIN[0]) if operator.kind == Kind.LAUNCH)
-    report = report_of(run_ranks, TrialRequest("late launches", ALONE, Launches((launch,), -1.0), QUICK, 120.0))
+    report = report_of(
+        run_ranks, TrialRequest("late launches", ALONE, Operators((), (launch,), -1.0, -1.0), QUICK, 120.0)
+    )
     assert (report.operators, report.problems) == ((), ())

@@ -12,14 +12,14 @@ import pytest
 from search_spaces.layout import Layout
 from search_spaces.operators import Kind, Operator
 from trainables import specimens
-from trainables.launches import Launches
 from trainables.measure import Procedure
+from trainables.operators import Operators
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import Place, TrialRequest
 
 LAUNCH = Operator(Kind.LAUNCH, (), "fp32", False, ("megatron", "llama", "none"))
 REQUEST = TrialRequest(
-    "turns", Layout("megatron", 1, 1), Launches((LAUNCH,), 1.0), Procedure(1, 1.0, 1.0, 1.0, 1), 10.0
+    "turns", Layout("megatron", 1, 1), Operators((), (LAUNCH,), 0.0, 1.0), Procedure(1, 1.0, 1.0, 1.0, 1), 10.0
 )
 
 
@@ -52,7 +52,7 @@ def test_each_turn_counts_and_an_end_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert one.problem is None
     one.take_turn()
     assert one.problem == "its process has ended"
-    one.end()
+    one.fork.end()
 
 
 def test_one_that_says_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +60,6 @@ def test_one_that_says_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     one.hear(time.monotonic() + 0.1)
     assert one.problem is not None
     assert one.problem.startswith("nothing came of it in ")
-    one.end()
+    one.fork.end()
     with pytest.raises(ProcessLookupError):
-        os.kill(one.pid, 0)
+        os.kill(one.fork.pid, 0)
