@@ -6,8 +6,9 @@ agree on the norm by which gradients are clipped. All other ranks do the same at
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean
@@ -17,7 +18,7 @@ from search_spaces.layout import Layout
 from search_spaces.memory import hidden_between
 from search_spaces.messages import Script, scripts
 from search_spaces.network import Collective, Network
-from search_spaces.playing import Played, Span, play
+from search_spaces.playing import Played, play
 from search_spaces.schedules import Action, Pass
 from search_spaces.workload import Workload
 
@@ -197,11 +198,9 @@ class _Rank:
         return self.longer * self.times.busy_s
 
     def slowed_s(self, played: Played, rank: int) -> dict[Action, float]:
-        """Seconds by which each pass takes longer for what its rank sends and receives beside it."""
-        return {
-            span.action: CONTENTION * self.times.products * _together(span, played.messages[rank])
-            for span in played.spans[rank]
-        }
+        """Seconds by which passes take longer for what their rank sends and receives beside them."""
+        share = CONTENTION * self.times.products
+        return {action: share * seconds for action, seconds in _beside(played, rank)} if share else {}
 
     def seconds(self, action: Action) -> float:
         return self.longer * self.times.passes[action._replace(stage=self.stage[action.stage])]
@@ -214,8 +213,18 @@ class _Rank:
         return sum(usual.busy_power_w * busy + usual.waiting_power_w * (step - busy) for busy in worked)
 
 
-def _together(span: Span, messages: Sequence[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(end, span.end) - max(begin, span.begin)) for begin, end in messages)
+def _beside(played: Played, rank: int) -> Iterator[tuple[Action, float]]:
+    """A rank's passes, and the seconds of each in which it sends or receives as well. Both follow one after another."""
+    spans, messages = played.spans[rank], iter(played.messages[rank])
+    begin, end = next(messages, (math.inf, math.inf))
+    for span in spans:
+        together = 0.0
+        while begin < span.end:
+            together += max(0.0, min(end, span.end) - max(begin, span.begin))
+            if end > span.end:
+                break
+            begin, end = next(messages, (math.inf, math.inf))
+        yield span.action, together
 
 
 def _step(
@@ -227,7 +236,7 @@ def _step(
     by more than the share `SETTLED` of a step.
     """
     begins = [rank.head_s for rank in ranks]
-    longer = [dict.fromkeys(rank.times.passes, 0.0) for rank in ranks]
+    longer: list[dict[Action, float]] = [{} for _ in ranks]
 
     def seconds(rank: int, action: Action) -> float:
         return ranks[rank].seconds(action) + longer[rank].get(action, 0.0)

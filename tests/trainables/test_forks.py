@@ -54,17 +54,22 @@ def test_what_it_started_is_halted_and_ends_with_it(started: Started) -> None:
     fork = started(life)
     pid = fork.hear(10)
     with halted([fork]):
-        assert state(pid) == "T"
-    assert state(pid) == "S"
+        assert comes_to(pid, "T")
+    assert comes_to(pid, "S")
     fork.signal(signal.SIGKILL)
+    assert comes_to(pid, None, "Z")
+
+
+def comes_to(pid: int, *states: str | None) -> bool:
+    """Whether a process is in one of these states before long; None if there is no such process any more."""
     until = time.monotonic() + 10
-    while (left := state(pid)) not in (None, "Z") and time.monotonic() < until:
+    while state(pid) not in states and time.monotonic() < until:
         time.sleep(0.01)
-    assert left in (None, "Z")
+    return state(pid) in states
 
 
 def state(pid: int) -> str | None:
-    """Of a process, as `proc(5)` has it; None if there is none."""
+    """As `proc(5)` has it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
