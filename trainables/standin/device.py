@@ -161,7 +161,13 @@ def spin(kind: Collective, seconds: float, stream: torch.cuda.Stream) -> None:
 def _pace(kind: Collective, move: Move, seconds: float, stream: torch.cuda.Stream) -> None:
     """One move at an even pace by `BLOCKS` thread blocks, which are busy to its end."""
     assert move.source is not None
-    target, source = _flat(move.target), _flat(move.source)
+    if not move.target.is_contiguous():
+        raise ValueError("what arrives in a collective must be contiguous, as with NCCL")
+    source = move.source.data
+    if not source.is_contiguous():
+        with torch.cuda.stream(stream):
+            source = source.contiguous()
+    target, source = _known(move.target.data), _known(source)
     count = target.numel() if source.numel() else 0
     period = max(1, min(count, source.numel()))
     _launch(
@@ -177,10 +183,9 @@ def _pace(kind: Collective, move: Move, seconds: float, stream: torch.cuda.Strea
             fill(move)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements one after the other, of a type that Triton knows if they are bytes."""
-    flat = tensor if tensor.is_contiguous() else tensor.data.reshape(-1)
-    return flat.data.view(torch.uint8) if flat.element_size() == 1 else flat
+def _known(tensor: Tensor) -> Tensor:
+    """The same, of a type that Triton knows if its elements are bytes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _launch(stream: torch.cuda.Stream, arguments: tuple[Any, ...], **constants: Any) -> None:
