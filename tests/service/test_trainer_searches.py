@@ -81,6 +81,7 @@ def test_the_plain_example(ray_session: Any, home: Home, python: dict[str, str])
     assert {layout.precision for layout in layouts} == {"fp32", "bf16"}
 
 
+@pytest.mark.slow
 def test_transformers_trainer(ray_session: Any, home: Home, python: dict[str, str]) -> None:
     trainer = yaml.safe_load((Path(trainers.__path__[0]) / "huggingface.yaml").read_text())
     trainer |= {"name": "huggingface", "environment": trainer["environment"] | python, "directory": str(FOLDER)}
