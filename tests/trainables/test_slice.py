@@ -160,3 +160,11 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
     for rank in (first_rank(layout, stage) for stage in range(layout.pipeline_parallel_size)):
         (own,) = reports(run_ranks(counted(alone(trial, rank))))
         assert own.peak_memory_gib == among[rank].peak_memory_gib
+
+
+def test_gradients_of_a_tensor_rank_alone_stay_bounded(run_ranks: RunRanks) -> None:
+    """It sums zeros of its own for tokens whose embeddings others hold: norms of such rows made these 40 and 42."""
+    layout = replace(megatron(2, tp=2, mbs=1, recompute="full"), precision="bf16", sequence_parallel=True)
+    model = replace(deep(LLAMA), layers=4)
+    (report,) = reports(run_ranks(alone(replace(request(layout, model), trial_id="bounded"), 0)))
+    assert max(report.grad_norms) < 20
