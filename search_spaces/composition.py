@@ -134,15 +134,14 @@ def compose(
     """
     ranks = [_Rank(layout, measured, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
     every = scripts(layout)
-    played, step = _step(every, ranks, transfers(layout, work, network, fleet.links))
-    slowed = tuple(sum(rank.slowed_s(played, number).values()) for number, rank in enumerate(ranks))
+    played, slowed, step = _step(every, ranks, transfers(layout, work, network, fleet.links))
     busy = tuple(rank.busy_s + seconds for rank, seconds in zip(ranks, slowed, strict=True))
     exposed: dict[str, float] = {}
     for rank in ranks:
         for kind, seconds in rank.times.exposed_s.items():
             exposed[kind] = exposed.get(kind, 0.0) + seconds * fleet.links / len(ranks)
     if len(ranks) > 1:
-        exposed["send_recv"] = step - _step(every, ranks, lambda sender, receiver: 0.0)[1]
+        exposed["send_recv"] = step - _step(every, ranks, lambda sender, receiver: 0.0)[-1]
     energy = sum(rank.energy_j(step, seconds) for rank, seconds in zip(ranks, slowed, strict=True))
     tokens = layout.global_batch_size * work.sequence_length
     memory = tuple(rank.memory_gib for rank in ranks)
@@ -229,8 +228,9 @@ def _beside(played: Played, rank: int) -> Iterator[tuple[Action, float]]:
 
 def _step(
     every: Sequence[Script], ranks: Sequence[_Rank], transfer: Callable[[int, int], float]
-) -> tuple[Played, float]:
-    """The passes, and the seconds of the whole step. Ranks wait for each other before they update.
+) -> tuple[Played, tuple[float, ...], float]:
+    """The passes, the seconds by which those of each rank take longer, and those of the whole step. Ranks wait for each
+    other before they update.
 
     Passes beside messages take longer, by which the messages change, too: they are played until no rank's passes change
     by more than the share `SETTLED` of a step.
@@ -251,7 +251,8 @@ def _step(
         if max(changes) <= SETTLED * played.seconds:
             break
     agreed = max(end + rank.tail_s - rank.update_s for end, rank in zip(played.finishes, ranks, strict=True))
-    return played, agreed + max(rank.update_s for rank in ranks)
+    slowed = tuple(sum(seconds.values()) for seconds in longer)
+    return played, slowed, agreed + max(rank.update_s for rank in ranks)
 
 
 def transfers(layout: Layout, work: Workload, network: Network, longer: float = 1.0) -> Callable[[int, int], float]:

@@ -160,12 +160,12 @@ class Rank:
         self.progress = replace(self.progress, tokens_per_s=tokens / seconds)
         self.on_progress(self.progress)
         if len(self.losses) == 1:
-            _settle()
+            settle()
             self.step_began_ns = time.monotonic_ns()
         return seconds, self.step_began_ns
 
 
-def _settle() -> None:
+def settle() -> None:
     """Leave what was built and compiled so far out of Python's collections, which would halt one rank in some step."""
     gc.collect()
     gc.freeze()

@@ -9,7 +9,6 @@ calls the hook after each step, as a program of a user's does. The host is at mo
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import time
@@ -23,7 +22,7 @@ from trainables.launch import TIMEOUT_S, place_of, read
 from trainables.leftovers import end_with_parent
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
-from trainables.rank import Rank
+from trainables.rank import Rank, settle
 from trainables.world import GangWorld
 
 LONGEST = 1_000_000
@@ -74,9 +73,8 @@ def train(rank: Rank, board: Board) -> None:
             before = event
         if rank.world.rank == 0:
             board.ended(time.monotonic_ns())
-        if number == 0:  # as in trials: what there is by now stays out of Python's collections
-            gc.collect()
-            gc.freeze()
+        if number == 0:
+            settle()
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from scipy import stats
 
+from benchmarks.measure.runs import parse_run
 from benchmarks.measure.telemetry import show
 from service.cluster import ray_session
 from service.problem import Problem
@@ -277,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("paths", type=Path, nargs="+", help="a spec to measure with, or files of earlier runs")
     parser.add_argument("--seconds", type=float, default=230.0, help="length of the trial's window")
     parser.add_argument("--out", type=Path, help="the file of this run")
-    arguments = parser.parse_args(argv)
+    arguments = parse_run(parser, argv)
     if arguments.out is None:
         try:
             records = [read_record(path) for path in arguments.paths]
@@ -288,8 +289,6 @@ def main(argv: list[str] | None = None) -> None:
         if len(records) > 1:
             show("Slowdown of training against no polling in all these runs, by Hz", slowdowns(records))
         return
-    if len(arguments.paths) > 1:
-        parser.error("--out takes one spec")
     record = while_training(load_spec(arguments.paths[0]).located(), arguments.seconds)
     arguments.out.write_text(json.dumps(record))
     show_run(record | figures(record))

@@ -9,8 +9,8 @@ are profiled, layers are cut by what that shows, as `stage_layers: auto` does, a
 these are timed by turns (`benchmarks.measure.recutting`). They are adopted where the 95% interval of what they save
 excludes zero; where the cut comes out as the plain one, nothing is adopted, and that is held against itself.
 
-A window takes 17 steps, the profiler, and what it takes to cut anew: by estimate 8 to 10 s where steps take 0.4 s, and
-2.5 s before the first in which anything is tried. The 46 windows of the default then take 300 to 350 s.
+A window takes 17 steps, the profiler, and what it takes to cut anew. On two H200, 26 windows of 13 steps of 0.75 s
+(`--pairs 4`) and the 14 before them, in which nothing is tried, took 295 s.
 
 What they can recover in theory is what the best of all cuts saves of a step that is played by its schedule
 (`search_spaces.playing`), with layers as long as they were measured to be on either device in that window.
@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import SPECS
 from benchmarks.measure.gang import one_bench, require_ok
 from benchmarks.measure.recutting import Recut
+from benchmarks.measure.runs import add_run_arguments, parse_run
 from benchmarks.measure.slowing import Draws, competing
 from search_spaces.layout import Layout
 from search_spaces.messages import scripts
@@ -213,25 +213,16 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="*",
-        default=[SPECS / "remedy_2gpu.yaml"],
-        help="a spec to measure with (default: remedy_2gpu.yaml), or files of earlier runs",
-    )
+    add_run_arguments(parser, "remedy_2gpu.yaml")
     parser.add_argument("--pairs", type=int, default=6, help="of steps a window")
     parser.add_argument("--seconds", type=float, default=400.0, help="of windows; those left by then are left out")
     parser.add_argument("--slow", type=float, nargs="+", default=SLOW, help="shares by which a device is slowed")
     parser.add_argument("--times", type=int, default=TIMES, help="windows of each")
     parser.add_argument("--calm", type=int, default=CALM, help="windows without a slow device")
-    parser.add_argument("--out", type=Path, help="the file of this run")
-    given = parser.parse_args(argv)
+    given = parse_run(parser, argv)
     if given.out is None:
         show([json.loads(path.read_text()) for path in given.paths])
         return
-    if len(given.paths) > 1:
-        parser.error("--out takes one spec")
     spec = load_spec(given.paths[0]).located()
     calibrating = 0 if spec.cluster.accelerator == "cpu" else CALIBRATING
     listed = turns(given.slow, given.times, given.calm)

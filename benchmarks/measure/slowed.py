@@ -29,9 +29,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks import SPECS, text_of
+from benchmarks import text_of
 from benchmarks.measure.following import followed
 from benchmarks.measure.gang import one_bench, require_ok
+from benchmarks.measure.runs import add_run_arguments, parse_run
 from benchmarks.measure.slowing import AIMED, Draws, Watched, competing
 from search_spaces.layout import Layout
 from service.answers.tables import render
@@ -315,25 +316,16 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="*",
-        default=[SPECS / "slowed_2gpu.yaml"],
-        help="a spec to measure with (default: slowed_2gpu.yaml), or files of earlier runs",
-    )
+    add_run_arguments(parser, "slowed_2gpu.yaml", "the file of this run, of a line a window")
     parser.add_argument("--seconds", type=float, default=280.0, help="of windows")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--history", type=int, default=HISTORY, help="windows in which nobody is slowed, at first")
     parser.add_argument("--least", type=float, default=LEAST, help="the least slowness that is drawn")
     parser.add_argument("--most", type=float, default=MOST, help="the most")
-    parser.add_argument("--out", type=Path, help="the file of this run, of a line a window")
-    given = parser.parse_args(argv)
+    given = parse_run(parser, argv)
     if given.out is None:
         show([read(path) for path in given.paths])
         return
-    if len(given.paths) > 1:
-        parser.error("--out takes one spec")
     spec = load_spec(given.paths[0]).located()
     calibrating = 0 if spec.cluster.accelerator == "cpu" else CALIBRATING
     ranks = spec.legal.layouts[0].num_gpus

@@ -35,8 +35,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import ROOT, SPECS, import_path
+from benchmarks import ROOT, import_path
 from benchmarks.measure.beside import Board
+from benchmarks.measure.runs import add_run_arguments, parse_run
 from service.answers.tables import render
 from service.paired import difference
 from service.problem import Problem
@@ -195,21 +196,12 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="*",
-        default=[SPECS / "slowed_2gpu.yaml"],
-        help="a spec to measure with (default: slowed_2gpu.yaml), or files of earlier runs",
-    )
+    add_run_arguments(parser, "slowed_2gpu.yaml")
     parser.add_argument("--seconds", type=float, default=105.0, help="of all, of which some 30 to 40 are to start")
-    parser.add_argument("--out", type=Path, help="the file of this run")
-    given = parser.parse_args(argv)
+    given = parse_run(parser, argv)
     if given.out is None:
         show([json.loads(path.read_text()) for path in given.paths])
         return
-    if len(given.paths) > 1:
-        parser.error("--out takes one spec")
     record = while_training(load_spec(given.paths[0]).located(), given.seconds)
     given.out.write_text(json.dumps(record))
     show([record])
