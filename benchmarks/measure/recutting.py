@@ -1,7 +1,8 @@
 """What cuts a pipeline anew while it trains, and measures what that saves: a program for the ranks of a trial.
 
 In each window it sees how slow each rank is, by what computing takes it in what it took in the first windows, has
-`search_spaces.placement` cut the layers by that, and trains by turns with the plain stages and with these.
+`search_spaces.placement` cut the layers by that, and trains by turns with the plain stages and with these, if they
+differ.
 """
 
 from __future__ import annotations
@@ -32,10 +33,6 @@ Cut = tuple[int, ...]
 
 SETTLING = 1
 """Steps before the first pair, of each of the two."""
-
-KEPT = 3
-"""Engines that are kept in memory: by estimate, of the 64 layers of remedy_2gpu.yaml each takes some 15 GiB of a GPU,
-and a step as much again."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,9 @@ class RecutRank(Rank):
                 if window >= draws.first:
                     slower = self.of_all(compute_s / sorted(usual)[len(usual) // 2])
                     cut = layers_by_speed(layers, [one / min(slower) for one in slower])
-                    plain_s, other_s = self.in_turns(cut)
-                    told |= {"slower": slower, "cut": cut, "plain_s": plain_s, "other_s": other_s}
+                    told |= {"slower": slower, "cut": cut}
+                    if cut != self.plain:
+                        told["plain_s"], told["other_s"] = self.in_turns(cut)
                 file.write(json.dumps(told) + "\n")
                 board.tell(rank, window, compute_s)
         self.world.slowest(0.0)
@@ -120,13 +118,13 @@ class RecutRank(Rank):
         return taken[False], taken[True]
 
     def use(self, cut: Cut) -> None:
-        """Train with these stages from now on. Collective where there is no engine for them yet."""
+        """Train with these stages from now on. Collective where there is no engine for them: besides the plain one, the
+        last is kept."""
         if cut not in self.engines:
-            if len(self.engines) == KEPT:
-                del self.engines[next(one for one in self.engines if one != self.plain)]
-                self.engine = self.engines[self.plain]
-                gc.collect()
-                torch.cuda.empty_cache()
+            self.engine = self.engines[self.plain]
+            self.engines = {self.plain: self.engine}
+            gc.collect()
+            torch.cuda.empty_cache()
             self.layout = replace(self.request.layout, stage_layers=cut)
             self.engines[cut] = build_engine(self.job())
         self.engine = self.engines[cut]

@@ -5,12 +5,11 @@
 
 The spec's first legal layout, of two pipeline stages, trains on two devices in windows. In some of them one device is
 slowed by a program beside the trial (`benchmarks.measure.slowing`), in `CALM` windows none is. In each window the ranks
-are profiled, layers are cut by what that shows, as `stage_layers: auto` does, and steps with the plain stages and with
-these are timed by turns (`benchmarks.measure.recutting`). They are adopted where the 95% interval of what they save
-excludes zero; where the cut comes out as the plain one, nothing is adopted, and that is held against itself.
+are profiled, layers are cut by what that shows, as `stage_layers: auto` does, and if the cut is not the plain one,
+steps with the plain stages and with these are timed by turns (`benchmarks.measure.recutting`). They are adopted where
+the 95% interval of what they save excludes zero.
 
-A window takes 17 steps, the profiler, and what it takes to cut anew. On two H200, 26 windows of 13 steps of 0.75 s
-(`--pairs 4`) and the 14 before them, in which nothing is tried, took 295 s.
+A window takes four steps, and where anything is tried two more and `--pairs` of two each.
 
 What they can recover in theory is what the best of all cuts saves of a step that is played by its schedule
 (`search_spaces.playing`), with layers as long as they were measured to be on either device in that window.
@@ -59,21 +58,25 @@ BACKWARD = 2 / 3
 @dataclass(frozen=True)
 class Window:
     """One window: who was `meant` to be slow by how much, how many times as long as usual each rank took (`slower`),
-    the `cut` by that, whether it is the `plain` one, what it was `measured` to save, and what it (`foretold`) and the
-    best one save in theory."""
+    the `cut` by that, what it was `measured` to save, None of the plain one, and what it (`foretold`) and the best one
+    save in theory."""
 
     rank: int | None
     meant: float
     slower: tuple[float, ...]
     cut: tuple[int, ...]
-    plain: bool
-    measured: Difference
+    measured: Difference | None
     foretold: float
     theory: float
 
     @property
     def adopted(self) -> bool:
-        return self.measured.proven and not self.plain
+        return self.measured is not None and self.measured.proven
+
+    @property
+    def saves(self) -> float:
+        """The share of a step that the cut was measured to save, whether it was adopted or not."""
+        return 0.0 if self.measured is None else self.measured.saves
 
 
 def turns(slow: Sequence[float], times: int, calm: int) -> list[tuple[int | None, float]]:
@@ -155,8 +158,7 @@ def read_windows(record: Mapping[str, Any]) -> list[Window]:
                 meant,
                 tuple(one["slower"]),
                 tuple(one["cut"]),
-                tuple(one["cut"]) == plain,
-                difference(one["plain_s"], one["other_s"]),
+                difference(one["plain_s"], one["other_s"]) if "plain_s" in one else None,
                 1 - step_s(layout, one["cut"], layer_s) / before,
                 1 - best / before,
             )
@@ -169,17 +171,18 @@ def table(windows: Sequence[Window]) -> str:
     for meant in sorted({one.meant for one in windows}):
         those = [one for one in windows if one.meant == meant]
         theory = statistics.fmean(one.theory for one in those)
-        kept = statistics.fmean(one.measured.saves if one.adopted else 0.0 for one in those)
+        kept = statistics.fmean(one.saves if one.adopted else 0.0 for one in those)
+        halves = [one.measured.half or 0.0 for one in those if one.measured is not None]
         rows.append(
             [
                 f"{meant:.0%}",
                 str(len(those)),
                 f"{statistics.median(max(one.slower) / min(one.slower) - 1 for one in those):.1%}",
                 " ".join(sorted({"-".join(map(str, one.cut)) for one in those})),
+                str(len(halves)),
                 str(sum(one.adopted for one in those)),
-                str(sum(one.measured.proven and one.plain for one in those)),
-                f"{statistics.fmean(one.measured.saves for one in those):.2%}",
-                f"{statistics.median(one.measured.half or 0.0 for one in those):.2%}",
+                f"{statistics.fmean(one.saves for one in those):.2%}",
+                f"{statistics.median(halves):.2%}" if halves else "",
                 f"{statistics.fmean(one.foretold for one in those):.2%}",
                 f"{theory:.2%}",
                 f"{kept:.2%}",
@@ -191,8 +194,8 @@ def table(windows: Sequence[Window]) -> str:
         "windows",
         "measured",
         "stages",
+        "tried",
         "adopted",
-        "told from itself",
         "saves",
         "+-",
         "foretold",
