@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Cut = tuple[int, ...]
 
-SETTLING = 1
-"""Steps before the first pair, of each of the two."""
+SETTLING = 3
+"""Steps before the first pair, of each of the two: the first two of an engine take up to a tenth longer."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ are profiled, layers are cut by what that shows, as `stage_layers: auto` does, a
 steps with the plain stages and with these are timed by turns (`benchmarks.measure.recutting`). They are adopted where
 the 95% interval of what they save excludes zero.
 
-A window takes four steps, and where anything is tried two more and `--pairs` of two each.
+A window takes four steps, and where anything is tried six more and `--pairs` of two each.
 
 What they can recover in theory is what the best of all cuts saves of a step that is played by its schedule
 (`search_spaces.playing`), with layers as long as they were measured to be on either device in that window.
