@@ -141,8 +141,8 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
     block = _block_activations(layout, model, engine, tokens, work.sequence_length, in_parts)
     found = {rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}
     hopeless = usable is not None and max(memory.needed for memory in found.values()) > HOPELESS_SHARE * usable
-    if not hopeless and (whole := replayed(layout, work)) is not None:
-        found = {rank: _as_replayed(memory, whole) for rank, memory in found.items()}
+    if not hopeless:
+        found = {rank: _as_replayed(memory, replayed(layout, work, rank)) for rank, memory in found.items()}
     return MemoryEstimate(found, usable)
 
 
@@ -302,8 +302,11 @@ def _rank(
     )
 
 
-def _as_replayed(memory: RankMemory, found: Replayed) -> RankMemory:
-    """What is reserved as it was replayed, of which gradients that come late count as slack, as where nothing is."""
+def _as_replayed(memory: RankMemory, found: Replayed | None) -> RankMemory:
+    """What is reserved as it was replayed, of which gradients that come late count as slack; as it was estimated where
+    nothing was replayed."""
+    if found is None:
+        return memory
     slack = min(found.late, found.reserved - found.most)
     left = found.reserved - slack - memory.parameters - memory.gradients - memory.optimizer
     activations = min(left, memory.activations)

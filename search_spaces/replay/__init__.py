@@ -11,13 +11,14 @@ Sizes are in values of the width that is given, 2 bytes if none is. A block keep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from search_spaces.engines import ENGINES
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.flat import Flat
+from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
@@ -27,6 +28,9 @@ STEPS = 3
 
 ROUNDS = 2
 """Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
+
+FULL = 4
+"""Microbatches of a step, in the pipeline's ranks, after which all further ones are like the last."""
 
 RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
 """By what engines say of themselves (`EngineFacts.allocates`)."""
@@ -42,22 +46,42 @@ class Replayed:
     late: float
 
 
-def replayed(layout: Layout, work: Workload) -> Replayed | None:
-    """Of a legal layout; None where the order of its allocations is not known."""
+def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
+    """Of a pipeline rank of a legal layout; None where the order of its allocations is not known."""
     model, facts = work.shape, ENGINES.get(layout.engine)  # what is built on them may allocate otherwise
     plain = (layout.precision, layout.reduce_precision, layout.zero_stage) == ("bf16", "fp32", 0)
-    if facts is None or facts.allocates is None or work.trainer is not None or layout.num_gpus > 1 or not plain:
+    if facts is None or facts.allocates is None or work.trainer is not None or not plain:
         return None
     if layout.offload_optimizer or layout.expandable_segments:
         return None
-    rounds = min(ROUNDS, layout.gradient_accumulation_steps)
     tokens = layout.micro_batch_size * work.sequence_length
+    if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
+        return _replay_rank(model, tokens, _shortened(layout), rank)
+    if layout.num_gpus > 1:
+        return None
+    rounds = min(ROUNDS, layout.gradient_accumulation_steps)
     return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
 
 
 @lru_cache(maxsize=4096)
 def _replay(run: str, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> Replayed:
-    training = RUNS[run](model, tokens, rounds, compiled, recompute)
+    return _run(RUNS[run](model, tokens, rounds, compiled, recompute))
+
+
+def _shortened(layout: Layout) -> Layout:
+    """With no more microbatches than it takes until nothing new comes, which in GPipe is never."""
+    most = FULL * layout.pipeline_parallel_size * layout.micro_batch_size
+    if layout.pipeline_schedule == "gpipe" or layout.global_batch_size <= most:
+        return layout
+    return replace(layout, global_batch_size=most)
+
+
+@lru_cache(maxsize=4096)
+def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> Replayed:
+    return _run(Pipelined(model, tokens, layout, rank))
+
+
+def _run(training: Training) -> Replayed:
     for _ in range(STEPS):
         training.step()
     return Replayed(training.allocator.reserved, training.allocator.most, training.late)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from search_spaces.models import MOST_LOGITS, ModelShape
 from search_spaces.replay.allocator import Allocator, Piece
 from search_spaces.replay.groups import block_of, experts_of, groups_of
@@ -15,6 +17,9 @@ MAIN = 0
 
 class Training:
     """A training of one model, whose tensors have names while they live: those of block i begin with its number."""
+
+    hands_on_logits = False
+    """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> None:
         self.allocator = Allocator()
@@ -40,6 +45,9 @@ class Training:
 
     def rename(self, name: str, other: str) -> None:
         self.live[other] = self.live.pop(name)
+
+    def holds(self, name: str) -> bool:
+        return name in self.live
 
     # What engines do in ways of their own
 
@@ -73,73 +81,97 @@ class Training:
         self.end()
 
     def _microbatch(self, is_last: bool) -> None:
-        model, tokens, hidden = self.model, self.tokens, self.model.hidden
+        model = self.model
         ends = ("ends", "ends") if model.tie_embeddings else ("embedding", "head")
-        self.gather(ends[0])
-        self.take("x0", tokens * hidden)
-        if self.is_gpt:
-            self.take("positions", model.max_sequence_length * hidden)
-            self.take("sum", tokens * hidden)
-            self.give_back("x0", "positions")
-            self.rename("sum", "x0")
-        for layer in range(model.layers):
-            self.gather(block_of(layer))
-            self.drops = self.full and (self.compiles_recomputation() or not self.compiled)
-            self._forward(layer)
-            self.drops = False
-            if self.full:
-                self._drop(layer)
+        self._embed(ends[0])
+        self._blocks_forward(range(model.layers))
         self.gather(ends[1])
-        self._loss()
-        self.take("dn", tokens * hidden)
-        if "workspace of backward passes" not in self.live:
-            self.take("workspace of backward passes", WORKSPACE, 1)
-        self._table_gradient("output")
-        self.give_back("dlogits", "n")
-        self.take("dx", tokens * hidden)
-        self.give_back("dn")
-        self._norm_gradients(ends[1], "norm")
-        self.give_back(f"x{model.layers}")
+        self._logits()
+        self._loss_forward()
+        self._loss_backward()
+        self._head_backward(ends[1], model.layers)
         if not model.tie_embeddings:
             self.sum_up("head", is_last)
-        for layer in reversed(range(model.layers)):
-            if self.full:
-                self._forward(layer, again=True)
-            self._backward(layer, is_last)
-            self.sum_up(block_of(layer), is_last)
+        self._blocks_backward(range(model.layers), is_last)
         if self.is_gpt and not model.tie_embeddings:
             self.gradient("embedding", "positions")
         self._table_gradient("tokens")
         self.give_back("dx")
         self.sum_up(ends[0], is_last)
 
-    def _loss(self) -> None:
-        """Logits to their gradients: compiled in bf16 alone, of too many piece by piece; else a copy in fp32, its
-        log-softmax, and the gradients of both, one after the other."""
-        tokens, count = self.tokens, self.tokens * self.model.vocab
-        self.take("n", tokens * self.model.hidden)
-        self.take("logits", count)
+    def _embed(self, group: str) -> None:
+        tokens, hidden = self.tokens, self.model.hidden
+        self.gather(group)
+        self.take("x0", tokens * hidden)
+        if self.is_gpt:
+            self.take("positions", self.model.max_sequence_length * hidden)
+            self.take("sum", tokens * hidden)
+            self.give_back("x0", "positions")
+            self.rename("sum", "x0")
+
+    def _blocks_forward(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            self.gather(block_of(layer))
+            self.drops = self.full and (self.compiles_recomputation() or not self.compiled)
+            self._forward(layer)
+            self.drops = False
+            if self.full:
+                self._drop(layer)
+
+    def _blocks_backward(self, layers: Sequence[int], is_last: bool) -> None:
+        for layer in reversed(layers):
+            if self.full:
+                self._forward(layer, again=True)
+            self._backward(layer, is_last)
+            self.sum_up(block_of(layer), is_last)
+
+    def _logits(self) -> None:
+        self.take("n", self.tokens * self.model.hidden)
+        self.take("logits", self.tokens * self.model.vocab)
+
+    def _loss_forward(self) -> None:
+        """Of logits: compiled in bf16 alone; else of a copy in fp32, of which the log-softmax is left."""
+        count = self.tokens * self.model.vocab
+        if self.compiled:
+            self.take("sums of logits", self.tokens, 4)
+            return
+        self.take("copy", count, 4)
+        self.take("log-softmax", count, 4)
+        self.give_back("copy", *(() if self.hands_on_logits else ("logits",)))
+
+    def _loss_backward(self) -> None:
+        """The gradients of logits: compiled piece by piece where they are too many; else by those of the copy, one
+        after the other."""
+        count = self.tokens * self.model.vocab
         if self.compiled:
             pieces = -(-count // MOST_LOGITS)
             gradients = [f"dlogits of piece {piece}" for piece in range(pieces)]
-            self.take("sums", tokens, 4)
             for gradient in gradients:
                 self.take(gradient, count / pieces)
-            self.give_back("logits", "sums")
+            self.give_back(*(() if self.hands_on_logits else ("logits",)), "sums of logits")
             if pieces == 1:
                 self.rename(gradients[0], "dlogits")
                 return
             self.take("dlogits", count)
             self.give_back(*gradients)
             return
-        self.take("copy", count, 4)
-        self.take("log-softmax", count, 4)
-        self.give_back("copy", "logits")
         self.take("of chosen", count, 4)
         self.take("of copy", count, 4)
         self.give_back("of chosen", "log-softmax")
         self.take("dlogits", count)
         self.give_back("of copy")
+
+    def _head_backward(self, group: str, layer: int) -> None:
+        """From the gradients of logits to those of the hidden states that came from the block before `layer`."""
+        self.take("dn", self.tokens * self.model.hidden)
+        if not self.holds("workspace of backward passes"):
+            self.take("workspace of backward passes", WORKSPACE, 1)
+        self._table_gradient("output")
+        self.give_back("dlogits", "n")
+        self.take("dx", self.tokens * self.model.hidden)
+        self.give_back("dn")
+        self._norm_gradients(group, "norm")
+        self.give_back(f"x{layer}")
 
     def _table_gradient(self, name: str) -> None:
         """A tied table's comes in two parts, of which autograd keeps the first until it has the second."""
@@ -213,7 +245,7 @@ class Training:
             self._keep(layer, "activated", inner)
             self._past(layer, "up", *(() if self.is_gpt else ("gate",) if fused else ("gate", "silu")))
             if selective:
-                self._done(layer, "n2", *(("silu",) if f"{layer} silu" in self.live else ()))
+                self._done(layer, "n2", *(("silu",) if self.holds(f"{layer} silu") else ()))
             self._keep(layer, "down", hidden)
             if selective:
                 self._done(layer, "activated")
@@ -327,11 +359,11 @@ class Training:
         self._norm_gradients(group, "ffn norm")
         self._keep(layer, "d x2", hidden)
         self._done(layer, "d n2")
-        if f"{layer} x2" in self.live:
+        if self.holds(f"{layer} x2"):
             self._keep(layer, "both", hidden)
             self._done(layer, "d x2", "x2")
             self.rename(f"{layer} both", f"{layer} d x2")
-        if f"{layer} wo" in self.live:
+        if self.holds(f"{layer} wo"):
             self._done(layer, "wo")
         self.give_back("dx")
         self._keep(layer, "d attended", queries)

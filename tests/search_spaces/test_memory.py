@@ -478,8 +478,10 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     assert len(new) == 65
     assert not any(point.ran_out for point in new)
     errors = {point: abs(point.error) for point in new if point.error is not None}
-    assert statistics.mean(errors.values()) < 0.04
-    assert max(error for point, error in errors.items() if not lacked_room(point.layout)) < 0.1
+    assert statistics.mean(errors.values()) < 0.035
+    two_in_a_v = [point for point in errors if point.layout.pipeline_schedule == "zbv_zero_bubble"]
+    plain = [error for point, error in errors.items() if point not in two_in_a_v and not lacked_room(point.layout)]
+    assert max(plain) < 0.1
     assert max(errors.values()) < 0.12
     assert {band(point.layout, point.work) for point in new} == {"fits", "borderline"}
 

@@ -1,0 +1,224 @@
+"""What one rank of a pipeline of the `megatron` engine allocates in ways of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.replay.allocator import Piece
+from search_spaces.replay.groups import block_of
+from search_spaces.replay.sharded import REDUCING, Sharded
+from search_spaces.replay.training import WORKSPACE
+from search_spaces.schedules import Action, Pass, order
+
+STATES = (
+    *("whole ", "shard ", "cast", "block ", "embedding ", "head ", "experts "),
+    *("gradient ", "sum ", "sent", "late ", "first ", "second ", "workspace"),
+)
+"""How the names begin of what is there once, whatever microbatch is under way."""
+
+ENDED = ("d n2 of ", "d n1 of w", "d activated", "d silu", "d attended")
+"""Gradients that no product's weights need, in a backward pass that is split."""
+
+
+class Pipelined(Sharded):
+    """One rank: its stages alone, whose passes come in the order of the schedule.
+
+    A tied table is there twice. What a stage hands on stays until its backward pass. Where that is split, as torch
+    does it (`torch.distributed.pipelining`, Qi et al. 2023), all that the forward pass kept and the gradients of what
+    products made stay until the weights' turn; the first stage has its whole backward pass then.
+    """
+
+    hands_on_logits = True
+
+    def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
+        self.order = order(layout, rank)
+        self.layers = dict(enumerate(layout.layers_by_stage(model.layers)))
+        self.last = layout.pipeline_stages - 1
+        self.stages = layout.stages_of(rank)
+        self.under_way = ""
+        self.is_split = False
+        self.kept: dict[str, list[Piece]] = {}
+        self.output = ""
+        self.is_past = False
+        super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
+
+    def start(self) -> None:
+        mine = {block_of(layer) for stage in self.stages for layer in self.layers[stage]}
+        mine |= {f"experts {layer}" for stage in self.stages for layer in self.layers[stage]}
+        mine |= {"embedding"} if 0 in self.stages else set()
+        mine |= {"head"} if self.last in self.stages else set()
+        self.groups = {group: parameters for group, parameters in self.groups.items() if group in mine}
+        super().start()
+
+    # Names of a microbatch's own
+
+    def named(self, name: str) -> str:
+        return name if name.startswith(STATES) else self.under_way + name
+
+    def holds(self, name: str) -> bool:
+        return super().holds(self.named(name))
+
+    def take(self, name: str, values: float, width: int = 2, stream: int = 0) -> None:
+        super().take(self.named(name), values, width, stream)
+
+    def rename(self, name: str, other: str) -> None:
+        super().rename(self.named(name), self.named(other))
+
+    def give_back(self, *names: str) -> None:
+        if self.is_split and "log-softmax" in names:  # as all that the loss needed
+            names = tuple(name for name in names if name != "log-softmax")
+        summed = any(" d n2 of " in name for name in names)
+        for name in names:
+            if self.is_split and not (self._is_ended(name) or (summed and name.endswith(" d n2"))):
+                self.kept[self.under_way].append(self.live.pop(self.named(name)))
+            else:
+                super().give_back(self.named(name))
+
+    @staticmethod
+    def _is_ended(name: str) -> bool:
+        own = name.lstrip("0123456789 ")
+        return name.startswith(STATES) or own.startswith(ENDED) or own in ("d x2", "dn", "of chosen", "of copy")
+
+    def _drop(self, layer: int) -> None:
+        start = self.named(f"{layer} ")
+        for name in [name for name in self.live if name.startswith(start)]:
+            piece = self.live.pop(name)
+            if self.is_split and name[len(start) :] in ("d x2", "d n1 of wq"):
+                self.kept[self.under_way].append(piece)
+            else:
+                self.allocator.give_back(piece)
+
+    def _forward(self, layer: int, again: bool = False) -> None:
+        split, self.is_split = self.is_split, False
+        super()._forward(layer, again)
+        self.is_split = split
+
+    def _rotate_back(self, layer: int, name: str, width: int) -> None:
+        split, self.is_split = self.is_split, False
+        super()._rotate_back(layer, name, width)
+        self.is_split = split
+
+    # Gradients
+
+    def gradient(self, group: str, name: str) -> None:
+        if not self.is_split and not self.holds(f"gradient {group} {name}"):
+            super().gradient(group, name)
+
+    def sum_up(self, group: str, is_last: bool) -> None:
+        """Of what is there yet: in a backward pass that is split it is that of an earlier microbatch."""
+        new = [f"gradient {group} {name}" for name in self.groups[group]]
+        if not all(map(self.holds, new)):
+            return
+        if group not in self.summed:
+            self.summed.add(group)
+            for name, count in self.groups[group].items():
+                self.take(f"sum {group} {name}", count, 4)
+                self.give_back(f"gradient {group} {name}")
+        else:
+            self.give_back(*new)
+
+    def reduce(self, group: str) -> None:
+        """Once all microbatches have been through a stage."""
+        self.sum_up(group, False)
+        parameters = self.groups[group]
+        self.give_back(*(f"{group} {name}" for name in parameters))
+        self.gathered.remove(group)
+        if self.is_sending:
+            self.give_back("sent")
+        self.is_sending, whole = True, sum(parameters.values())
+        self.take("sent", whole, 4)
+        self.give_back(*(f"sum {group} {name}" for name in parameters))
+        self.summed.discard(group)
+        self.take(f"late {group}", whole, 4, REDUCING)
+
+    # A step
+
+    def step(self) -> None:
+        self.give_back(*[name for name in self.live if name.startswith("late ")])
+        left = {stage: sum(action.stage == stage for action in self.order) for stage in self.stages}
+        for action in self.order:
+            self.under_way = f"{action.stage}.{action.microbatch} "
+            self._act(action)
+            left[action.stage] -= 1
+            if not left[action.stage]:
+                for group in reversed(self._groups_of(action.stage)):
+                    self.reduce(group)
+        self._replace_output("")
+        self.end()
+
+    def _groups_of(self, stage: int) -> list[str]:
+        groups = [group for layer in self.layers[stage] for group in (block_of(layer), f"experts {layer}")]
+        ends = (["embedding"] if stage == 0 else [], ["head"] if stage == self.last else [])
+        return [group for group in (*ends[0], *groups, *ends[1]) if group in self.groups]
+
+    def _act(self, action: Action) -> None:
+        stage = action.stage
+        match action.step:
+            case Pass.FORWARD:
+                self._stage_forward(stage)
+            case Pass.BACKWARD:
+                self._stage_backward(stage)
+            case Pass.INPUT if stage:
+                self.is_split = True
+                self.kept[self.under_way] = []
+                self._stage_backward(stage)
+                self.is_split = False
+            case Pass.WEIGHT if stage:
+                for group in self._groups_of(stage):
+                    for name in self.groups[group]:
+                        self.gradient(group, name)
+                for piece in self.kept.pop(self.under_way):
+                    self.allocator.give_back(piece)
+            case Pass.WEIGHT:
+                self._stage_backward(stage)
+
+    def _stage_forward(self, stage: int) -> None:
+        layers = self.layers[stage]
+        if stage == 0:
+            self._embed("embedding")
+        else:
+            self.take(f"x{layers[0]}", self.tokens * self.model.hidden)
+        self._blocks_forward(layers)
+        if stage == self.last:
+            self.gather("head")
+            self._logits()
+        self._replace_output(self.named(self._output(stage)))
+        if stage == self.last:
+            self._loss_forward()
+
+    def _output(self, stage: int) -> str:
+        return "logits" if stage == self.last else f"x{self.layers[stage][-1] + 1}"
+
+    def _replace_output(self, name: str) -> None:
+        """The schedule has the last output in a variable, until the next takes its place."""
+        if self.is_past:
+            self.allocator.give_back(self.live.pop(self.output))
+        self.output, self.is_past = name, False
+
+    def _stage_backward(self, stage: int) -> None:
+        layers, hidden = self.layers[stage], self.tokens * self.model.hidden
+        if "workspace of backward passes" not in self.live:
+            self.take("workspace of backward passes", WORKSPACE, 1)
+        if stage == self.last:
+            self._loss_backward()
+            self._head_backward("head", layers[-1] + 1)
+            self.sum_up("head", False)
+        else:
+            self.take("dx", hidden)
+        self._blocks_backward(layers, False)
+        if stage == 0:
+            if self.is_gpt:
+                self.gradient("embedding", "positions")
+            self._table_gradient("tokens")
+            self.sum_up("embedding", False)
+        split, self.is_split = self.is_split, False
+        self.give_back("dx")
+        if split and stage == self.last:
+            self.give_back("log-softmax")
+        if self.named(self._output(stage)) == self.output:
+            self.is_past = True
+        else:
+            self.give_back(self._output(stage))
+        self.is_split = split
