@@ -29,8 +29,8 @@ STEPS = 3
 ROUNDS = 2
 """Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
 
-FULL = 4
-"""Microbatches of a step, in the pipeline's ranks, after which all further ones are like the last."""
+FULL, LEAST = 2, 8
+"""Microbatches of a step, in the pipeline's ranks, and in any case, after which all further ones are like the last."""
 
 RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
 """By what engines say of themselves (`EngineFacts.allocates`)."""
@@ -70,7 +70,7 @@ def _replay(run: str, model: ModelShape, tokens: int, rounds: int, compiled: boo
 
 def _shortened(layout: Layout) -> Layout:
     """With no more microbatches than it takes until nothing new comes, which in GPipe is never."""
-    most = FULL * layout.pipeline_parallel_size * layout.micro_batch_size
+    most = max(LEAST, FULL * layout.pipeline_parallel_size) * layout.micro_batch_size
     if layout.pipeline_schedule == "gpipe" or layout.global_batch_size <= most:
         return layout
     return replace(layout, global_batch_size=most)
