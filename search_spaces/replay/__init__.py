@@ -32,6 +32,9 @@ ROUNDS = 2
 FULL, LEAST = 2, 8
 """Microbatches of a step, in the pipeline's ranks, and in any case, after which all further ones are like the last."""
 
+MOST = 16
+"""Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
+
 RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
 """By what engines say of themselves (`EngineFacts.allocates`)."""
 
@@ -56,6 +59,8 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
         return None
     tokens = layout.micro_batch_size * work.sequence_length
     if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
+        if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
+            return None
         return _replay_rank(model, tokens, _shortened(layout), rank)
     if layout.num_gpus > 1:
         return None
@@ -69,7 +74,7 @@ def _replay(run: str, model: ModelShape, tokens: int, rounds: int, compiled: boo
 
 
 def _shortened(layout: Layout) -> Layout:
-    """With no more microbatches than it takes until nothing new comes, which in GPipe is never."""
+    """With no more microbatches than it takes until nothing new comes, which is never in GPipe."""
     most = max(LEAST, FULL * layout.pipeline_parallel_size) * layout.micro_batch_size
     if layout.pipeline_schedule == "gpipe" or layout.global_batch_size <= most:
         return layout

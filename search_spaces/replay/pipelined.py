@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from search_spaces.layout import Layout
@@ -40,6 +41,7 @@ class Pipelined(Sharded):
         self.under_way = ""
         self.is_split = False
         self.kept: dict[str, list[Piece]] = {}
+        self.names: dict[str, list[str]] = defaultdict(list)  # of each block's tensors, of each microbatch
         self.output = ""
         self.is_past = False
         super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
@@ -62,9 +64,15 @@ class Pipelined(Sharded):
 
     def take(self, name: str, values: float, width: int = 2, stream: int = 0) -> None:
         super().take(self.named(name), values, width, stream)
+        self._note(name)
 
     def rename(self, name: str, other: str) -> None:
         super().rename(self.named(name), self.named(other))
+        self._note(other)
+
+    def _note(self, name: str) -> None:
+        if name[0].isdigit():
+            self.names[self.named(name.partition(" ")[0])].append(name)
 
     def give_back(self, *names: str) -> None:
         if self.is_split and "log-softmax" in names:  # as all that the loss needed
@@ -82,10 +90,11 @@ class Pipelined(Sharded):
         return name.startswith(STATES) or own.startswith(ENDED) or own in ("d x2", "dn", "of chosen", "of copy")
 
     def _drop(self, layer: int) -> None:
-        start = self.named(f"{layer} ")
-        for name in [name for name in self.live if name.startswith(start)]:
-            piece = self.live.pop(name)
-            if self.is_split and name[len(start) :] in ("d x2", "d n1 of wq"):
+        for name in dict.fromkeys(self.names.pop(self.named(f"{layer}"), [])):
+            if not self.holds(name):
+                continue
+            piece = self.live.pop(self.named(name))
+            if self.is_split and name.endswith((" d x2", " d n1 of wq")):
                 self.kept[self.under_way].append(piece)
             else:
                 self.allocator.give_back(piece)

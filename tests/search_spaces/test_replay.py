@@ -169,10 +169,11 @@ def test_a_rank_of_a_pipeline_leaves_no_tensor(schedule: str, virtual: int, reco
 def test_more_microbatches_than_fill_a_pipeline_need_no_more_but_in_gpipe() -> None:
     work = Workload(PRESETS["gpt3-1.3b"], 2048, 64)
     for schedule, virtual in PIPELINES:
-        found = [replayed(pipeline(schedule, virtual, rounds), work, rank=1) for rounds in (4, 8, 64)]
+        found = [replayed(pipeline(schedule, virtual, rounds), work, rank=1) for rounds in (4, 8, 16)]
         few, some, many = (one.reserved for one in found if one is not None)
         assert few <= some
-        assert (many > 2 * some) if schedule == "gpipe" else many == some
+        assert (many > 1.5 * some) if schedule == "gpipe" else many == some
+    assert replayed(pipeline("gpipe", 1, 17), work) is None
 
 
 def test_zero_bubble_keeps_gradients_until_the_turn_of_the_weights() -> None:
