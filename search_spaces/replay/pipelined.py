@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.allocator import Piece
 from search_spaces.replay.groups import block_of
-from search_spaces.replay.sharded import REDUCING, Sharded
-from search_spaces.replay.training import WORKSPACE
+from search_spaces.replay.sharded import Sharded
 from search_spaces.schedules import Action, Pass, order
 
 STATES = (
@@ -35,7 +36,7 @@ class Pipelined(Sharded):
 
     def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
         self.order = order(layout, rank)
-        self.layers = dict(enumerate(layout.layers_by_stage(model.layers)))
+        self.layers = layout.layers_by_stage(model.layers)
         self.last = layout.pipeline_stages - 1
         self.stages = layout.stages_of(rank)
         self.under_way = ""
@@ -47,10 +48,7 @@ class Pipelined(Sharded):
         super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
 
     def start(self) -> None:
-        mine = {block_of(layer) for stage in self.stages for layer in self.layers[stage]}
-        mine |= {f"experts {layer}" for stage in self.stages for layer in self.layers[stage]}
-        mine |= {"embedding"} if 0 in self.stages else set()
-        mine |= {"head"} if self.last in self.stages else set()
+        mine = [group for stage in self.stages for group in self._groups_of(stage)]
         self.groups = {group: parameters for group, parameters in self.groups.items() if group in mine}
         super().start()
 
@@ -99,15 +97,20 @@ class Pipelined(Sharded):
             else:
                 self.allocator.give_back(piece)
 
-    def _forward(self, layer: int, again: bool = False) -> None:
+    @contextmanager
+    def _letting_go(self) -> Iterator[bool]:
+        """Keep nothing until the weights' turn meanwhile; it is told whether anything is kept otherwise."""
         split, self.is_split = self.is_split, False
-        super()._forward(layer, again)
+        yield split
         self.is_split = split
 
+    def _forward(self, layer: int, again: bool = False) -> None:
+        with self._letting_go():
+            super()._forward(layer, again)
+
     def _rotate_back(self, layer: int, name: str, width: int) -> None:
-        split, self.is_split = self.is_split, False
-        super()._rotate_back(layer, name, width)
-        self.is_split = split
+        with self._letting_go():
+            super()._rotate_back(layer, name, width)
 
     # Gradients
 
@@ -128,34 +131,19 @@ class Pipelined(Sharded):
         else:
             self.give_back(*new)
 
-    def reduce(self, group: str) -> None:
-        """Once all microbatches have been through a stage."""
-        self.sum_up(group, False)
-        parameters = self.groups[group]
-        self.give_back(*(f"{group} {name}" for name in parameters))
-        self.gathered.remove(group)
-        if self.is_sending:
-            self.give_back("sent")
-        self.is_sending, whole = True, sum(parameters.values())
-        self.take("sent", whole, 4)
-        self.give_back(*(f"sum {group} {name}" for name in parameters))
-        self.summed.discard(group)
-        self.take(f"late {group}", whole, 4, REDUCING)
-
     # A step
 
-    def step(self) -> None:
-        self.give_back(*[name for name in self.live if name.startswith("late ")])
-        left = {stage: sum(action.stage == stage for action in self.order) for stage in self.stages}
+    def _passes(self) -> None:
+        left = Counter(action.stage for action in self.order)
         for action in self.order:
             self.under_way = f"{action.stage}.{action.microbatch} "
             self._act(action)
             left[action.stage] -= 1
             if not left[action.stage]:
                 for group in reversed(self._groups_of(action.stage)):
-                    self.reduce(group)
+                    self.sum_up(group, False)
+                    self.reduce(group, [f"sum {group} {name}" for name in self.groups[group]])
         self._replace_output("")
-        self.end()
 
     def _groups_of(self, stage: int) -> list[str]:
         groups = [group for layer in self.layers[stage] for group in (block_of(layer), f"experts {layer}")]
@@ -208,8 +196,7 @@ class Pipelined(Sharded):
 
     def _stage_backward(self, stage: int) -> None:
         layers, hidden = self.layers[stage], self.tokens * self.model.hidden
-        if "workspace of backward passes" not in self.live:
-            self.take("workspace of backward passes", WORKSPACE, 1)
+        self._work_backward()
         if stage == self.last:
             self._loss_backward()
             self._head_backward("head", layers[-1] + 1)
@@ -222,12 +209,11 @@ class Pipelined(Sharded):
                 self.gradient("embedding", "positions")
             self._table_gradient("tokens")
             self.sum_up("embedding", False)
-        split, self.is_split = self.is_split, False
-        self.give_back("dx")
-        if split and stage == self.last:
-            self.give_back("log-softmax")
-        if self.named(self._output(stage)) == self.output:
-            self.is_past = True
-        else:
-            self.give_back(self._output(stage))
-        self.is_split = split
+        with self._letting_go() as is_split:
+            self.give_back("dx")
+            if is_split and stage == self.last:
+                self.give_back("log-softmax")
+            if self.named(self._output(stage)) == self.output:
+                self.is_past = True
+            else:
+                self.give_back(self._output(stage))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from search_spaces.replay.training import Training
 
 REDUCING = 1
@@ -50,15 +52,20 @@ class Sharded(Training):
                 self.take(f"sum {group} {name}", count, 4)
                 self.give_back(f"gradient {group} {name}")
             self.summed.add(group)
-        if not is_last:
-            return
+        if is_last:
+            made = [f"sum {group} {name}" for name in parameters] if group in self.summed else new
+            self.reduce(group, made)
+
+    def reduce(self, group: str, made: Sequence[str]) -> None:
+        """Copy what was `made` of a group's gradients to those of the shard, and let go of its parameters."""
+        parameters = self.groups[group]
         self.give_back(*(f"{group} {name}" for name in parameters))
         self.gathered.remove(group)
         if self.is_sending:
             self.give_back("sent")
         self.is_sending, whole = True, sum(parameters.values())
         self.take("sent", whole, 4)
-        self.give_back(*((f"sum {group} {name}" for name in parameters) if group in self.summed else new))
+        self.give_back(*made)
         self.summed.discard(group)
         self.take(f"late {group}", whole, 4, REDUCING)
 

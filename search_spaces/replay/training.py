@@ -76,9 +76,12 @@ class Training:
     # A step
 
     def step(self) -> None:
+        self._passes()
+        self.end()
+
+    def _passes(self) -> None:
         for index in range(self.rounds):
             self._microbatch(index == self.rounds - 1)
-        self.end()
 
     def _microbatch(self, is_last: bool) -> None:
         model = self.model
@@ -164,14 +167,17 @@ class Training:
     def _head_backward(self, group: str, layer: int) -> None:
         """From the gradients of logits to those of the hidden states that came from the block before `layer`."""
         self.take("dn", self.tokens * self.model.hidden)
-        if not self.holds("workspace of backward passes"):
-            self.take("workspace of backward passes", WORKSPACE, 1)
+        self._work_backward()
         self._table_gradient("output")
         self.give_back("dlogits", "n")
         self.take("dx", self.tokens * self.model.hidden)
         self.give_back("dn")
         self._norm_gradients(group, "norm")
         self.give_back(f"x{layer}")
+
+    def _work_backward(self) -> None:
+        if not self.holds("workspace of backward passes"):
+            self.take("workspace of backward passes", WORKSPACE, 1)
 
     def _table_gradient(self, name: str) -> None:
         """A tied table's comes in two parts, of which autograd keeps the first until it has the second."""

@@ -471,6 +471,11 @@ def test_what_ran_out_is_never_called_safe(measured: list[MeasuredMemory]) -> No
     assert max(point.share for point in measured if point.reserved_gib is not None) < 1
 
 
+def two_in_a_v(layout: Layout) -> bool:
+    """Two microbatches leave gaps in the V, and the replay finds no place for one tensor of logits that has one."""
+    return layout.pipeline_schedule == "zbv_zero_bubble" and layout.gradient_accumulation_steps == 2
+
+
 def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     """Context parallelism and pipeline schedules, on two GPUs."""
     sweep = tabled(DATA / "llama3_12l_2xh200.csv")
@@ -479,9 +484,10 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     assert not any(point.ran_out for point in new)
     errors = {point: abs(point.error) for point in new if point.error is not None}
     assert statistics.mean(errors.values()) < 0.035
-    two_in_a_v = [point for point in errors if point.layout.pipeline_schedule == "zbv_zero_bubble"]
-    plain = [error for point, error in errors.items() if point not in two_in_a_v and not lacked_room(point.layout)]
-    assert max(plain) < 0.1
+    assert (
+        max(error for point, error in errors.items() if not (two_in_a_v(point.layout) or lacked_room(point.layout)))
+        < 0.1
+    )
     assert max(errors.values()) < 0.12
     assert {band(point.layout, point.work) for point in new} == {"fits", "borderline"}
 
