@@ -1,8 +1,7 @@
 """What cuts a pipeline anew while it trains, and measures what that saves: a program for the ranks of a trial.
 
-In each window it sees how slow each rank is, by what computing takes it in what it took in the first windows, has
-`search_spaces.placement` cut the layers by that, and trains by turns with the plain stages and with these, if they
-differ.
+In each window it sees how long computing takes each rank with as many layers, has `search_spaces.placement` cut the
+layers by that, and trains by turns with the plain stages and with these, if they differ.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.measure.slowing import Board, Draws, introduce
 from search_spaces.placement import layers_by_speed
 from trainables.engines.build import build_engine
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
-from trainables.rank import Rank
+from trainables.rank import Rank, settle
 from trainables.training import Training
 from trainables.world import GangWorld
 
@@ -40,7 +39,7 @@ class Recut(Training):
     """Trains, and after its own window by turns with the layout's stages and uneven ones; told in `folder`.
 
     A window for each of the first `draws.first` and each of `draws.listed`, of as many `pairs` of steps, as far as
-    `seconds` go.
+    `seconds` go: none is begun that would take longer if it took as long as the longest so far.
     """
 
     folder: str
@@ -66,11 +65,12 @@ class RecutRank(Rank):
         layers, stages = self.training.model.layers, self.layout.pipeline_stages
         self.plain: Cut = (layers // stages,) * stages
         self.engines: dict[Cut, TrainingEngine] = {self.plain: self.engine}
-        board, usual, began = Board(folder), [], time.monotonic()
+        board, began, longest_s = Board(folder), time.monotonic(), 0.0
         self.enter("recut")
         with (folder / f"{rank}.jsonl").open("w", buffering=1) as file:  # a line at once
             for window in range(draws.first + len(draws.listed)):
-                if self.world.slowest(time.monotonic() - began) > self.training.seconds:
+                window_began = time.monotonic()
+                if self.world.slowest(window_began - began + longest_s) > self.training.seconds:
                     break
                 if rank == 0:
                     board.begin(window)
@@ -80,17 +80,16 @@ class RecutRank(Rank):
                 if profile.breakdown is None:
                     raise InvalidTrial(profile.problem or "another rank's profiler failed")
                 compute_s = profile.breakdown.compute_s
-                if window < draws.history:
-                    usual.append(compute_s)
                 told: dict[str, object] = {"window": window, "compute_s": compute_s}
                 if window >= draws.first:
-                    slower = self.of_all(compute_s / sorted(usual)[len(usual) // 2])
-                    cut = layers_by_speed(layers, [one / min(slower) for one in slower])
-                    told |= {"slower": slower, "cut": cut}
+                    seconds = self.of_all(compute_s)
+                    cut = layers_by_speed(layers, [one / min(seconds) for one in seconds])
+                    told["cut"] = cut
                     if cut != self.plain:
                         told["plain_s"], told["other_s"] = self.in_turns(cut)
                 file.write(json.dumps(told) + "\n")
                 board.tell(rank, window, compute_s)
+                longest_s = max(longest_s, time.monotonic() - window_began)
         self.world.slowest(0.0)
         if rank == 0:
             board.end()
@@ -109,6 +108,7 @@ class RecutRank(Rank):
             self.use(each)
             for _ in range(SETTLING):
                 self.seconds()
+        settle()
         taken: dict[bool, list[float]] = {False: [], True: []}
         for number in range(self.training.pairs):
             for other in (False, True) if number % 2 else (True, False):
@@ -123,6 +123,7 @@ class RecutRank(Rank):
         if cut not in self.engines:
             self.engine = self.engines[self.plain]
             self.engines = {self.plain: self.engine}
+            gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
             self.layout = replace(self.request.layout, stage_layers=cut)

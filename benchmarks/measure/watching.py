@@ -11,7 +11,7 @@ The spec's first legal layout trains by torchrun, on all of its devices, as a ru
 - `doctor`: `wattune doctor` examines the machine, again as soon as it is through. It leaves what is in use alone.
 
 Between their turns both are halted as processes are (SIGSTOP), so that all is of one run. Printed is how much longer
-the median step is than in the same round `alone`: the mean of the rounds, and its 95% interval. What they do once in a
+the median step is than in the same round `alone`, and where that lies with 95% confidence. What they do once in a
 while, a look of the watcher's or full readings, they do as often as in thrice the time. Of several files the same is
 printed of all their rounds together.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -49,8 +50,8 @@ from trainables.training import Training
 ALONE, WATCH, DOCTOR = "alone", "watch", "doctor"
 ORDERS = ((ALONE, WATCH, DOCTOR), (DOCTOR, WATCH, ALONE), (WATCH, ALONE, DOCTOR), (DOCTOR, ALONE, WATCH))
 
-WINDOW_S, EDGE_S = 1.5, 0.15
-"""Of a turn, and of its beginning that is left out."""
+WINDOW_S, EDGE_S = 3.0, 0.15
+"""Of a turn, and of its beginning that is left out. In turns half as long medians vary twice as much."""
 
 STARTED_S, SETTLED_S = 100.0, 6.0
 """How long a training may take to its first steps, and how long it is then left to warm the machine up."""
@@ -187,11 +188,11 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
     alone, rows = [one for each in by_round for one in each[ALONE]], []
     for beside in (WATCH, DOCTOR):
         costs = difference(alone, [one for each in by_round for one in each[beside]])
-        longer, half = -costs.saves, costs.half or float("nan")
-        verdict = "yes" if longer + half < BOUND else "no" if longer - half > BOUND else "not told"
-        rows.append([beside, str(costs.pairs), f"{longer:+.4%}", f"{half:.4%}", verdict])
+        most, least = (-end for end in costs.interval or (-math.inf, math.inf))
+        verdict = "yes" if most < BOUND else "no" if least > BOUND else "not told"
+        rows.append([beside, str(costs.pairs), f"{-costs.saves:+.4%}", f"{least:+.4%} to {most:+.4%}", verdict])
     print(f"steps of {np.median(alone):.4f} s alone\n")
-    print(render(("beside it", "rounds", "steps are longer by", "+-", f"below {BOUND:.1%}"), rows))
+    print(render(("beside it", "rounds", "steps are longer by", "95% interval", f"below {BOUND:.1%}"), rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -23,7 +23,6 @@ from service.answers.placements import Placement, placements
 from service.answers.ranking import compared, leaders, undecided
 from service.goals import Comparison
 from service.metrics import Direction, heading, number, with_unit
-from service.paired import Difference
 from service.record.results import SearchRecord
 from service.result import Straggler
 from trainables.status import Status
@@ -245,13 +244,8 @@ def placed(found: Found) -> str | None:
 
 def _worth(one: Placement) -> str:
     assert one.speed is not None
-
-    def told(saves: Difference) -> str:
-        within = "" if saves.half is None else f" +- {saves.half:.2%}"
-        return f"{saves.saves:.2%}{within}"
-
-    parts = [f"the time of a step {told(one.speed)}"]
-    parts += [f"{heading(metric)} {told(saves)}" for metric, saves in one.costs.items()]
+    parts = [f"the time of a step {one.speed}"]
+    parts += [f"{heading(metric)} {saves}" for metric, saves in one.costs.items()]
     text = (
         f"{one.layout.label}, placed by how fast GPUs are, saves of what {plain(one.layout).label} takes, in "
         f"{one.speed.pairs} pairs: {', '.join(parts)}"

@@ -15,7 +15,7 @@ from service.result import Purpose, TrialResult, behind
 from service.sampling.finalists import rounds
 from trainables.status import Status
 
-PAIRS = 5
+PAIRS = 6
 """Trials of each placement, and as many of the plain layout between them: fewer prove nothing of a per cent or two."""
 
 OFTEN = 0.5

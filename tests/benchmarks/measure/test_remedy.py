@@ -38,7 +38,7 @@ def recorded(seed: int, noise: float) -> dict[str, Any]:
                 seconds = step_s(LAYOUT, cut, [LAYER_S * each for each in times])
                 return [seconds * chance.gauss(1, noise) for _ in range(6)]
 
-            window |= {"slower": seen, "cut": cut}
+            window["cut"] = cut
             if cut != (32, 32):
                 window |= {"plain_s": taken((32, 32)), "other_s": taken(cut)}
         windows.append(window)

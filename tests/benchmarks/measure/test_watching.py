@@ -39,8 +39,8 @@ def test_what_each_costs_is_told_whatever_drifts(capsys: pytest.CaptureFixture[s
     assert ratios == pytest.approx(1.02)
     show([record, record])
     watch, doctor = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
-    assert watch == ["watch", "24", "+0.0200%", "0.0000%", "yes"]
-    assert doctor == ["doctor", "24", "+2.0000%", "0.0000%", "no"]
+    assert watch == ["watch", "24", "+0.0200%", "+0.0200%", "to", "+0.0200%", "yes"]
+    assert doctor == ["doctor", "24", "+2.0000%", "+2.0000%", "to", "+2.0000%", "no"]
 
 
 def test_a_round_without_a_step_in_one_of_its_turns_is_left_out() -> None:

@@ -162,7 +162,7 @@ def test_the_report_says_what_it_was_worth() -> None:
     told = findings.placed(findings.Found(search(*map(recorded, results))))
     assert told is not None
     assert told.startswith("megatron 2gpu dp1 pp2 ")
-    assert "in 5 pairs: the time of a step 4.9" in told
+    assert "in 6 pairs: the time of a step 4.86% (4.42% to 5.10%)" in told
     assert told.endswith("It was kept.")
     assert findings.placed(findings.Found(search())) is None
 
