@@ -32,6 +32,9 @@ MEASURED_SHARE = 1.03
 UNMEASURED_SHARE = 1.15
 """Share above which a layout is taken not to fit that is of a kind by which no part of the formula was set."""
 
+CLEAR_SHARE = 0.6
+"""Share by the formula up to which a layout fits whatever a replay says: the formula was at most a fifth too low."""
+
 HOPELESS_SHARE = 1.3
 """Share above which it is not looked at more closely how little a layout fits, which takes a tenth of a second."""
 
@@ -133,22 +136,28 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
 
     `ranks`: pipeline ranks to look at, if not just those of which one is the fullest.
     """
-    usable = usable_bytes(work.accelerator)
-    asked = _fullest(layout) if ranks is None else ranks
+    by_formula = _by_formula(layout, work, _fullest(layout) if ranks is None else ranks)
+    if by_formula.share is not None and by_formula.share > HOPELESS_SHARE:
+        return by_formula
+    found = {rank: _as_replayed(memory, replayed(layout, work, rank)) for rank, memory in by_formula.ranks.items()}
+    return MemoryEstimate(found, by_formula.usable_bytes)
+
+
+def _by_formula(layout: Layout, work: Workload, ranks: Iterable[int]) -> MemoryEstimate:
     tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
     engine, model = facts_of(layout, work), work.shape
     in_parts = engine.attention(work.accelerator, is_square=False).in_parts
     block = _block_activations(layout, model, engine, tokens, work.sequence_length, in_parts)
-    found = {rank: _rank(layout, model, engine, tokens, block, rank) for rank in asked}
-    hopeless = usable is not None and max(memory.needed for memory in found.values()) > HOPELESS_SHARE * usable
-    if not hopeless:
-        found = {rank: _as_replayed(memory, replayed(layout, work, rank)) for rank, memory in found.items()}
-    return MemoryEstimate(found, usable)
+    found = {rank: _rank(layout, model, engine, tokens, block, rank) for rank in ranks}
+    return MemoryEstimate(found, usable_bytes(work.accelerator))
 
 
 def band(layout: Layout, work: Workload) -> Band | None:
     """Whether a legal layout fits, as it is really run: of proxies the deeper. None where memory is not known."""
-    return band_of(layout, work, estimate(layout, work.run).share)
+    share = _by_formula(layout, work.run, _fullest(layout)).share
+    if share is not None and share > CLEAR_SHARE:
+        share = estimate(layout, work.run).share
+    return band_of(layout, work, share)
 
 
 def band_of(layout: Layout, work: Workload, share: float | None) -> Band | None:

@@ -216,8 +216,7 @@ def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
 
 def memory_fits(layout: Layout, work: Workload) -> str | None:
     """See `memory.band_of`. Of proxies, the deeper has to fit."""
-    estimate = memory.estimate(layout, work.run)
-    return estimate.needs if memory.band_of(layout, work, estimate.share) == "too big" else None
+    return memory.estimate(layout, work.run).needs if memory.band(layout, work) == "too big" else None
 
 
 def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
