@@ -136,7 +136,18 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
 
     `ranks`: pipeline ranks to look at, if not just those of which one is the fullest.
     """
-    by_formula = _by_formula(layout, work, _fullest(layout) if ranks is None else ranks)
+    return _looked_at(layout, work, _by_formula(layout, work, _fullest(layout) if ranks is None else ranks))
+
+
+def glance(layout: Layout, work: Workload) -> MemoryEstimate:
+    """`estimate`, of layouts that clearly fit by the formula alone, so that many are soon told."""
+    by_formula = _by_formula(layout, work, _fullest(layout))
+    is_clear = by_formula.share is not None and by_formula.share <= CLEAR_SHARE
+    return by_formula if is_clear else _looked_at(layout, work, by_formula)
+
+
+def _looked_at(layout: Layout, work: Workload, by_formula: MemoryEstimate) -> MemoryEstimate:
+    """As replayed, but what is far too big."""
     if by_formula.share is not None and by_formula.share > HOPELESS_SHARE:
         return by_formula
     found = {rank: _as_replayed(memory, replayed(layout, work, rank)) for rank, memory in by_formula.ranks.items()}
@@ -154,10 +165,7 @@ def _by_formula(layout: Layout, work: Workload, ranks: Iterable[int]) -> MemoryE
 
 def band(layout: Layout, work: Workload) -> Band | None:
     """Whether a legal layout fits, as it is really run: of proxies the deeper. None where memory is not known."""
-    share = _by_formula(layout, work.run, _fullest(layout)).share
-    if share is not None and share > CLEAR_SHARE:
-        share = estimate(layout, work.run).share
-    return band_of(layout, work, share)
+    return band_of(layout, work, glance(layout, work.run).share)
 
 
 def band_of(layout: Layout, work: Workload, share: float | None) -> Band | None:

@@ -199,8 +199,8 @@ def _forecast(problem: Problem, layout: Layout, calibration: cost.Coefficients |
         prediction = cost.predict(layout, work, calibration)
         metrics = cost.metrics_of(prediction, layout, work)
         off = doubt(layout, work, problem.cluster.accelerator, calibration, prediction)
-    whole = memory.estimate(layout, work)
-    share = memory.estimate(layout, work.run).share if work.depths else whole.share
+    whole = memory.glance(layout, work)
+    share = memory.glance(layout, work.run).share if work.depths else whole.share
     if share is not None:
         metrics["peak_memory_gib"] = whole.peak_bytes / 2**30
     return Forecast(layout, share, memory.band_of(layout, work, share), metrics, off)

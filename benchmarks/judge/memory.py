@@ -26,6 +26,7 @@ from typing import get_args
 
 from benchmarks import DATA
 from benchmarks.judge.committed import FAULTS, RECORDS, Measurement, as_it_ran, measurements
+from benchmarks.judge.earlier import reserved_then
 from benchmarks.judge.search import Table
 from search_spaces.engines.deepspeed import sums_apart
 from search_spaces.layout import Layout
@@ -39,6 +40,7 @@ from search_spaces.memory import (
     passes_in_flight,
 )
 from search_spaces.parameters import held
+from search_spaces.replay import replayed
 from search_spaces.workload import Workload
 from service.answers.tables import render
 from service.spec import load_spec
@@ -102,9 +104,13 @@ class MeasuredMemory:
 
 def held_then(layout: Layout, work: Workload, rank: int) -> float:
     """Bytes that engines had when these points were measured, and have no more: `megatron` receive buffers of
-    microbatches not in flight, and DeepSpeed, where it sums gradients apart, those in bf16 of the microbatch before."""
+    microbatches not in flight, and DeepSpeed, where it sums gradients apart, those in bf16 of the microbatch before;
+    its data-parallel ranks what is replayed (`benchmarks.judge.earlier`)."""
     stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
     if layout.engine == "deepspeed":
+        now = replayed(layout, work) if layout.zero_stage else None
+        if now is not None:
+            return reserved_then(layout, work) - now.reserved
         return 2 * held(layout, work.shape, rank, False).whole if sums_apart(layout) and rounds > 1 else 0.0
     if stages == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a training on one GPU has torch's allocator reserve, by replaying what it allocates, in order.
+"""What a training has torch's allocator reserve on a GPU, by replaying what it allocates, in order.
 
 The sum of what is there at once is less than what is reserved, as tensors do not fit each other's places: the moments
 of Adam, which `megatron` makes at the end of the first step, lie where activations and logits were; what cuBLAS works
@@ -20,6 +20,7 @@ from search_spaces.models import ModelShape
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
+from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
 from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
 
@@ -38,6 +39,9 @@ MOST = 16
 RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
 """By what engines say of themselves (`EngineFacts.allocates`)."""
 
+SHARDED: dict[int, type[Shards]] = {1: SummedWhole, 2: SummedShare, 3: GatheredWhole}
+"""Of DeepSpeed's data-parallel ranks, by ZeRO stage."""
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -52,19 +56,25 @@ class Replayed:
 def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
     """Of a pipeline rank of a legal layout; None where the order of its allocations is not known."""
     model, facts = work.shape, ENGINES.get(layout.engine)  # what is built on them may allocate otherwise
-    plain = (layout.precision, layout.reduce_precision, layout.zero_stage) == ("bf16", "fp32", 0)
-    if facts is None or facts.allocates is None or work.trainer is not None or not plain:
+    if facts is None or facts.allocates is None or work.trainer is not None:
+        return None
+    if (layout.precision, layout.reduce_precision) != ("bf16", "fp32"):
         return None
     if layout.offload_optimizer or layout.expandable_segments:
         return None
     tokens = layout.micro_batch_size * work.sequence_length
+    rounds = min(ROUNDS, layout.gradient_accumulation_steps)
+    if facts.allocates == "flat" and layout.zero_stage and layout.num_gpus > 1:
+        alone = layout.data_parallel_size == layout.num_gpus and not model.num_experts
+        return _replay_shards(model, tokens, rounds, replace(layout, global_batch_size=0)) if alone else None
+    if layout.zero_stage:
+        return None
     if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
         if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
             return None
         return _replay_rank(model, tokens, _shortened(layout), rank)
     if layout.num_gpus > 1:
         return None
-    rounds = min(ROUNDS, layout.gradient_accumulation_steps)
     return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
 
 
@@ -84,6 +94,11 @@ def _shortened(layout: Layout) -> Layout:
 @lru_cache(maxsize=4096)
 def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> Replayed:
     return _run(Pipelined(model, tokens, layout, rank))
+
+
+@lru_cache(maxsize=4096)
+def _replay_shards(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
+    return _run(SHARDED[layout.zero_stage](model, tokens, rounds, layout))
 
 
 def _run(training: Training) -> Replayed:

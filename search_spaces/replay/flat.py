@@ -21,23 +21,30 @@ class Flat(Training):
         self.take("weights", count)
         for name in ("master weights", "sums of gradients", "first moments", "second moments"):
             self.take(name, count, 4)
-        self.waiting: list[str] = []
+        self.waiting: list[tuple[str, int]] = []
 
     def gradient(self, group: str, name: str) -> None:
-        if group == "ends" and name == "tokens":
-            self.give_back("first part")
-            return
-        count = self.groups[group][name]
+        count, made = self.groups[group][name], f"gradient {group} {name}"
         if group.startswith("experts"):  # of one after the other
             count //= self.model.num_experts
-        self.take(f"gradient {group} {name}", count)
-        self.waiting.append(f"gradient {group} {name}")
+        if group == "ends" and name == "tokens":
+            self.rename("first part", made)
+        else:
+            self.take(made, count)
+        self.waiting.append((made, count))
         if not self.compiled or not group.startswith("block"):
             self.sum_up(group, False)
 
     def sum_up(self, group: str, is_last: bool) -> None:
-        self.give_back(*self.waiting)
+        for name, count in self.waiting:
+            self.arrive(name, count)
         self.waiting.clear()
+
+    def arrive(self, name: str, count: int) -> None:
+        """What becomes of a gradient once there is nothing left to wait for: added to the sum, by way of a copy in
+        fp32."""
+        self.take("copy in fp32", count, 4)
+        self.give_back("copy in fp32", name)
 
     def _experts_forward(self, layer: int) -> None:
         """One after the other, each with room for as many tokens as the fullest has; results are weighed in fp32."""

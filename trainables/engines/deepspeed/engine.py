@@ -12,7 +12,7 @@ import importlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -205,7 +205,7 @@ class DeepSpeedEngine:
         )
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self.settings)
         self._start_from_fp32()
-        _make_moments(optimizer)
+        _make_moments(optimizer, self._master_weights(optimizer))
         if self.pipelined:
             self._prepare_pipeline(job)
         self.norm: Tensor | None = None
@@ -236,6 +236,11 @@ class DeepSpeedEngine:
         self.engine.micro_steps = 0  # by which it knows where steps end
         for experts in (m for m in self.engine.module.modules() if isinstance(m, DispatchedExperts)):
             experts.scale *= before / steps
+
+    def _master_weights(self, optimizer: torch.optim.AdamW) -> list[Tensor]:
+        """What the optimizer updates; ZeRO-3 tells it of one after the other, in each step anew."""
+        apart: list[Tensor] | None = getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", None)
+        return apart or [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def _piece(self, tokens: Tensor) -> Tensor:
         """This rank's piece of sequences (batch, sequence)."""
@@ -397,15 +402,14 @@ class DeepSpeedEngine:
         return square
 
 
-def _make_moments(optimizer: torch.optim.AdamW) -> None:
+def _make_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
     """Make the moments now. The first step would, in memory that its logits had, so that those of the next step would
     find no room of their size there."""
     torch.cuda.empty_cache()  # what the model was made in is in pieces too small for them
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter] = {"step": steps, **moments}
+    for parameter in parameters:
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = {"step": steps, **moments}
 
 
 def _observe_passes(engine: PipelineEngine, observe: Observer) -> None:

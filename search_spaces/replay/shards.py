@@ -1,0 +1,197 @@
+"""What the `deepspeed` engine allocates where ZeRO shards over data-parallel ranks, by `bf16_optimizer.py`,
+`zero/stage_1_and_2.py` and `zero/stage3.py` of DeepSpeed 0.19."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.replay.flat import Flat
+from search_spaces.replay.gathering import Gathering
+from search_spaces.replay.groups import block_of
+from search_spaces.replay.sharded import REDUCING
+from search_spaces.replay.training import MAIN
+
+GATHERING = 2
+"""The stream on which ZeRO-3 gathers parameters."""
+
+KEPT = 100_000
+"""A parameter of fewer values is never sharded: `stage3_param_persistence_threshold`, as it is by default."""
+
+
+class Shards(Flat):
+    """A data-parallel rank's share of the states, which are there before the first step."""
+
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.shards, self.bucket_size = layout.shard_ranks, layout.bucket_size
+        self.reducing = REDUCING if layout.overlap_grad_reduce else MAIN
+        self.gathering = GATHERING if layout.overlap_grad_reduce else MAIN
+        self.ahead = layout.bucket_size if layout.overlap_param_gather else 0
+        super().__init__(model, tokens, rounds, layout.compile, layout.recompute)
+
+    def start(self) -> None:
+        self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
+        self.share = self.count / self.shards
+        self.waiting: list[tuple[str, int]] = []
+        self.take("weights", self.weights())
+        self.take("master weights", self.share, 4)
+        self.make_moments()
+
+    def make_moments(self) -> None:
+        for name in ("first moments", "second moments"):
+            self.take(name, self.share, 4)
+
+    def weights(self) -> float:
+        """How many a rank has all the time in the width of products."""
+        return self.count
+
+    def largest(self) -> int:
+        return max(max(parameters.values()) for parameters in self.groups.values())
+
+    def norm(self, values: float) -> None:
+        """The gradients' norm is taken in fp64, one parameter after the other."""
+        self.take("in fp64", values, 8)
+        self.give_back("in fp64")
+
+
+class SummedWhole(Shards):
+    """ZeRO-1: gradients are summed up whole, in fp32, and reduced where they are."""
+
+    def start(self) -> None:
+        super().start()
+        self.take("sums of gradients", self.count, 4)
+
+
+class Bucketed(Shards):
+    """ZeRO-2 and 3: gradients go to a bucket, which is reduced once the next one would not fit, or by itself where it
+    is larger than a bucket."""
+
+    def start(self) -> None:
+        super().start()
+        self.filled, self.pieces = 0, 0
+
+    def arrive(self, name: str, count: int) -> None:
+        if self.filled + count > self.bucket_size:
+            self.reduce()
+        self.filled += count
+        self.pieces += 1
+        if count > self.bucket_size:
+            self.rename(name, "too large a gradient")
+        else:
+            self.give_back(name)
+
+    def reduce(self) -> None:
+        """What is in the bucket."""
+        if self.filled:
+            self.exchange()
+        if self.holds("too large a gradient"):
+            self.give_back("too large a gradient")
+        self.filled = self.pieces = 0
+
+    def exchange(self) -> None:
+        raise NotImplementedError
+
+
+class SummedShare(Bucketed):
+    """ZeRO-2: a microbatch has buckets in bf16, and of each one a copy in fp32 is reduced. What is a rank's own is
+    summed up in fp32 until the update."""
+
+    def arrive(self, name: str, count: int) -> None:
+        if not self.holds("bucket"):
+            self.take("bucket", self.bucket_size)
+            if self.reducing != MAIN:
+                self.take("second bucket", self.bucket_size)
+        super().arrive(name, count)
+
+    def exchange(self) -> None:
+        if not self.holds("sums of gradients"):
+            self.take("sums of gradients", self.share, 4, self.reducing)
+        if self.pieces > 1:
+            self.take("flat", self.filled, stream=self.reducing)
+        self.take("copy in fp32", self.filled, 4, self.reducing)
+        self.give_back("copy in fp32", *(("flat",) if self.pieces > 1 else ()))
+
+    def _microbatch(self, is_last: bool) -> None:
+        super()._microbatch(is_last)
+        self.reduce()
+        self.give_back("bucket", *(("second bucket",) if self.reducing != MAIN else ()))
+
+    def end(self) -> None:
+        self.norm(self.largest())
+        self.give_back("sums of gradients")
+
+
+class GatheredWhole(Bucketed):
+    """ZeRO-3: a bucket in fp32 is there all the time, as are the sums of a rank's own gradients, and parameters are
+    gathered module by module, ahead of their turn."""
+
+    def start(self) -> None:
+        super().start()
+        self.take("sums of gradients", self.share, 4)
+        self.take("bucket", self.bucket_size, 4)
+        sizes = {
+            f"{group} {name}": count
+            for group, parameters in self.groups.items()
+            for name, count in parameters.items()
+            if count >= KEPT
+        }
+        self.gathered = Gathering(self.allocator, sizes, self.ahead, self.gathering)
+
+    def weights(self) -> float:
+        return self.share
+
+    def exchange(self) -> None:
+        self.take("flat", self.filled, 4, self.reducing)
+        self.give_back("flat")
+
+    def _parameters(self, group: str, *names: str) -> list[str]:
+        found = [f"{group} {name}" for name in names or self.groups[group]]
+        return [name for name in found if name in self.gathered.sizes]
+
+    def _embed(self, group: str) -> None:
+        names = self._parameters(group)
+        self.gathered.fetch(names)
+        super()._embed(group)
+        self.gathered.let_go(names)
+
+    def _blocks_forward(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            names = self._parameters(block_of(layer))
+            self.gathered.fetch(names)
+            super()._blocks_forward([layer])
+            self.gathered.let_go(names)
+
+    def _head(self) -> list[str]:
+        return self._parameters("ends", "tokens") if self.model.tie_embeddings else self._parameters("head")
+
+    def _logits(self) -> None:
+        self.gathered.fetch(self._head())
+        super()._logits()
+        self.gathered.let_go(self._head())
+
+    def _loss_backward(self) -> None:
+        self.gathered.catch_up()  # as far ahead as the CPU was, of all of a microbatch, where it was measured
+        super()._loss_backward()
+
+    def _head_backward(self, group: str, layer: int) -> None:
+        self.gathered.fetch(self._head())
+        super()._head_backward(group, layer)
+        self.gathered.let_go(self._head())
+
+    def _blocks_backward(self, layers: Sequence[int], is_last: bool) -> None:
+        for layer in reversed(layers):
+            names = self._parameters(block_of(layer))
+            self.gathered.fetch(names)
+            super()._blocks_backward([layer], is_last)
+            self.gathered.let_go(names)
+
+    def _microbatch(self, is_last: bool) -> None:
+        super()._microbatch(is_last)
+        self.reduce()
+        self.gathered.end()
+
+    def end(self) -> None:
+        self.norm(self.largest() / self.shards)
+        self.take("flat", self.share, 4)
+        self.give_back("flat")

@@ -1,0 +1,165 @@
+"""DeepSpeed's data-parallel ranks have what ZeRO leaves them, and reserve what such ranks did."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import DATA
+from benchmarks.judge.earlier import reserved_then
+from benchmarks.judge.memory import tabled
+from benchmarks.measure.blind import read
+from search_spaces.layout import Layout
+from search_spaces.models import PRESETS
+from search_spaces.replay import SHARDED, replayed
+from search_spaces.replay.allocator import Allocator
+from search_spaces.replay.gathering import Gathering
+from search_spaces.workload import Workload
+from tests.search_spaces.test_replay import work_of
+
+GPT = PRESETS["gpt3-1.3b"]
+WORKSPACES = 2 * 2**25
+ROUNDED = 8 * 2**21
+"""What segments of 2 MiB may add to as many tensors."""
+
+
+def sharded(zero: int, shards: int = 2, **settings: object) -> Layout:
+    return replace(Layout("deepspeed", shards, 4 * shards, zero_stage=zero), **settings)  # type: ignore[arg-type]
+
+
+def reserved(layout: Layout) -> float:
+    found = replayed(layout, Workload(GPT, 2048, layout.global_batch_size))
+    assert found is not None
+    assert found.most <= found.reserved
+    return found.reserved
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("shards", [2, 8])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_between_steps_a_rank_has_its_states_alone(zero: int, shards: int, recompute: str) -> None:
+    layout = sharded(zero, shards, recompute=recompute)
+    training = SHARDED[zero](GPT, 2048, 2, layout)
+    whole = sum(sum(parameters.values()) for parameters in training.groups.values())
+    share = whole / shards
+    states = {1: 2 * whole + 4 * whole + 12 * share, 2: 2 * whole + 12 * share, 3: (2 + 4 + 12) * share}[zero]
+    states += 4 * layout.bucket_size if zero == 3 else 0
+    for _ in range(3):
+        training.step()
+        assert training.allocator.used == pytest.approx(states + WORKSPACES, abs=ROUNDED)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_more_ranks_and_smaller_buckets_need_less(zero: int) -> None:
+    assert reserved(sharded(zero, 8)) < reserved(sharded(zero, 4)) < reserved(sharded(zero, 2))
+    small = reserved(sharded(zero, bucket_size=10**8))
+    assert small < reserved(sharded(zero)) if zero > 1 else small == reserved(sharded(zero))
+
+
+def test_without_overlap_there_is_one_bucket() -> None:
+    layout = sharded(2)
+    assert reserved(layout) - reserved(replace(layout, overlap_grad_reduce=False)) >= 2 * layout.bucket_size
+
+
+@pytest.mark.parametrize("change", [{"context_parallel_size": 2}, {"tensor_parallel_size": 2}, {"precision": "fp8"}])
+def test_other_ranks_have_the_formula(change: dict[str, object]) -> None:
+    layout = replace(sharded(2, 4), **change)  # type: ignore[arg-type]
+    assert replayed(layout, Workload(GPT, 2048, layout.global_batch_size)) is None
+
+
+SIZES = {f"p{number}": 256 for number in range(6)} | {"large": 768}
+"""In bf16 pieces of 512 bytes, as the allocator gives them."""
+
+MODULES = [("p0", "p1"), ("p2", "p3"), ("p4", "p5"), ("large",)]
+
+
+def gathering(ahead: int) -> Gathering:
+    """One that knows the order of a microbatch."""
+    found = Gathering(Allocator(), SIZES, ahead, 0)
+    assert len(list(microbatch(found))) == 2 * len(MODULES)
+    return found
+
+
+def microbatch(found: Gathering) -> Iterator[None]:
+    """Forward and back, a moment for each module that is at work."""
+    for names in (*MODULES, *reversed(MODULES)):
+        found.fetch(names)
+        assert set(names) <= set(found.there)
+        yield
+        found.let_go(names)
+    found.end()
+
+
+def test_modules_are_gathered_ahead_and_all_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search_spaces.replay.gathering.NEAR", 0)
+    alone, ahead = gathering(0), gathering(512)
+    steps = zip(microbatch(alone), microbatch(ahead), strict=True)
+    next(steps)
+    assert not alone.coming
+    assert set(ahead.coming) == {"p2", "p3"}
+    assert (alone.live, ahead.live) == (512, 1024)
+    for _ in steps:
+        assert ahead.live >= alone.live
+    assert alone.allocator.used == ahead.allocator.used == 0
+
+
+def test_what_is_needed_soon_again_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search_spaces.replay.gathering.NEAR", 8 * 256)
+    found = gathering(0)
+    there = [set(found.there) for _ in microbatch(found)]
+    assert there[:2] == [{"p0", "p1"}, {"p2", "p3"}]
+    assert there[3] == {"p4", "p5", "large"}, "the head twice, and then the block before it"
+
+
+def test_no_more_is_sent_for_than_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search_spaces.replay.gathering.NEAR", 0)
+    monkeypatch.setattr("search_spaces.replay.gathering.MOST_LIVE", 1024)
+    found = gathering(10_000)
+    assert max(found.live for _ in microbatch(found)) <= 1024 + max(SIZES.values())
+
+
+def test_of_several_at_once_there_are_copies_and_of_one_there_is_none() -> None:
+    found = Gathering(Allocator(), SIZES, 0, 0)
+    found.fetch(["large"])
+    assert found.allocator.most == 2 * 768
+    found.fetch(["p0", "p1", "p2"])
+    assert found.allocator.most == 3 * 2 * 768
+    assert found.allocator.used == 2 * 2 * 768
+
+
+def test_ranks_that_were_measured() -> None:
+    errors = {}
+    for row in read(DATA / "blind2_2xh200.measured.jsonl.xz"):
+        layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+        if layout.zero_stage and (found := replayed(layout, work)) is not None:
+            largest = max(rank["peak_memory_gib"] for rank in row["full"]["ranks"])
+            errors[layout.zero_stage] = abs(found.reserved / 2**30 / largest - 1)
+    assert set(errors) == {1, 2, 3}
+    assert errors[1] < 0.005
+    assert errors[2] < 0.005
+    assert errors[3] < 0.1
+
+
+def test_ranks_that_were_measured_with_the_engine_as_it_was() -> None:
+    measured = {}
+    for name in ("llama3_12l_4xh200", "llama3_12l_2xh200"):
+        for point in tabled(DATA / f"{name}.csv"):
+            measured[point.layout, point.work.shape] = point.work, point.reserved_gib
+    for name in ("blind_2xh200", "blind_4xh200"):
+        for row in read(DATA / f"{name}.measured.jsonl.xz"):
+            layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+            if row["full"]["status"] == "ok":
+                largest = max(rank["peak_memory_gib"] for rank in row["full"]["ranks"])
+                measured[layout, work.shape] = work, largest
+    errors: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for (layout, _), (work, gib) in measured.items():
+        if layout.zero_stage and gib is not None and replayed(layout, work) is not None:
+            errors[layout.zero_stage].append(abs(reserved_then(layout, work) / 2**30 / gib - 1))
+    assert [len(some) for some in errors.values()] == [8, 6, 7]
+    for some, bound in zip(errors.values(), (0.035, 0.025, 0.055), strict=True):
+        assert statistics.mean(some) < bound
+    assert max(errors[1] + errors[2]) < 0.065
+    assert max(errors[3]) < 0.15
