@@ -59,15 +59,16 @@ class Gathering:
                 self._have(name)
         if self.is_known:
             fresh = {name for name in names if self.asked.get(name, -1) < self.turn}
-            while self.queue and fresh & {self.queue[0][0]}:
+            while self.queue and self.queue[0][0] in fresh:
                 name, self.asked[name] = self.queue.popleft()
             self._send_for(self._next())
         self.turn += 1
 
     def let_go(self, names: Sequence[str]) -> None:
         """Of a module's parameters that are not soon needed again."""
+        near = self._near()
         for name in names:
-            if name in self.there and self.asked.get(name, -1) <= self.turn and name not in self._near():
+            if name in self.there and self.asked.get(name, -1) <= self.turn and name not in near:
                 self.going.append(self.there.pop(name))
                 self.live -= self.sizes[name]
 

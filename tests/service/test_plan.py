@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from search_spaces.cost import data_sheet
 from search_spaces.doubt import MEASURED, UNLAUNCHED
 from search_spaces.layout import Layout
-from search_spaces.memory import estimate
+from search_spaces.memory import glance
 from service.cli import main
 from service.fitting import expected
 from service.plan import ROWS, Plan, _close, make_plan, text
@@ -128,7 +128,7 @@ def test_what_is_predicted_not_to_fit_is_not_promising() -> None:
 def test_proxies_have_to_fit_and_are_predicted_whole() -> None:
     plan = planned(model="llama3-70b", depth_proxy=[4, 8])
     for forecast in plan.forecasts:
-        deeper = estimate(forecast.layout, plan.problem.at_depth(8).workload)
+        deeper = glance(forecast.layout, plan.problem.at_depth(8).workload)
         assert forecast.share == deeper.share
         assert forecast.metrics["peak_memory_gib"] > deeper.peak_bytes / 2**30
     assert "each trial is run with 8 and with 4 layers" in text(plan)
