@@ -3,6 +3,7 @@
     python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--not-in TABLE.csv]
         [--seconds S]
     python -m benchmarks.measure.blind calibrated SPEC... --layouts N --seed SEED --out FILE.jsonl
+    python -m benchmarks.measure.blind foretell SPEC... --layouts N --seed SEED --out FILE.jsonl
     python -m benchmarks.measure.blind measure FILE.jsonl [--out MEASURED.jsonl] [--seconds S]
     python -m benchmarks.measure.blind tell FILE.jsonl[.xz] MEASURED.jsonl[.xz]...
 
@@ -11,9 +12,10 @@ have if one is named, and runs slices of each on the GPUs at hand, several at on
 FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `calibrated` does
 what `wattune calibrate` does, for each spec, and writes what the cost model foretells then, of layouts on any number of
 GPUs that are none of those it tried; also what it foretells by measured operators without the fit to trials, and what
-it did before. `measure` runs the same layouts by all their ranks, on as many GPUs, and prints every point, worst first:
-by how much slices or the calibrated model were off, by how much the others, and which layouts wait for the CPU; then
-means and largest errors by model and of all. `tell` prints the same of what is there.
+it did before. `foretell` writes what the models say as they are, on any machine. `measure` runs the same layouts by all
+their ranks, on as many GPUs, and prints every point, worst first: by how much slices or the models were off, by how
+much the others, and which layouts wait for the CPU; then means and largest errors by model and of all. `tell` prints
+the same of what is there.
 
 All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
 command goes on with what is left.
@@ -60,7 +62,7 @@ IDLE = 0.1
 
 Row = dict[str, Any]
 """A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `calibrated`
-`foretold`, what it was `by_operators` alone and `before`, of `measure` `full`."""
+`foretold`, what it was `by_operators` alone and `before`, of `foretell` `foretold`, of `measure` `full`."""
 
 
 def draw(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
@@ -112,7 +114,7 @@ def predict(
 
 def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
     """By the cost model as it is on this machine, calibrated or not, and by the memory model."""
-    calibration = load_calibration(Home.locate(), spec.cluster)
+    calibration = load_calibration(Home.locate(), spec.cluster) or expected(spec.cluster)
     speed = {} if calibration is None else predicted_metrics(layout, spec.workload, calibration)
     return speed | {"peak_memory_gib": estimate(layout, spec.workload.run).peak_bytes / 2**30}
 
@@ -147,6 +149,18 @@ def _calibrated(specs: Mapping[str, Problem], layouts: int, seed: int) -> Iterat
                 "by_operators": predicted_metrics(layout, spec.workload, alone),
                 "before": predicted_metrics(layout, spec.workload, before),
             }
+
+
+def foretell(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -> None:
+    """Append lines to `out` for each spec that has none there yet, by the models as they are."""
+    done = {row["spec"] for row in read(out)}
+    rows = (
+        _row(path, layout) | {"foretold": foretold(spec, layout)}
+        for path, spec in specs.items()
+        if path not in done
+        for layout in draw(spec.legal.layouts, layouts, seed)
+    )
+    write(out, rows, lambda row: f"{row['foretold']['peak_memory_gib']:.4g} GiB")
 
 
 def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until: float) -> None:
@@ -225,6 +239,8 @@ def _foretold(row: Row) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]
     """The figures that are told first, and those beside them, by heading."""
     if "slices" in row:
         return row["slices"]["metrics"], {"cost model's s/step": row["foretold"]}
+    if "before" not in row:
+        return row["foretold"], {}
     if "by_operators" not in row:  # foretold by operators alone
         return row["foretold"], {"s/step without operators": row["before"]}
     return row["foretold"], {"s/step by operators alone": row["by_operators"], "before calibration": row["before"]}
@@ -279,11 +295,11 @@ def main(argv: list[str] | None = None) -> None:
     second = halves.add_parser("measure")
     second.add_argument("file", type=Path)
     second.add_argument("--out", type=Path)
-    calibrated = halves.add_parser("calibrated")
-    calibrated.add_argument("specs", nargs="+", metavar="SPEC")
-    calibrated.add_argument("--layouts", type=int, required=True)
-    calibrated.add_argument("--seed", type=int, required=True)
-    calibrated.add_argument("--out", type=Path, required=True)
+    for alone in (halves.add_parser("calibrated"), halves.add_parser("foretell")):
+        alone.add_argument("specs", nargs="+", metavar="SPEC")
+        alone.add_argument("--layouts", type=int, required=True)
+        alone.add_argument("--seed", type=int, required=True)
+        alone.add_argument("--out", type=Path, required=True)
     third = halves.add_parser("tell")
     third.add_argument("file", type=Path)
     third.add_argument("measured", type=Path, nargs="+")
@@ -293,9 +309,10 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.half == "tell":
         tell(read(arguments.file), [row for file in arguments.measured for row in read(file)])
         return
-    if arguments.half == "calibrated":
+    if arguments.half in ("calibrated", "foretell"):
         specs = {path: load_spec(path).located() for path in arguments.specs}
-        predict_calibrated(specs, arguments.layouts, arguments.seed, arguments.out)
+        tell_of = predict_calibrated if arguments.half == "calibrated" else foretell
+        tell_of(specs, arguments.layouts, arguments.seed, arguments.out)
         return
     until = time.monotonic() + arguments.seconds
     if arguments.half == "predict":

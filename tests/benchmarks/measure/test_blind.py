@@ -19,6 +19,7 @@ from service.result import TrialResult
 from service.spec import load_spec
 from trainables.status import Status
 
+SIZE = "peak_memory_gib"
 ONE, OTHER = Layout("megatron", 2, 8), Layout("deepspeed", 2, 8)
 
 
@@ -82,6 +83,27 @@ def test_points_of_a_calibrated_model_have_what_was_foretold_by_operators_alone_
     assert header.index("s/step by operators alone") < header.index("before calibration")
     told = next(line for line in lines if ONE.label in line)
     assert told.index("+2.00%") < told.index("+5.00%") < told.index("+30.00%")
+
+
+def test_models_foretell_on_any_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WATTUNE_HOME", str(tmp_path / "home"))
+    out, spec = tmp_path / "foretold.jsonl", str(SPECS / "zero_gpt_2gpu.yaml")
+    for _ in range(2):  # the second time all is there
+        main(["foretell", spec, "--layouts", "3", "--seed", "1", "--out", str(out)])
+    rows = read(out)
+    assert len(rows) == 3
+    assert {one["config"]["zero_stage"] for one in rows} == {1, 2, 3}
+    measured = []
+    for one in rows:
+        metrics = one["foretold"]
+        full = result(Layout.from_dict(one["config"]), 1.25 * metrics["step_time_s"], **{SIZE: 0.8 * metrics[SIZE]})
+        measured.append({**one, "full": full})
+    for point in points(rows, measured):
+        assert point["error"]["step_time_s"] == pytest.approx(-0.2)
+        assert point["error"][SIZE] == pytest.approx(0.25)
+    assert "GiB" in capsys.readouterr().out
 
 
 def test_every_point_is_told_worst_first_with_means_and_largest() -> None:
