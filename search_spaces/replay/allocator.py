@@ -9,6 +9,7 @@ segments of their own, 20 MiB for those below 10 MiB, and else what was asked fo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 
 ROUNDING = 512
@@ -29,10 +30,9 @@ class Piece:
     before: Piece | None = None
     after: Piece | None = None
 
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Smallest first, and of pieces alike the one that was reserved first."""
-        return self.size, self.segment, self.offset
+
+Order = tuple[int, int, int, Piece]
+"""Smallest first, and of pieces alike the one that was reserved first."""
 
 
 class Allocator:
@@ -41,26 +41,27 @@ class Allocator:
     def __init__(self) -> None:
         self.reserved = self.used = self.most = 0
         self._segments = 0
-        self._free: dict[tuple[int, bool], list[tuple[tuple[int, int, int], Piece]]] = {}
+        self._free: defaultdict[tuple[int, bool], list[Order]] = defaultdict(list)
 
     def take(self, size: float, stream: int = 0) -> Piece:
         """At least `size` bytes for a stream."""
         wanted = max(1, -(-int(size) // ROUNDING)) * ROUNDING
         is_small = wanted <= SMALL
         pool = (stream, is_small)
-        free = self._free.setdefault(pool, [])
-        index = bisect_left(free, ((wanted, -1, -1),))
-        piece = free.pop(index)[1] if index < len(free) else self._segment(wanted, pool)
+        free = self._free[pool]
+        index = bisect_left(free, (wanted,))
+        piece = free.pop(index)[3] if index < len(free) else self._segment(wanted, pool)
         left = piece.size - wanted
         if left >= ROUNDING if is_small else left > SMALL:
             rest = Piece(left, piece.segment, piece.offset + wanted, pool, True, piece, piece.after)
             if piece.after is not None:
                 piece.after.before = rest
             piece.after, piece.size = rest, wanted
-            insort(free, (rest.order, rest))
+            insort(free, (left, rest.segment, rest.offset, rest))
         piece.is_free = False
         self.used += piece.size
-        self.most = max(self.most, self.used)
+        if self.used > self.most:
+            self.most = self.used
         return piece
 
     def give_back(self, piece: Piece) -> None:
@@ -73,7 +74,7 @@ class Allocator:
             self._forget(piece.after)
             piece = _joined(piece, piece.after)
         piece.is_free = True
-        insort(self._free[piece.pool], (piece.order, piece))
+        insort(self._free[piece.pool], (piece.size, piece.segment, piece.offset, piece))
 
     def _segment(self, wanted: int, pool: tuple[int, bool]) -> Piece:
         size = SMALL_SEGMENT if pool[1] else MIDDLE_SEGMENT
@@ -85,7 +86,7 @@ class Allocator:
 
     def _forget(self, piece: Piece) -> None:
         free = self._free[piece.pool]
-        del free[bisect_left(free, (piece.order,))]
+        del free[bisect_left(free, (piece.size, piece.segment, piece.offset))]
 
 
 def _joined(first: Piece, second: Piece) -> Piece:
