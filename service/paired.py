@@ -38,8 +38,8 @@ def difference(plain: Sequence[float], other: Sequence[float]) -> Difference:
 
     By signed ranks (Hodges and Lehmann 1963; Hollander and Wolfe 1999, 3.2 and 3.3): the median of all means of two
     pairs, and such means as an exact test of Wilcoxon's keeps. It asks of what disturbs a measurement only that it
-    disturbs both of a pair alike: one step in twenty that the host held up moves it little, where a mean with Student's
-    t has room for nothing else. Of six pairs it proves a saving where all six have one.
+    disturbs both of a pair alike. Of six pairs it proves a saving where all six have one; from twelve on, one pair
+    that the host held up does not decide.
     """
     saved = np.array([1 - cost / usual for usual, cost in zip(plain, other, strict=True)])
     first, second = np.triu_indices(len(saved))
@@ -56,5 +56,5 @@ def _beyond(pairs: int) -> int:
     ways = np.ones(1)
     for rank in range(1, pairs + 1):  # how many signs of the ranks so far have which sum
         ways = np.concatenate((ways, np.zeros(rank))) / 2
-        ways[rank:] += ways[: len(ways) - rank].copy()
+        ways[rank:] += ways[: len(ways) - rank]
     return int(np.searchsorted(np.cumsum(ways), (1 - CONFIDENCE) / 2, side="right"))

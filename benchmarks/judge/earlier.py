@@ -8,7 +8,7 @@ the first step.
 from __future__ import annotations
 
 from search_spaces.layout import Layout
-from search_spaces.replay import ROUNDS, STEPS
+from search_spaces.replay import ROUNDS, run
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
 from search_spaces.workload import Workload
 
@@ -61,7 +61,4 @@ EARLIER: dict[int, type[Shards]] = {1: EarlierWhole, 2: EarlierShare, 3: Earlier
 def reserved_then(layout: Layout, work: Workload) -> float:
     """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards."""
     tokens, rounds = layout.micro_batch_size * work.sequence_length, min(ROUNDS, layout.gradient_accumulation_steps)
-    training = EARLIER[layout.zero_stage](work.shape, tokens, rounds, layout)
-    for _ in range(STEPS):
-        training.step()
-    return training.allocator.reserved
+    return run(EARLIER[layout.zero_stage](work.shape, tokens, rounds, layout)).reserved

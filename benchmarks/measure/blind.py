@@ -114,7 +114,7 @@ def predict(
 
 def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
     """By the cost model as it is on this machine, calibrated or not, and by the memory model."""
-    calibration = load_calibration(Home.locate(), spec.cluster) or expected(spec.cluster)
+    calibration = load_calibration(Home.locate(), spec.cluster)
     speed = {} if calibration is None else predicted_metrics(layout, spec.workload, calibration)
     return speed | {"peak_memory_gib": estimate(layout, spec.workload.run).peak_bytes / 2**30}
 

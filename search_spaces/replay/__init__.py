@@ -79,8 +79,8 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
 
 
 @lru_cache(maxsize=4096)
-def _replay(run: str, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> Replayed:
-    return _run(RUNS[run](model, tokens, rounds, compiled, recompute))
+def _replay(allocates: str, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> Replayed:
+    return run(RUNS[allocates](model, tokens, rounds, compiled, recompute))
 
 
 def _shortened(layout: Layout) -> Layout:
@@ -93,15 +93,16 @@ def _shortened(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> Replayed:
-    return _run(Pipelined(model, tokens, layout, rank))
+    return run(Pipelined(model, tokens, layout, rank))
 
 
 @lru_cache(maxsize=4096)
 def _replay_shards(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
-    return _run(SHARDED[layout.zero_stage](model, tokens, rounds, layout))
+    return run(SHARDED[layout.zero_stage](model, tokens, rounds, layout))
 
 
-def _run(training: Training) -> Replayed:
+def run(training: Training) -> Replayed:
+    """What `STEPS` steps reserve."""
     for _ in range(STEPS):
         training.step()
     return Replayed(training.allocator.reserved, training.allocator.most, training.late)

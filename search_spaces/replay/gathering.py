@@ -40,7 +40,6 @@ class Gathering:
         self.coming: dict[str, Handle] = {}
         self.going: list[Piece] = []
         self.order: list[tuple[str, ...]] = []
-        self.is_known = False
         self.begin()
 
     def begin(self) -> None:
@@ -51,17 +50,16 @@ class Gathering:
 
     def fetch(self, names: Sequence[str]) -> None:
         """Have a module's parameters, and send for those of the next ones."""
-        if not self.is_known:
+        if self.turn == len(self.order):  # in the first microbatch
             self.order.append(tuple(names))
         self._send_for(names)
         for name in names:
             if name in self.coming:
                 self._have(name)
-        if self.is_known:
-            fresh = {name for name in names if self.asked.get(name, -1) < self.turn}
-            while self.queue and self.queue[0][0] in fresh:
-                name, self.asked[name] = self.queue.popleft()
-            self._send_for(self._next())
+        fresh = {name for name in names if self.asked.get(name, -1) < self.turn}
+        while self.queue and self.queue[0][0] in fresh:
+            name, self.asked[name] = self.queue.popleft()
+        self._send_for(self._next())
         self.turn += 1
 
     def let_go(self, names: Sequence[str]) -> None:
@@ -87,7 +85,6 @@ class Gathering:
                 self.going.append(handle.together)
         self.coming.clear()
         self.catch_up()
-        self.is_known = True
         self.begin()
 
     def _send_for(self, names: Sequence[str]) -> None:
@@ -125,7 +122,7 @@ class Gathering:
         """Those that are needed again soon."""
         found: set[str] = set()
         count = 0
-        for names in self.order[self.turn :] if self.is_known else ():
+        for names in self.order[self.turn :]:
             if count >= NEAR:
                 break
             found.update(names)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
@@ -24,15 +25,12 @@ class Shards(Flat):
     """A data-parallel rank's share of the states, which are there before the first step."""
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
-        self.shards, self.bucket_size = layout.shard_ranks, layout.bucket_size
-        self.reducing = REDUCING if layout.overlap_grad_reduce else MAIN
-        self.gathering = GATHERING if layout.overlap_grad_reduce else MAIN
-        self.ahead = layout.bucket_size if layout.overlap_param_gather else 0
+        self.layout = layout
         super().__init__(model, tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:
         self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
-        self.share = self.count / self.shards
+        self.share = self.count / self.layout.shard_ranks
         self.waiting: list[tuple[str, int]] = []
         self.take("weights", self.weights())
         self.take("master weights", self.share, 4)
@@ -69,6 +67,8 @@ class Bucketed(Shards):
 
     def start(self) -> None:
         super().start()
+        self.reducing = REDUCING if self.layout.overlap_grad_reduce else MAIN
+        self.bucket_size = self.layout.bucket_size
         self.filled, self.pieces = 0, 0
 
     def arrive(self, name: str, count: int) -> None:
@@ -136,7 +136,9 @@ class GatheredWhole(Bucketed):
             for name, count in parameters.items()
             if count >= KEPT
         }
-        self.gathered = Gathering(self.allocator, sizes, self.ahead, self.gathering)
+        ahead = self.bucket_size if self.layout.overlap_param_gather else 0
+        stream = GATHERING if self.layout.overlap_grad_reduce else MAIN
+        self.gathered = Gathering(self.allocator, sizes, ahead, stream)
 
     def weights(self) -> float:
         return self.share
@@ -149,42 +151,41 @@ class GatheredWhole(Bucketed):
         found = [f"{group} {name}" for name in names or self.groups[group]]
         return [name for name in found if name in self.gathered.sizes]
 
-    def _embed(self, group: str) -> None:
-        names = self._parameters(group)
+    @contextmanager
+    def _having(self, names: Sequence[str]) -> Iterator[None]:
+        """Have these parameters meanwhile."""
         self.gathered.fetch(names)
-        super()._embed(group)
+        yield
         self.gathered.let_go(names)
+
+    def _embed(self, group: str) -> None:
+        with self._having(self._parameters(group)):
+            super()._embed(group)
 
     def _blocks_forward(self, layers: Iterable[int]) -> None:
         for layer in layers:
-            names = self._parameters(block_of(layer))
-            self.gathered.fetch(names)
-            super()._blocks_forward([layer])
-            self.gathered.let_go(names)
+            with self._having(self._parameters(block_of(layer))):
+                super()._blocks_forward([layer])
 
     def _head(self) -> list[str]:
         return self._parameters("ends", "tokens") if self.model.tie_embeddings else self._parameters("head")
 
     def _logits(self) -> None:
-        self.gathered.fetch(self._head())
-        super()._logits()
-        self.gathered.let_go(self._head())
+        with self._having(self._head()):
+            super()._logits()
 
     def _loss_backward(self) -> None:
         self.gathered.catch_up()  # as far ahead as the CPU was, of all of a microbatch, where it was measured
         super()._loss_backward()
 
     def _head_backward(self, group: str, layer: int) -> None:
-        self.gathered.fetch(self._head())
-        super()._head_backward(group, layer)
-        self.gathered.let_go(self._head())
+        with self._having(self._head()):
+            super()._head_backward(group, layer)
 
     def _blocks_backward(self, layers: Sequence[int], is_last: bool) -> None:
         for layer in reversed(layers):
-            names = self._parameters(block_of(layer))
-            self.gathered.fetch(names)
-            super()._blocks_backward([layer], is_last)
-            self.gathered.let_go(names)
+            with self._having(self._parameters(block_of(layer))):
+                super()._blocks_backward([layer], is_last)
 
     def _microbatch(self, is_last: bool) -> None:
         super()._microbatch(is_last)
@@ -192,6 +193,6 @@ class GatheredWhole(Bucketed):
         self.gathered.end()
 
     def end(self) -> None:
-        self.norm(self.largest() / self.shards)
+        self.norm(self.largest() / self.layout.shard_ranks)
         self.take("flat", self.share, 4)
         self.give_back("flat")

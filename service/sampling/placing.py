@@ -16,7 +16,7 @@ from service.sampling.finalists import rounds
 from trainables.status import Status
 
 PAIRS = 6
-"""Trials of each placement, and as many of the plain layout between them: fewer prove nothing of a per cent or two."""
+"""Trials of each placement, and as many of the plain layout between them: fewer prove nothing (`service.paired`)."""
 
 OFTEN = 0.5
 """Share of trials in which a GPU must have held the others up to be a slow one."""

@@ -105,7 +105,9 @@ def test_parts_make_up_the_step_and_power_keeps_its_limit(drawn: tuple[Workload,
     prediction = predict(layout, work, SHEET)
     assert min(prediction.parts.values()) >= 0
     assert sum(prediction.parts.values()) == pytest.approx(prediction.step_time_s)
-    assert SHEET.unlaunched_share * SHEET.idle_w < prediction.power_w <= SHEET.power_limit_w * (1 + 1e-6)
+    unlaunched = prediction.parts["launch"] / prediction.step_time_s
+    idle_w = SHEET.idle_w * (1 - (1 - SHEET.unlaunched_share) * unlaunched)
+    assert idle_w < prediction.power_w <= SHEET.power_limit_w * (1 + 1e-6)
     tokens = work.global_batch_size * work.sequence_length
     assert prediction.tokens_per_s == pytest.approx(tokens / prediction.step_time_s)
     energy = prediction.power_w * prediction.step_time_s * layout.num_gpus

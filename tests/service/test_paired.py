@@ -51,7 +51,8 @@ def test_one_pair_that_was_disturbed_does_not_hide_what_the_others_show() -> Non
     assert difference(plain, other).proven
 
 
-def test_five_pairs_prove_nothing() -> None:
-    found = difference([2.0] * 5, [1.0] * 5)
-    assert (found.saves, found.interval, found.proven) == (0.5, None, False)
+@pytest.mark.parametrize("pairs", [1, 5])
+def test_five_pairs_and_fewer_prove_nothing(pairs: int) -> None:
+    found = difference([2.0] * pairs, [1.0] * pairs)
+    assert (found.saves, found.interval, found.proven, found.pairs) == (0.5, None, False, pairs)
     assert str(found) == "50.00%"

@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from search_spaces.layout import Layout
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
+from trainables.rank import Rank
+from trainables.training import Training
+from trainables.world import GangWorld
 
 SETTLE_S = 0.01
 
@@ -81,3 +84,14 @@ class Counted(RankProgram):
         with LiveBytes() as live:
             report = self.program.run(request, place, on_progress)
         return replace(report, peak_memory_gib=live.most / 2**30)
+
+
+@dataclass(frozen=True)
+class MomentsAtStart(Training):
+    """Trains, and reports as the peak of memory the bytes of Adam's moments that were there before the first step."""
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        rank = Rank(self, request, place, on_progress, GangWorld)
+        states = rank.engine.engine.optimizer.optimizer.state.values()  # type: ignore[attr-defined]
+        size = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+        return replace(rank.report(), peak_memory_gib=size / 2**30)
