@@ -98,7 +98,10 @@ def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> R
 
 @lru_cache(maxsize=4096)
 def _replay_shards(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
-    return run(SHARDED[layout.zero_stage](model, tokens, rounds, layout))
+    """Of the first rank or the last, whose gradients come last and first: of the fuller one."""
+    ranks = (0, layout.shard_ranks - 1) if layout.zero_stage == 2 else (0,)
+    kind = SHARDED[layout.zero_stage]
+    return max((run(kind(model, tokens, rounds, layout, rank)) for rank in ranks), key=lambda one: one.reserved)
 
 
 def run(training: Training) -> Replayed:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from search_spaces.replay.groups import block_of, experts_of
-from search_spaces.replay.training import Training
+from search_spaces.replay.training import TABLE, Training
+from search_spaces.replay.turns import turns
 
 FULLEST = 2.4
 """Tokens that come to the fullest of all experts, in those of an even share, while routers are young. Fitted."""
@@ -27,8 +28,8 @@ class Flat(Training):
         count, made = self.groups[group][name], f"gradient {group} {name}"
         if group.startswith("experts"):  # of one after the other
             count //= self.model.num_experts
-        if group == "ends" and name == "tokens":
-            self.rename("first part", made)
+        if name in ("tokens", "output") and self.holds(TABLE):
+            self.rename(TABLE, made)
         else:
             self.take(made, count)
         self.waiting.append((made, count))
@@ -36,6 +37,9 @@ class Flat(Training):
             self.sum_up(group, False)
 
     def sum_up(self, group: str, is_last: bool) -> None:
+        if self.compiled and not self.has_mixture and group.startswith("block"):
+            by_name, names = dict(self.waiting), [f"gradient {group} {name}" for name in self.groups[group]]
+            self.waiting = [(names[turn], by_name[names[turn]]) for turn in turns(len(names))]
         for name, count in self.waiting:
             self.arrive(name, count)
         self.waiting.clear()

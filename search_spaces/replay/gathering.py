@@ -30,15 +30,17 @@ class Handle:
 class Gathering:
     """Of parameters with sizes, in the order of a microbatch, which the first one shows.
 
-    Up to `ahead` parameters are gathered before their turn. What is let go of waits until the GPU is through with it,
-    which is behind the CPU (`catch_up`).
+    Up to `ahead` parameters are gathered before their turn. What is let go of waits until the GPU is through with it:
+    where the CPU is `hurried`, it is ahead of the GPU until it has to `catch_up`.
     """
 
-    def __init__(self, allocator: Allocator, sizes: Mapping[str, int], ahead: int, stream: int) -> None:
-        self.allocator, self.sizes, self.ahead, self.stream = allocator, sizes, ahead, stream
+    def __init__(
+        self, allocator: Allocator, sizes: Mapping[str, int], ahead: int, stream: int, hurried: bool = False
+    ) -> None:
+        self.allocator, self.sizes, self.ahead, self.stream, self.hurried = allocator, sizes, ahead, stream, hurried
+        self.going: list[Piece] = []
         self.there: dict[str, Piece] = {}
         self.coming: dict[str, Handle] = {}
-        self.going: list[Piece] = []
         self.order: list[tuple[str, ...]] = []
         self.begin()
 
@@ -69,6 +71,8 @@ class Gathering:
             if name in self.there and self.asked.get(name, -1) <= self.turn and name not in near:
                 self.going.append(self.there.pop(name))
                 self.live -= self.sizes[name]
+        if not self.hurried:
+            self.catch_up()
 
     def catch_up(self) -> None:
         """The GPU is where the CPU is."""

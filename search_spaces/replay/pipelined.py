@@ -118,6 +118,10 @@ class Pipelined(Sharded):
         if not self.is_split and not self.holds(f"gradient {group} {name}"):
             super().gradient(group, name)
 
+    def _table_product(self) -> None:
+        if not self.is_split:
+            super()._table_product()
+
     def sum_up(self, group: str, is_last: bool) -> None:
         """Of what is there yet: in a backward pass that is split it is that of an earlier microbatch."""
         new = [f"gradient {group} {name}" for name in self.groups[group]]
@@ -207,7 +211,7 @@ class Pipelined(Sharded):
         if stage == 0:
             if self.is_gpt:
                 self.gradient("embedding", "positions")
-            self._table_gradient("tokens")
+            self._table_gradient()
             self.sum_up("embedding", False)
         with self._letting_go() as is_split:
             self.give_back("dx")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.replay.training import Training
+from search_spaces.replay.training import TABLE, Training
 
 REDUCING = 1
 """The stream on which FSDP2 makes the gradients of its shards."""
@@ -37,8 +37,8 @@ class Sharded(Training):
             self.give_back("cast")
 
     def gradient(self, group: str, name: str) -> None:
-        if name == "tokens" and group == "ends":
-            self.rename("first part", f"gradient {group} {name}")
+        if name in ("tokens", "output") and self.holds(TABLE):
+            self.rename(TABLE, f"gradient {group} {name}")
         else:
             self.take(f"gradient {group} {name}", self.groups[group][name])
 

@@ -17,15 +17,22 @@ from search_spaces.replay.training import MAIN
 GATHERING = 2
 """The stream on which ZeRO-3 gathers parameters."""
 
+LONG = 3e12
+"""FLOP of a block's forward pass from which on the CPU is ahead of the GPU, which at some 10 ms a block forward and
+backward it is late with ZeRO-3. Fitted to what ranks of Llamas and a GPT reserved on H200."""
+
 KEPT = 100_000
 """A parameter of fewer values is never sharded: `stage3_param_persistence_threshold`, as it is by default."""
 
 
 class Shards(Flat):
-    """A data-parallel rank's share of the states, which are there before the first step."""
+    """The states of one of the ranks that shard them, of which it has its share; they are there before the first step.
 
-    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
-        self.layout = layout
+    The shares are of what all parameters are in the order of the model, rank after rank.
+    """
+
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout, rank: int = 0) -> None:
+        self.layout, self.rank = layout, rank
         super().__init__(model, tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:
@@ -69,13 +76,12 @@ class Bucketed(Shards):
         super().start()
         self.reducing = REDUCING if self.layout.overlap_grad_reduce else MAIN
         self.bucket_size = self.layout.bucket_size
-        self.filled, self.pieces = 0, 0
+        self.filled = 0
 
     def arrive(self, name: str, count: int) -> None:
         if self.filled + count > self.bucket_size:
             self.reduce()
         self.filled += count
-        self.pieces += 1
         if count > self.bucket_size:
             self.rename(name, "too large a gradient")
         else:
@@ -87,7 +93,7 @@ class Bucketed(Shards):
             self.exchange()
         if self.holds("too large a gradient"):
             self.give_back("too large a gradient")
-        self.filled = self.pieces = 0
+        self.filled = 0
 
     def exchange(self) -> None:
         raise NotImplementedError
@@ -95,7 +101,16 @@ class Bucketed(Shards):
 
 class SummedShare(Bucketed):
     """ZeRO-2: a microbatch has buckets in bf16, and of each one a copy in fp32 is reduced. What is a rank's own is
-    summed up in fp32 until the update."""
+    summed up in fp32, from the first of it until the update.
+
+    A bucket is reduced in pieces: gradients of the rank's own share, each by itself, and what comes in a row for
+    another one as a whole. They are put together first, where they are several.
+    """
+
+    def start(self) -> None:
+        super().start()
+        self.arrived = 0
+        self.owners: list[int] = []
 
     def arrive(self, name: str, count: int) -> None:
         if not self.holds("bucket"):
@@ -103,19 +118,27 @@ class SummedShare(Bucketed):
             if self.reducing != MAIN:
                 self.take("second bucket", self.bucket_size)
         super().arrive(name, count)
+        self.arrived += count  # the last of the model first
+        begins = self.count - self.arrived
+        for owner in range(int(begins // self.share), int((begins + count - 1) // self.share) + 1):
+            if owner == self.rank or self.owners[-1:] != [owner]:
+                self.owners.append(owner)
 
     def exchange(self) -> None:
-        if not self.holds("sums of gradients"):
+        if self.rank in self.owners and not self.holds("sums of gradients"):
             self.take("sums of gradients", self.share, 4, self.reducing)
-        if self.pieces > 1:
+        together = len(self.owners) > 1
+        if together:
             self.take("flat", self.filled, stream=self.reducing)
         self.take("copy in fp32", self.filled, 4, self.reducing)
-        self.give_back("copy in fp32", *(("flat",) if self.pieces > 1 else ()))
+        self.give_back(*(("flat",) if together else ()), "copy in fp32")
+        self.owners.clear()
 
     def _microbatch(self, is_last: bool) -> None:
         super()._microbatch(is_last)
         self.reduce()
         self.give_back("bucket", *(("second bucket",) if self.reducing != MAIN else ()))
+        self.arrived = 0
 
     def end(self) -> None:
         self.norm(self.largest())
@@ -138,7 +161,8 @@ class GatheredWhole(Bucketed):
         }
         ahead = self.bucket_size if self.layout.overlap_param_gather else 0
         stream = GATHERING if self.layout.overlap_grad_reduce else MAIN
-        self.gathered = Gathering(self.allocator, sizes, ahead, stream)
+        hurried = 2 * self.tokens * sum(self.groups[block_of(0)].values()) > LONG
+        self.gathered = Gathering(self.allocator, sizes, ahead, stream, hurried)
 
     def weights(self) -> float:
         return self.share
@@ -175,12 +199,18 @@ class GatheredWhole(Bucketed):
             super()._logits()
 
     def _loss_backward(self) -> None:
-        self.gathered.catch_up()  # as far ahead as the CPU was, of all of a microbatch, where it was measured
+        self.gathered.catch_up()
         super()._loss_backward()
 
     def _head_backward(self, group: str, layer: int) -> None:
         with self._having(self._head()):
             super()._head_backward(group, layer)
+
+    def _head_products(self) -> None:
+        """As DeepSpeed's own linear layers take them (`zero/linear.py`)."""
+        self.take("dn", self.tokens * self.model.hidden)
+        self._work_backward()
+        self._table_product()
 
     def _blocks_backward(self, layers: Sequence[int], is_last: bool) -> None:
         for layer in reversed(layers):

@@ -11,6 +11,13 @@ from search_spaces.replay.groups import block_of, experts_of, groups_of
 WORKSPACE = 2**25
 """Bytes that cuBLAS works in on Hopper, one piece for each thread that has products, which it keeps."""
 
+TABLE = "gradient of the head's table"
+"""Made before it is a parameter's: of a tied table it is a part."""
+
+L2_CACHE = 60 * 2**20
+"""Bytes that are written before each try of a kernel while the compiler looks for the fastest: an H200's, others' are
+like it. They stay reserved, and small things that last find room there."""
+
 MAIN = 0
 """The stream that computes."""
 
@@ -34,7 +41,15 @@ class Training:
         self.groups = groups_of(model)
         self.late = 0.0
         self.start()
+        if compiled and not self.is_gpt:  # norms are the first to be tried, and in a GPT what follows products
+            self._try_kernels()
         self.take("workspace", WORKSPACE, 1)
+        if compiled and self.is_gpt:
+            self._try_kernels()
+
+    def _try_kernels(self) -> None:
+        self.take("cache", L2_CACHE, 1)
+        self.give_back("cache")
 
     def take(self, name: str, values: float, width: int = 2, stream: int = MAIN) -> None:
         self.live[name] = self.allocator.take(values * width, stream)
@@ -98,7 +113,7 @@ class Training:
         self._blocks_backward(range(model.layers), is_last)
         if self.is_gpt and not model.tie_embeddings:
             self.gradient("embedding", "positions")
-        self._table_gradient("tokens")
+        self._table_gradient()
         self.give_back("dx")
         self.sum_up(ends[0], is_last)
 
@@ -166,31 +181,38 @@ class Training:
 
     def _head_backward(self, group: str, layer: int) -> None:
         """From the gradients of logits to those of the hidden states that came from the block before `layer`."""
-        self.take("dn", self.tokens * self.model.hidden)
-        self._work_backward()
-        self._table_gradient("output")
+        self._head_products()
         self.give_back("dlogits", "n")
+        if not self.model.tie_embeddings:
+            self.gradient("head", "output")
         self.take("dx", self.tokens * self.model.hidden)
         self.give_back("dn")
         self._norm_gradients(group, "norm")
         self.give_back(f"x{layer}")
 
+    def _head_products(self) -> None:
+        """The gradients of weights before those of what comes in, as autograd takes them without a bias."""
+        self._table_product()
+        self._work_backward()
+        self.take("dn", self.tokens * self.model.hidden)
+
+    def _table_product(self) -> None:
+        self.take(TABLE, self.model.vocab * self.model.hidden)
+
     def _work_backward(self) -> None:
         if not self.holds("workspace of backward passes"):
             self.take("workspace of backward passes", WORKSPACE, 1)
 
-    def _table_gradient(self, name: str) -> None:
+    def _table_gradient(self) -> None:
         """A tied table's comes in two parts, of which autograd keeps the first until it has the second."""
         if not self.model.tie_embeddings:
-            self.gradient("head" if name == "output" else "embedding", name)
-        elif name == "output":
-            self.take("first part", self.model.vocab * self.model.hidden)
-        else:
-            self.take("second part", self.model.vocab * self.model.hidden)
-            if self.is_gpt:
-                self.gradient("ends", "positions")
-            self.give_back("second part")
-            self.gradient("ends", "tokens")
+            self.gradient("embedding", "tokens")
+            return
+        self.take("second part", self.model.vocab * self.model.hidden)
+        if self.is_gpt:
+            self.gradient("ends", "positions")
+        self.give_back("second part")
+        self.gradient("ends", "tokens")
 
     def _norm_gradients(self, group: str, norm: str) -> None:
         for name in self.groups[group]:

@@ -30,6 +30,8 @@ def test_batch_is_cut_as_the_layout_says() -> None:
         ({"zero_stage": 3, "bucket_size": 7}, {"reduce_bucket_size": 7, "stage3_prefetch_bucket_size": 7}),
         ({"zero_stage": 3, "overlap_param_gather": False}, {"stage": 3, "stage3_prefetch_bucket_size": 0}),
         ({"zero_stage": 3, "offload_optimizer": True}, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
+        ({"zero_stage": 3}, {"memory_efficient_linear": True}),
+        ({"zero_stage": 3, "compile": True}, {"memory_efficient_linear": False}),
         ({"num_gpus": 2, "tensor_parallel_size": 2}, {"stage": 1}),
         ({"num_gpus": 2, "tensor_parallel_size": 2, "precision": "fp32"}, {"stage": 0}),
     ],

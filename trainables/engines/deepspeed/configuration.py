@@ -63,6 +63,9 @@ def _zero(layout: Layout, stage: int) -> dict[str, Any]:
     }
     if stage == 3:
         settings["stage3_prefetch_bucket_size"] = layout.bucket_size if layout.overlap_param_gather else 0
+        # Its own linear layers, which keep no gathered weights for the backward pass, are another graph for each block,
+        # of which torch 2.11 compiles eight. A compiled block's keep none as they are.
+        settings["memory_efficient_linear"] = not layout.compile
     else:
         settings["allgather_bucket_size"] = layout.bucket_size
     if layout.offload_optimizer:

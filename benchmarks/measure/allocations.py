@@ -1,0 +1,76 @@
+"""What each rank of a layout asks torch's allocator of its GPU for, in order, from an empty process to the third step.
+
+    python -m benchmarks.measure.allocations FILE.jsonl --out OUT.jsonl [--only TEXT...] [--seconds S]
+
+runs layouts of a file of `benchmarks.measure.blind`, those whose label has one of the texts if any is given. A line of
+OUT is one layout: its spec, and of each rank what was `reserved` at most by then, in bytes, and `events`, by torch's
+own record of its allocations:
+
+- [bytes, stream, where]: a request; `where` is an index of the rank's `places`, which name the innermost functions;
+- [i]: what event i asked for is given back, by whoever had it;
+- [i, "late"]: only now, as another stream was still using it;
+- [bytes, stream]: a segment is reserved, or given back to the driver, where that is negative.
+
+It is what replays (`search_spaces.replay`) are compared with. After S seconds no other layout begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure.blind import read
+from benchmarks.measure.gang import one_bench
+from benchmarks.measure.tracing import STEPS, Traced
+from search_spaces.layout import Layout
+from service.spec import load_spec
+from service.trials.evaluate import make_request
+from trainables.measure import Procedure
+
+SHORT = Procedure(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=0.0, window_s=0.0, window_min_steps=STEPS)
+
+
+def trace(paths: Sequence[tuple[str, Layout]], until: float) -> Iterator[dict[str, Any]]:
+    """A line for each layout of a spec, which has its path; all of one cluster."""
+    specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(path for path, _ in paths)}
+    first = next(iter(specs.values()))
+    with one_bench(first, first.cluster.size) as bench:
+        for number, (path, layout) in enumerate(paths):
+            if time.monotonic() > until:
+                break
+            with tempfile.TemporaryDirectory() as folder:
+                spec = specs[path]
+                request = make_request(f"traced-{number}", layout, spec)
+                program = Traced(**vars(request.program), folder=folder)
+                result = bench.run(replace(request, program=program, procedure=SHORT))
+                told = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+            print(f"{path}: {layout.label}: {result.status} {result.cause or ''}", flush=True)
+            if len(told) == layout.num_gpus:
+                yield {"spec": path, "layout": layout.label, "config": layout.to_dict(), "ranks": told}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[""])
+    parser.add_argument("--seconds", type=float, default=400.0)
+    given = parser.parse_args(argv)
+    chosen = [
+        (row["spec"], Layout.from_dict(row["config"]))
+        for row in read(given.file)
+        if any(text in f"{row['spec']} {row['layout']}" for text in given.only)
+    ]
+    with given.out.open("a", buffering=1) as out:
+        for line in trace(chosen, time.monotonic() + given.seconds):
+            out.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

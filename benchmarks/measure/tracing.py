@@ -1,0 +1,83 @@
+"""Has torch record what a rank asks its allocator for: a program for the ranks of a trial."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainables.program import Place, Progress, RankReport, TrialRequest
+from trainables.rank import Rank
+from trainables.training import Training
+from trainables.world import GangWorld
+
+STEPS = 3
+"""After which no more is reserved."""
+
+MOST_EVENTS = 10_000_000
+
+FRAMES = 3
+"""Of the functions that an allocation is made by, the innermost ones outside torch."""
+
+OWN = ("deepspeed", "trainables", "search_spaces")
+
+
+@dataclass(frozen=True)
+class Traced(Training):
+    """Trains while torch records what it allocates in the first `STEPS` steps, told in `folder`."""
+
+    folder: str
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        """As `Training.run`."""
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        return TracedRank(self, request, place, on_progress, GangWorld).report()
+
+
+class TracedRank(Rank):
+    """One rank whose allocations are recorded."""
+
+    training: Traced
+
+    def timed_step(self) -> tuple[float, int]:
+        timed = super().timed_step()
+        if len(self.losses) == STEPS:
+            device = self.world.device
+            told = {"reserved": torch.cuda.max_memory_reserved(device)}
+            traces = torch.cuda.memory._snapshot()["device_traces"]
+            torch.cuda.memory._record_memory_history(None)
+            told |= events(max(traces, key=len))
+            (Path(self.training.folder) / f"{self.world.rank}.json").write_text(json.dumps(told))
+            self.world.slowest(0.0)
+        return timed
+
+
+def events(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`events` and `places` of a device's trace in torch's snapshot."""
+    made: list[list[Any]] = []
+    places: dict[str, int] = {}
+    streams: dict[int, int] = {}
+    there: dict[int, int] = {}
+    for one in trace:
+        stream = streams.setdefault(one["stream"], len(streams))
+        if one["action"] == "alloc":
+            there[one["addr"]] = len(made)
+            made.append([one["size"], stream, places.setdefault(_place(one["frames"]), len(places))])
+        elif one["action"] in ("segment_alloc", "segment_free"):
+            made.append([one["size"] if one["action"] == "segment_alloc" else -one["size"], stream])
+        elif one["action"] == "free_requested" and one["addr"] in there:
+            made.append([there[one["addr"]]])
+        elif one["action"] == "free_completed":
+            index = there.pop(one["addr"], None)
+            if index is not None and made[-1] != [index]:
+                made.append([index, "late"])
+    return {"events": made, "places": list(places)}
+
+
+def _place(frames: Sequence[Mapping[str, Any]]) -> str:
+    own = [one for one in frames if any(name in one["filename"] for name in OWN)]
+    return " < ".join(f"{Path(one['filename']).stem}.{one['name']}:{one['line']}" for one in (own or frames)[:FRAMES])
