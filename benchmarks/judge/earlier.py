@@ -60,5 +60,7 @@ EARLIER: dict[int, type[Shards]] = {1: EarlierWhole, 2: EarlierShare, 3: Earlier
 
 def reserved_then(layout: Layout, work: Workload) -> float:
     """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards."""
-    tokens, rounds = layout.micro_batch_size * work.sequence_length, min(ROUNDS, layout.gradient_accumulation_steps)
-    return run(EARLIER[layout.zero_stage](work.shape, tokens, rounds, layout)).reserved
+    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
+    rounds, ranks = min(ROUNDS, layout.gradient_accumulation_steps), (0, layout.shard_ranks - 1)
+    kind = EARLIER[layout.zero_stage]
+    return max(run(kind(work.shape, tokens, rounds, layout, rank)).reserved for rank in ranks)

@@ -65,8 +65,10 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
     tokens = layout.micro_batch_size * work.sequence_length
     rounds = min(ROUNDS, layout.gradient_accumulation_steps)
     if facts.allocates == "flat" and layout.zero_stage and layout.num_gpus > 1:
-        alone = layout.data_parallel_size == layout.num_gpus and not model.num_experts
-        return _replay_shards(model, tokens, rounds, replace(layout, global_batch_size=0)) if alone else None
+        if layout.shard_ranks < layout.num_gpus or model.num_experts:
+            return None
+        here = tokens // layout.context_parallel_size
+        return _replay_shards(model, here, rounds, replace(layout, global_batch_size=0))
     if layout.zero_stage:
         return None
     if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":

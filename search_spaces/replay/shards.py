@@ -33,6 +33,7 @@ class Shards(Flat):
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout, rank: int = 0) -> None:
         self.layout, self.rank = layout, rank
+        self.exchanges = layout.context_parallel_size > 1
         super().__init__(model, tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:

@@ -25,6 +25,9 @@ MAIN = 0
 class Training:
     """A training of one model, whose tensors have names while they live: those of block i begin with its number."""
 
+    exchanges = False
+    """Whether ranks of a sequence exchange what attention comes to, which each then has of its heads and of its tokens."""
+
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
@@ -255,8 +258,10 @@ class Training:
         if selective:
             self._done(layer, "n1", *(() if self.is_gpt else ("rotated q", "rotated k")))
         self._past(layer, "v", *(("q", "k") if self.is_gpt else ("rotated q", "rotated k")), "sums")
+        if self.exchanges:
+            self._keep(layer, "exchanged", queries)
         self._keep(layer, "wo", hidden)
-        self._past(layer, "n1", "attended")
+        self._past(layer, "n1", "attended", *(["exchanged"] if self.exchanges else []))
         if not fused or self.has_mixture:
             self._keep(layer, "x2", hidden)
             if not selective:
@@ -398,6 +403,10 @@ class Training:
         self.gradient(group, "wo")
         if self.is_gpt:
             self.gradient(group, "wo bias")
+        if self.exchanges:
+            self._keep(layer, "d exchanged", queries)
+            self._done(layer, "d attended", "exchanged")
+            self.rename(f"{layer} d exchanged", f"{layer} d attended")
         if in_graph and not self.is_gpt:
             self._keep(layer, "rotated q", queries)
             self._keep(layer, "rotated k", keys)

@@ -95,11 +95,11 @@ def test_states_of_deepspeed(
 
 
 def test_buckets_of_deepspeed() -> None:
-    """Two in bf16, one on its way while the other is filled."""
-    sizes = (10**8, 5 * 10**8)
+    """Two in bf16, one on its way while the other is filled: by the formula, which those with such segments have."""
+    settings: dict[str, Any] = {"zero_stage": 2, "compile": True, "expandable_segments": True}
     small, large = (
-        ranks_of(layout_of("deepspeed", dp=4, context_parallel_size=2, zero_stage=2, bucket_size=size, compile=True))
-        for size in sizes
+        ranks_of(layout_of("deepspeed", dp=4, context_parallel_size=2, bucket_size=size, **settings))
+        for size in (10**8, 5 * 10**8)
     )
     assert large[0].communication - small[0].communication == 4 * 4 * 10**8
 
@@ -257,6 +257,7 @@ def test_deepspeed_copies_gradients_for_the_update_where_little_is_given_back(ze
         recompute="full",
         micro_batch_size=2,
         reduce_precision=reduce,
+        expandable_segments=True,
     )
     (rank,) = ranks_of(layout)
     assert rank.slack == PRESETS["llama3-8b"].parameters  # 4 bytes for each, of four shards
