@@ -26,7 +26,7 @@ class Training:
     """A training of one model, whose tensors have names while they live: those of block i begin with its number."""
 
     exchanges = False
-    """Whether ranks of a sequence exchange what attention comes to, which each then has of its heads and of its tokens."""
+    """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
 
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
