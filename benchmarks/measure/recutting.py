@@ -74,12 +74,7 @@ class RecutRank(Rank):
                     break
                 if rank == 0:
                     board.begin(window)
-                self.step()  # partly as it was before
-                self.platform.synchronize()
-                profile = self.profiled(f"window {window}")
-                if profile.breakdown is None:
-                    raise InvalidTrial(profile.problem or "another rank's profiler failed")
-                compute_s = profile.breakdown.compute_s
+                compute_s = self.computing(f"window {window}")
                 told: dict[str, object] = {"window": window, "compute_s": compute_s}
                 if window >= draws.first:
                     seconds = self.of_all(compute_s)
@@ -87,6 +82,9 @@ class RecutRank(Rank):
                     told["cut"] = cut
                     if cut != self.plain:
                         told["plain_s"], told["other_s"] = self.in_turns(cut)
+                        self.use(cut)
+                        told["other_compute_s"] = self.computing(f"window {window}, cut")
+                        self.use(self.plain)
                 file.write(json.dumps(told) + "\n")
                 board.tell(rank, window, compute_s)
                 longest_s = max(longest_s, time.monotonic() - window_began)
@@ -94,6 +92,18 @@ class RecutRank(Rank):
         if rank == 0:
             board.end()
         return report
+
+    def computing(self, occasion: str) -> float:
+        """Seconds of a step in which this rank computes. Collective.
+
+        Raises `InvalidTrial` where it cannot be profiled.
+        """
+        self.step()  # partly as it was before
+        self.platform.synchronize()
+        profile = self.profiled(occasion)
+        if profile.breakdown is None:
+            raise InvalidTrial(profile.problem or "another rank's profiler failed")
+        return profile.breakdown.compute_s
 
     def of_all(self, number: float) -> list[float]:
         """The numbers of all ranks. Collective."""

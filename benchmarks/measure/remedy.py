@@ -9,7 +9,8 @@ are profiled, layers are cut by what that shows, as `stage_layers: auto` does, a
 steps with the plain stages and with these are timed by turns (`benchmarks.measure.recutting`). They are adopted where
 the 95% interval of what they save excludes zero.
 
-A window takes four steps, and where anything is tried six more and `--pairs` of two each.
+A window takes four steps, and where anything is tried ten more and `--pairs` of two each. It is then told as well how
+long a layer takes each rank with the cut: a GPU at its power limit may take longer for each if it has more of them.
 
 What they can recover in theory is what the best of all cuts saves of a step that is played by its schedule
 (`search_spaces.playing`), with layers as long as they were measured to be on either device in that window.
@@ -51,6 +52,9 @@ PAIRS = 12
 HISTORY, CALIBRATING = 8, 3
 """Windows of some steps only, before those in which anything is tried."""
 
+BY_RANK = ("compute_s", "other_compute_s")
+"""What ranks tell of a window each by itself."""
+
 STARTED_S = 180.0
 """Beyond the windows' own time, until a trial is taken to hang."""
 
@@ -62,7 +66,7 @@ BACKWARD = 2 / 3
 class Window:
     """One window: who was `meant` to be slow by how much, how many times as long as usual each rank took (`slower`),
     the `cut` by that, what it was `measured` to save, None of the plain one, and what it (`foretold`) and the best one
-    save in theory."""
+    save in theory. `longer`: how many times as long a layer takes each rank with the cut, where that was recorded."""
 
     rank: int | None
     meant: float
@@ -71,6 +75,7 @@ class Window:
     measured: Difference | None
     foretold: float
     theory: float
+    longer: tuple[float, ...] = ()
 
     @property
     def adopted(self) -> bool:
@@ -109,7 +114,8 @@ def while_training(spec: Problem, draws: Draws, pairs: int, seconds: float) -> d
         "layers": spec.workload.shape.layers,
         "draws": asdict(draws),
         "windows": [
-            {**ranks[0], "compute_s": [one["compute_s"] for one in ranks]} for ranks in zip(*by_rank, strict=False)
+            {**ranks[0], **{name: [one[name] for one in ranks] for name in BY_RANK if name in ranks[0]}}
+            for ranks in zip(*by_rank, strict=False)
         ],
     }
 
@@ -153,6 +159,8 @@ def read_windows(record: Mapping[str, Any]) -> list[Window]:
         taken = step_s(layout, plain, layer_s)
         best = best_s(layout, plain, layer_s)
         rank, meant = draws.drawn(one["window"])
+        cut = zip(one.get("other_compute_s", ()), one["compute_s"], one["cut"], plain, strict=False)
+        longer = tuple(other / before * layers_before / layers for other, before, layers, layers_before in cut)
         found.append(
             Window(
                 rank,
@@ -162,6 +170,7 @@ def read_windows(record: Mapping[str, Any]) -> list[Window]:
                 difference(one["plain_s"], one["other_s"]) if "plain_s" in one else None,
                 1 - step_s(layout, one["cut"], layer_s) / taken,
                 1 - best / taken,
+                longer,
             )
         )
     return found
@@ -210,6 +219,7 @@ def each(windows: Sequence[Window]) -> str:
         [
             "nobody" if one.rank is None else f"{one.rank} by {one.meant:.0%}",
             ", ".join(f"{times - 1:+.1%}" for times in one.slower),
+            ", ".join(f"{times - 1:+.1%}" for times in one.longer),
             "-".join(map(str, one.cut)),
             str(one.measured),
             f"{one.foretold:.2%}",
@@ -219,7 +229,16 @@ def each(windows: Sequence[Window]) -> str:
         for one in sorted(windows, key=lambda one: one.saves - one.theory)
         if one.measured is not None
     ]
-    header = ("slow rank", "longer than usual", "stages", "saves (95%)", "foretold", "best in theory", "adopted")
+    header = (
+        "slow rank",
+        "longer than usual",
+        "a layer, with the cut",
+        "stages",
+        "saves (95%)",
+        "foretold",
+        "best in theory",
+        "adopted",
+    )
     return render(header, rows)
 
 

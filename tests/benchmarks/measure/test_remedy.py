@@ -41,6 +41,8 @@ def recorded(seed: int, noise: float) -> dict[str, Any]:
             window["cut"] = cut
             if cut != (32, 32):
                 window |= {"plain_s": taken((32, 32)), "other_s": taken(cut)}
+                spent = zip(times, cut, (1.0, 1.01), strict=True)
+                window["other_compute_s"] = [computing * each * layers / 32 * more for each, layers, more in spent]
         windows.append(window)
     return {
         "environment": {},
@@ -64,6 +66,9 @@ def test_what_can_be_recovered_is_and_nothing_is_adopted_without_need(capsys: py
     assert len(calm) == 20
     assert sum(one.adopted for one in calm) <= 1
     assert all(one.foretold <= one.theory + 1e-9 for one in windows)
+    for one in windows:
+        if one.measured is not None:
+            assert one.longer == pytest.approx((1.0, 1.01), abs=0.008)
     show([record])
     assert table(windows) in capsys.readouterr().out
 
