@@ -36,12 +36,12 @@ from trainables.measure import Procedure
 SHORT = Procedure(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=0.0, window_s=0.0, window_min_steps=STEPS)
 
 
-def trace(paths: Sequence[tuple[str, Layout]], until: float) -> Iterator[dict[str, Any]]:
+def trace(chosen: Sequence[tuple[str, Layout]], until: float) -> Iterator[dict[str, Any]]:
     """A line for each layout of a spec, which has its path; all of one cluster."""
-    specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(path for path, _ in paths)}
+    specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(path for path, _ in chosen)}
     first = next(iter(specs.values()))
     with one_bench(first, first.cluster.size) as bench:
-        for number, (path, layout) in enumerate(paths):
+        for number, (path, layout) in enumerate(chosen):
             if time.monotonic() > until:
                 break
             with tempfile.TemporaryDirectory() as folder:
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=[""])
-    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--only", nargs="*", default=[""], help="texts, of which a spec's path and a label have one")
+    parser.add_argument("--seconds", type=float, default=400.0, help="after which no other layout begins")
     given = parser.parse_args(argv)
     chosen = [
         (row["spec"], Layout.from_dict(row["config"]))

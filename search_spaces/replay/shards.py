@@ -208,7 +208,10 @@ class GatheredWhole(Bucketed):
             super()._head_backward(group, layer)
 
     def _head_products(self) -> None:
-        """As DeepSpeed's own linear layers take them (`zero/linear.py`)."""
+        """As DeepSpeed's own linear layers take them (`zero/linear.py`), which compiled layouts do without."""
+        if self.compiled:
+            super()._head_products()
+            return
         self.take("dn", self.tokens * self.model.hidden)
         self._work_backward()
         self._table_product()
