@@ -100,10 +100,16 @@ def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> R
 
 @lru_cache(maxsize=4096)
 def _replay_shards(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
-    """Of the first rank or the last, whose gradients come last and first: of the fuller one."""
-    ranks = (0, layout.shard_ranks - 1) if layout.zero_stage == 2 else (0,)
+    """Of the fuller one of ranks that differ."""
     kind = SHARDED[layout.zero_stage]
-    return max((run(kind(model, tokens, rounds, layout, rank)) for rank in ranks), key=lambda one: one.reserved)
+    found = (run(kind(model, tokens, rounds, layout, rank)) for rank in apart(layout))
+    return max(found, key=lambda one: one.reserved)
+
+
+def apart(layout: Layout) -> tuple[int, ...]:
+    """Of those that shard states, the ranks that differ: the first and the last, whose gradients come last and first,
+    where a rank sums up its own alone."""
+    return (0, layout.shard_ranks - 1) if layout.zero_stage == 2 else (0,)
 
 
 def run(training: Training) -> Replayed:
