@@ -141,9 +141,9 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
 
 
 def glance(layout: Layout, work: Workload) -> MemoryEstimate:
-    """`estimate`, of layouts that clearly fit by the formula alone, so that many are soon told."""
+    """`estimate`, so that many are soon told: by the formula alone where they clearly fit, or the memory is unknown."""
     by_formula = _by_formula(layout, work, _fullest(layout))
-    is_clear = by_formula.share is not None and by_formula.share <= CLEAR_SHARE
+    is_clear = by_formula.share is None or by_formula.share <= CLEAR_SHARE
     return by_formula if is_clear else _looked_at(layout, work, by_formula)
 
 
