@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in read(given.file)
         if any(text in f"{row['spec']} {row['layout']}" for text in given.only)
     ]
+    if not chosen:
+        parser.error(f"{given.file} has no such layout")
     with given.out.open("a", buffering=1) as out:
         for line in trace(chosen, time.monotonic() + given.seconds):
             out.write(json.dumps(line) + "\n")
