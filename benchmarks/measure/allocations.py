@@ -27,8 +27,9 @@ from typing import Any
 
 from benchmarks.measure.blind import read
 from benchmarks.measure.gang import one_bench
-from benchmarks.measure.tracing import STEPS, Traced
+from benchmarks.measure.tracing import Traced
 from search_spaces.layout import Layout
+from search_spaces.replay import STEPS
 from service.spec import load_spec
 from service.trials.evaluate import make_request
 from trainables.measure import Procedure

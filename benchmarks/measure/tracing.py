@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
+from search_spaces.replay import STEPS
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.rank import Rank
 from trainables.training import Training
 from trainables.world import GangWorld
 
-STEPS = 3
-"""After which no more is reserved."""
-
 MOST_EVENTS = 10_000_000
+"""Of which torch keeps no more: some 40,000 a step are made."""
 
 FRAMES = 3
 """Of the functions that an allocation is made by, the innermost ones outside torch."""

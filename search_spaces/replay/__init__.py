@@ -62,13 +62,12 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
         return None
     if layout.offload_optimizer or layout.expandable_segments:
         return None
-    tokens = layout.micro_batch_size * work.sequence_length
+    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
     rounds = min(ROUNDS, layout.gradient_accumulation_steps)
     if facts.allocates == "flat" and layout.zero_stage and layout.num_gpus > 1:
         if layout.shard_ranks < layout.num_gpus or model.num_experts:
             return None
-        here = tokens // layout.context_parallel_size
-        return _replay_shards(model, here, rounds, replace(layout, global_batch_size=0))
+        return _replay_shards(model, tokens, rounds, replace(layout, global_batch_size=0))
     if layout.zero_stage:
         return None
     if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
@@ -100,8 +99,11 @@ def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> R
 
 @lru_cache(maxsize=4096)
 def _replay_shards(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
-    """Of the fuller one of ranks that differ."""
-    kind = SHARDED[layout.zero_stage]
+    return fullest(SHARDED[layout.zero_stage], model, tokens, rounds, layout)
+
+
+def fullest(kind: type[Shards], model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
+    """Of ranks that differ, the one that reserves most."""
     found = (run(kind(model, tokens, rounds, layout, rank)) for rank in apart(layout))
     return max(found, key=lambda one: one.reserved)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from search_spaces.replay.groups import block_of, experts_of
-from search_spaces.replay.training import TABLE, Training
+from search_spaces.replay.training import Training
 from search_spaces.replay.turns import turns
 
 FULLEST = 2.4
@@ -25,14 +25,10 @@ class Flat(Training):
         self.waiting: list[tuple[str, int]] = []
 
     def gradient(self, group: str, name: str) -> None:
-        count, made = self.groups[group][name], f"gradient {group} {name}"
+        count = self.groups[group][name]
         if group.startswith("experts"):  # of one after the other
             count //= self.model.num_experts
-        if name in ("tokens", "output") and self.holds(TABLE):
-            self.rename(TABLE, made)
-        else:
-            self.take(made, count)
-        self.waiting.append((made, count))
+        self.waiting.append((self._make_gradient(group, name, count), count))
         if not self.compiled or not group.startswith("block"):
             self.sum_up(group, False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.replay.training import TABLE, Training
+from search_spaces.replay.training import Training
 
 REDUCING = 1
 """The stream on which FSDP2 makes the gradients of its shards."""
@@ -37,10 +37,7 @@ class Sharded(Training):
             self.give_back("cast")
 
     def gradient(self, group: str, name: str) -> None:
-        if name in ("tokens", "output") and self.holds(TABLE):
-            self.rename(TABLE, f"gradient {group} {name}")
-        else:
-            self.take(f"gradient {group} {name}", self.groups[group][name])
+        self._make_gradient(group, name, self.groups[group][name])
 
     def sum_up(self, group: str, is_last: bool) -> None:
         parameters = self.groups[group]

@@ -202,6 +202,15 @@ class Training:
     def _table_product(self) -> None:
         self.take(TABLE, self.model.vocab * self.model.hidden)
 
+    def _make_gradient(self, group: str, name: str, count: int) -> str:
+        """Its name: a table's is there already, if the head's products made it."""
+        made = f"gradient {group} {name}"
+        if name in ("tokens", "output") and self.holds(TABLE):
+            self.rename(TABLE, made)
+        else:
+            self.take(made, count)
+        return made
+
     def _work_backward(self) -> None:
         if not self.holds("workspace of backward passes"):
             self.take("workspace of backward passes", WORKSPACE, 1)

@@ -205,10 +205,10 @@ def test_a_rank_sums_up_from_the_first_of_its_own_gradients_on(shards: int) -> N
 
 def test_ranks_of_a_sequence_shard_as_replicas_do_and_keep_what_they_exchange() -> None:
     """Half of a sequence twice as long is as many tokens: beside these a block keeps what attention came to."""
-    two, apart = (Layout("deepspeed", 2, 2, context_parallel_size=cp, zero_stage=1) for cp in (2, 1))
+    two, replicas = (Layout("deepspeed", 2, 2, context_parallel_size=cp, zero_stage=1) for cp in (2, 1))
     together, alone = (
         replayed(layout, Workload(GPT, length, layout.global_batch_size))
-        for layout, length in ((two, 2048), (replace(apart, global_batch_size=4), 1024))
+        for layout, length in ((two, 2048), (replace(replicas, global_batch_size=4), 1024))
     )
     assert together is not None
     assert alone is not None
