@@ -20,19 +20,24 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 _aten = torch.ops.aten
 
+_SOME = 128
+"""Tokens by which it is asked whether there is a kernel: there is none for a single one."""
+
 
 def is_fast(q: Tensor, k: Tensor) -> bool:
     """Whether there are kernels for the parts, and none as fast for the whole: cuDNN's from Hopper on, where the width
     of heads allows it. On a CPU torch's own, so that trainings there are of the same code."""
-    if q.device.type == "cpu":
-        return True
-    return (
-        q.is_cuda
-        and torch.version.hip is None
-        and q.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(q.device) >= (9, 0)
-        and can_use_cudnn_attention(SDPAParams(q, k, k, None, 0.0, False, True))
-    )
+    return q.device.type == "cpu" or _has_kernels(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3])
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
+        return False
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    q, k = (torch.empty(1, count, _SOME, width, device=device, dtype=dtype) for count in (heads, key_heads))
+    return can_use_cudnn_attention(SDPAParams(q, k, k, None, 0.0, False, True))
 
 
 @torch.library.custom_op("wattune::merged_attention", mutates_args=())
@@ -44,8 +49,8 @@ def merged_attention(q: Tensor, keys_values: Tensor, starts: list[int]) -> tuple
     fewer. The result is like `q`, and beside it, for the backward pass, the logarithms of the sums of exponentials,
     (pieces, batch, heads, queries / pieces, 1). An operator of its own, for recomputation to keep both and no parts.
     """
-    output, logarithms = torch.empty_like(q), []
-    for start, query, merged in _pieces(starts, q, output):
+    output, logarithms = _results(q, starts)
+    for (start, query, merged), logarithm in zip(_pieces(starts, q, output), logarithms, strict=True):
         end = start + query.shape[2]
         within, log_within = _attend(query, keys_values[..., start:end, :], is_causal=True)
         if start:
@@ -56,23 +61,31 @@ def merged_attention(q: Tensor, keys_values: Tensor, starts: list[int]) -> tuple
             log_within = torch.logaddexp(log_within, log_before)
         else:
             merged.copy_(within)
-        logarithms.append(log_within)
-    return output, torch.stack(logarithms)
+        logarithm.copy_(log_within)
+    return output, logarithms
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, list[int]], output: object) -> None:
-    q, keys_values, ctx.starts = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(q, keys_values, *output)  # type: ignore[misc]
+def _results(q: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
+    """Room for both."""
+    batch, heads, queries, _ = q.shape
+    shape = len(starts), batch, heads, queries // len(starts), 1
+    return torch.empty_like(q), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, gradient: Tensor, _: Tensor | None
-) -> tuple[Tensor, Tensor, None]:
-    q, keys_values, output, logarithms = ctx.saved_tensors  # type: ignore[attr-defined]
+@merged_attention.register_fake
+def _(q: Tensor, keys_values: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
+    return _results(q, starts)
+
+
+@torch.library.custom_op("wattune::merged_attention_backward", mutates_args=())
+def _back(
+    gradient: Tensor, q: Tensor, keys_values: Tensor, output: Tensor, logarithms: Tensor, starts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of queries, and of keys and values, of that of the merged results."""
     if gradient.stride() != output.stride():  # torch keeps cuDNN's plans by the strides of the inputs alone
         gradient = torch.empty_like(output).copy_(gradient)
     of_queries, of_keys_values = torch.empty_like(q), torch.empty_like(keys_values)
-    pieces = list(_pieces(ctx.starts, q, output, gradient, of_queries))  # type: ignore[attr-defined]
+    pieces = list(_pieces(starts, q, output, gradient, of_queries))
     finds_some = False  # where it is to put its gradients of keys: the last piece, which has the most keys, is first
     for (start, query, merged, above, below), logarithm in reversed(list(zip(pieces, logarithms, strict=True))):
         end = start + query.shape[2]
@@ -85,6 +98,25 @@ def _backward(
             for whole, part in zip(of_keys_values, found[1:], strict=True):
                 _put(whole[:, :, first:last], part, finds_some)
         finds_some = True
+    return of_queries, of_keys_values
+
+
+@_back.register_fake
+def _(
+    gradient: Tensor, q: Tensor, keys_values: Tensor, output: Tensor, logarithms: Tensor, starts: list[int]
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(keys_values)
+
+
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, list[int]], output: object) -> None:
+    q, keys_values, ctx.starts = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(q, keys_values, *output)  # type: ignore[misc]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, gradient: Tensor, _: Tensor | None
+) -> tuple[Tensor, Tensor, None]:
+    of_queries, of_keys_values = _back(gradient, *ctx.saved_tensors, ctx.starts)  # type: ignore[attr-defined]
     return of_queries, of_keys_values, None
 
 

@@ -28,7 +28,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_local_fp32_param, set_z3_leaf_modules
 from torch import Tensor, nn
 
@@ -46,7 +45,8 @@ from trainables.engines.base import (
     learning_rate,
 )
 from trainables.engines.deepspeed.configuration import configuration
-from trainables.model import Block, Embedding, Parts, Stage, causal_attention, compiled_loss, language_model_loss
+from trainables.engines.deepspeed.ulysses import Ulysses
+from trainables.model import Block, Embedding, Parts, Stage, compiled_loss, language_model_loss
 from trainables.moe import attach_loss, balance_loss, choose_experts
 from trainables.passes import Moment, Observer
 from trainables.recompute import recomputed
@@ -95,27 +95,6 @@ class TiedSpec(TiedLayerSpec):
 
     def build(self, log: bool = False) -> nn.Module:
         return self.make()
-
-
-class Ulysses:
-    """Causal attention over sequences of which each rank of `group` holds a piece (Jacobs et al. 2023).
-
-    DeepSpeed takes the ranks of `group` for data-parallel ones. Told of them (through `mesh_param`,
-    `sequence_parallel_size` or `mpu`), release 0.19 scales gradients or their norm wrongly.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.exchange = DistributedAttention(self._attend, group, scatter_idx=2, gather_idx=1)
-
-    @torch.compiler.disable  # traced, the exchange loses its gradient
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v: (batch, heads, sequence / ranks, head_dim), keys and values with as many or fewer heads; like q."""
-        output: Tensor = self.exchange(*(x.transpose(1, 2) for x in (q, k, v)), 0)
-        return output.transpose(1, 2)
-
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 class DispatchedExperts(nn.Module):

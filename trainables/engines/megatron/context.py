@@ -53,7 +53,6 @@ class GatheredAttention:
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
 
-    @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v: (batch, heads, sequence / size, head_dim), keys and values with as many or fewer heads; like q."""
         keys_values = self._gather(torch.stack((k, v)))
