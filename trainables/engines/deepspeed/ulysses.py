@@ -10,7 +10,7 @@ import torch
 from deepspeed.sequence.layer import single_all_to_all
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from trainables.model import causal_attention
 
@@ -22,16 +22,20 @@ def exchanged(x: Tensor, group: str, scatter: int, gather: int) -> Tensor:
 
     An operator of its own, for compilers to let be: traced, the exchange loses its gradient.
     """
-    result: Tensor = single_all_to_all(x, scatter, gather, 0, _resolve_process_group(group))
+    result: Tensor = single_all_to_all(x, scatter, gather, 0, _ranks(group))
     return result
 
 
 @exchanged.register_fake
 def _(x: Tensor, group: str, scatter: int, gather: int) -> Tensor:
-    size, shape = _resolve_process_group(group).size(), list(x.shape)
+    size, shape = _ranks(group).size(), list(x.shape)
     shape[scatter] //= size
     shape[gather] *= size
     return x.new_empty(shape)
+
+
+def _ranks(group: str) -> ProcessGroup:
+    return _resolve_process_group(GroupName(group))
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, str, int, int], output: Tensor) -> None:
@@ -59,5 +63,5 @@ class Ulysses:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v: (batch, heads, sequence / ranks, head_dim), keys and values with as many or fewer heads; like q."""
         q, k, v = (exchanged(x.transpose(1, 2), self.group, 2, 1).transpose(1, 2) for x in (q, k, v))
-        output = exchanged(causal_attention(q, k, v).transpose(1, 2), self.group, 1, 2)
+        output: Tensor = exchanged(causal_attention(q, k, v).transpose(1, 2), self.group, 1, 2)
         return output.transpose(1, 2)
