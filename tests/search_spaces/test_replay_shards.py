@@ -155,6 +155,22 @@ def test_ranks_that_were_measured() -> None:
         assert max(map(abs, some)) < 0.01
 
 
+@pytest.mark.slow
+def test_layouts_that_were_foretold_blind_are_foretold_as_well_since() -> None:
+    """Which the replay was not made by."""
+    errors: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for row in read(DATA / "shards_2xh200.measured.jsonl.xz"):
+        layout, found = Layout.from_dict(row["config"]), replayed(Layout.from_dict(row["config"]), work_of(row["spec"]))
+        assert found is not None
+        measured = max(rank["peak_memory_gib"] for rank in row["full"]["ranks"])
+        errors[layout.zero_stage].append(abs(found.reserved / 2**30 / measured - 1))
+    assert [len(some) for some in errors.values()] == [7, 7, 8]
+    assert statistics.mean(errors[1] + errors[2]) < 0.004
+    assert max(errors[1] + errors[2]) < 0.011
+    assert statistics.mean(errors[3]) < 0.042
+    assert max(errors[3]) < 0.077
+
+
 def test_ranks_that_were_measured_with_the_engine_as_it_was() -> None:
     measured = {}
     for name in ("llama3_12l_4xh200", "llama3_12l_2xh200"):
