@@ -12,6 +12,7 @@ Blockwise Transformers", whose parts are other ranks').
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def is_fast(q: Tensor, k: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_kernels(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
+    return _asked(device, dtype, heads, key_heads, width)
+
+
+@cache
+def _asked(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
         return False
     if torch.cuda.get_device_capability(device) < (9, 0):
