@@ -33,11 +33,13 @@ def is_fast(q: Tensor, k: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_kernels(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
+    """A constant of a compiled block."""
     return _asked(device, dtype, heads, key_heads, width)
 
 
 @cache
 def _asked(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
+    """Once a process, as it takes tensors to ask."""
     if device.type != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
         return False
     if torch.cuda.get_device_capability(device) < (9, 0):

@@ -81,6 +81,13 @@ def test_the_result_is_in_the_order_of_tokens() -> None:
     assert merged(q, keys_values, starts_of(2, 1, 48)).transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize(("size", "rank"), RANKS)
+def test_compilers_are_told_of_what_it_gives(size: int, rank: int) -> None:
+    """Shapes, strides and gradients, without running it: a compiled block takes it as it is."""
+    q, keys_values = (each.bfloat16().requires_grad_() for each in given(4, 2, 16, 48, size))
+    torch.library.opcheck(merged_attention, (q, keys_values, starts_of(size, rank, 48)))
+
+
 class Calls(TorchDispatchMode):
     """How often attention is computed forward."""
 
