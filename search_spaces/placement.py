@@ -5,10 +5,14 @@ Ranks of one stage end together, so that slow GPUs cost least where they share a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from search_spaces.layout import Layout
+from search_spaces.messages import scripts
+from search_spaces.models import ModelShape
+from search_spaces.playing import play
+from search_spaces.schedules import Action, PassTime
 from search_spaces.workload import Workload
 
 PLACED = ("rank_order", "stage_layers")
@@ -18,23 +22,37 @@ ALIKE = 0.005
 """GPUs whose times differ by a smaller share count as alike: no more is known of a GPU in seconds."""
 
 
-def placements(layout: Layout, work: Workload, slower: Mapping[int, float], axes: Sequence[str]) -> list[Layout]:
+def placements(
+    layout: Layout,
+    work: Workload,
+    slower: Mapping[int, float],
+    axes: Sequence[str],
+    passes: Sequence[PassTime] = (),
+) -> list[Layout]:
     """The layout with other ranks' GPUs, other stages' layers, or both, that may be faster; none without a pipeline.
 
     `slower`: by worker, how many times as long as the fastest it takes; one that is left out, as long as that. `axes`
-    of `rank_order` and `stage_layers` may differ from `layout`, which must have neither. Those that are not legal, or
-    need more memory than there is, are among them.
+    of `rank_order` and `stage_layers` may differ from `layout`, which must have neither. `passes`: of each stage of
+    `layout` as they were measured; where there are none, layers are cut by the speed of GPUs alone. Those that are not
+    legal, or need more memory than there is, are among them.
     """
     if layout.pipeline_parallel_size == 1:
         return []
     times = [max(1.0, slower.get(worker, 1.0)) for worker in range(layout.num_gpus)]
-    if max(times) < (1 + ALIKE) * min(times):
-        return []
-    ordered = replace(layout, rank_order=order_by_speed(layout, work, times)) if "rank_order" in axes else layout
+    differ = max(times) >= (1 + ALIKE) * min(times)
+    orders = differ and "rank_order" in axes
+    ordered = replace(layout, rank_order=order_by_speed(layout, work, times)) if orders else layout
     found = [ordered]
     if "stage_layers" in axes:
+        before = stage_times(layout, times)
         for one in (layout, ordered):
-            found.append(replace(one, stage_layers=layers_by_speed(work.shape.layers, stage_times(one, times))))
+            after = stage_times(one, times)
+            if passes:
+                longer = [now / then for now, then in zip(after, before, strict=True)]
+                cut = layers_by_passes(layout, work.shape, _longer(passes, longer))
+            else:
+                cut = layers_by_speed(work.shape.layers, after)
+            found.append(replace(one, stage_layers=cut))
     return [one for one in dict.fromkeys(_plain(one, work) for one in found) if one != layout]
 
 
@@ -76,6 +94,80 @@ def layers_by_speed(layers: int, times: Sequence[float]) -> tuple[int, ...]:
     return tuple(even if good_enough else counts)
 
 
+def layers_by_passes(layout: Layout, shape: ModelShape, passes: Sequence[PassTime]) -> tuple[int, ...]:
+    """Of each stage, so that a step is as short as can be by its schedule; as in `layout` if that is as good.
+
+    `passes`: of each stage as `layout` has it. From layers by the stages' speed on, one after the other is moved from
+    the stage with most to do, or to that with least, for as long as that helps.
+    """
+    step_s = step_by_cut(layout, shape, passes)
+    before = _counts(layout, shape)
+    busy = [sum(one.later_s for one in passes if one.stage == stage) for stage in range(len(before))]
+    each = [seconds / count for seconds, count in zip(busy, before, strict=True)]
+    best = layers_by_speed(shape.layers, [seconds / min(each) for seconds in each])
+    best_s = step_s(best)
+    while True:
+        loads = [seconds * more for seconds, more in zip(busy, _more(shape, before, best), strict=True)]
+        most, least = loads.index(max(loads)), loads.index(min(loads))
+        ends = [(most, to) for to in range(len(best))] + [(of, least) for of in range(len(best))]
+        moved = [cut for of, to in ends if min(cut := _moved(best, of, to)) > 0]
+        shortest_s, shortest = min((step_s(cut), cut) for cut in moved)
+        if shortest_s >= best_s:
+            return best if best_s * (1 + ALIKE) <= step_s(before) else before
+        best, best_s = shortest, shortest_s
+
+
+def step_by_cut(layout: Layout, shape: ModelShape, passes: Sequence[PassTime]) -> Callable[[Sequence[int]], float]:
+    """Seconds of a step by its schedule, without what comes before and after its passes, by the layers of each stage.
+
+    `passes`: of each stage as `layout` has it. They take longer the more a stage has to do, in parameters that take
+    part in matrix products.
+    """
+    before, rounds = _counts(layout, shape), scripts(layout)
+    times = {(one.stage, one.step): one for one in passes}
+
+    def step_s(cut: Sequence[int]) -> float:
+        more = _more(shape, before, cut)
+
+        def seconds(_: int, action: Action) -> float:
+            time = times[action.stage, action.step]
+            return (time.later_s if action.microbatch else time.first_s) * more[action.stage]
+
+        return play(rounds, seconds, lambda sender, receiver: 0.0).seconds
+
+    return step_s
+
+
+def _counts(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
+    return tuple(len(layers) for layers in layout.layers_by_stage(shape.layers))
+
+
+def _more(shape: ModelShape, before: Sequence[int], after: Sequence[int]) -> list[float]:
+    """By stage, how many times as much there is to do after its layers became others."""
+    last = len(before) - 1
+    return [
+        _work(shape, now, stage == last) / _work(shape, then, stage == last)
+        for stage, (now, then) in enumerate(zip(after, before, strict=True))
+    ]
+
+
+def _work(shape: ModelShape, layers: int, head: bool) -> float:
+    """What blocks, and perhaps the head, have to do, in parameters that take part in matrix products."""
+    return float(layers * shape.block_parameters + (shape.vocab * shape.hidden if head else 0))
+
+
+def _moved(cut: Sequence[int], one: int, other: int) -> tuple[int, ...]:
+    """With a layer less on one stage and one more on another."""
+    return tuple(count - (stage == one) + (stage == other) for stage, count in enumerate(cut))
+
+
+def _longer(passes: Sequence[PassTime], times: Sequence[float]) -> list[PassTime]:
+    """Passes that take so many times as long, by stage."""
+    return [
+        one._replace(first_s=one.first_s * times[one.stage], later_s=one.later_s * times[one.stage]) for one in passes
+    ]
+
+
 def order_by_speed(layout: Layout, work: Workload, times: Sequence[float]) -> tuple[int, ...]:
     """By rank, the worker that takes it: slower ones the stages with less to do, of those with as much the first.
 
@@ -97,10 +189,9 @@ def order_by_speed(layout: Layout, work: Workload, times: Sequence[float]) -> tu
 
 
 def _load(layout: Layout, work: Workload, rank: int) -> float:
-    """What a rank has to do, in parameters that take part in matrix products."""
-    stage = layout.coordinates(rank)["pp"]
-    head = work.shape.vocab * work.shape.hidden if stage == layout.end_ranks[1] else 0
-    return float(layout.layers_of(stage, work.shape.layers) * work.shape.block_parameters + head)
+    """What a rank has to do, as `_work` has it."""
+    pipeline_rank = layout.coordinates(rank)["pp"]
+    return _work(work.shape, layout.layers_of(pipeline_rank, work.shape.layers), pipeline_rank == layout.end_ranks[1])
 
 
 def _plain(layout: Layout, work: Workload) -> Layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from search_spaces.layout import Layout
 
@@ -30,6 +30,21 @@ class Action(NamedTuple):
     stage: int
     step: Pass
     microbatch: int
+
+
+class PassTime(NamedTuple):
+    """Seconds that a pass through a stage takes one of its ranks: that of a step's first microbatch, which may gather
+    weights and finds no gradient to add to, and those of the later ones on average."""
+
+    stage: int
+    step: Pass
+    first_s: float
+    later_s: float
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Sequence[Any]]) -> tuple[PassTime, ...]:
+        """Those that were written as JSON."""
+        return tuple(cls(stage, Pass(step), *times) for stage, step, *times in rows)
 
 
 Order = tuple[Action, ...]

@@ -11,7 +11,7 @@ from search_spaces.composition import RankTimes
 from search_spaces.kinds import RankKind, Share
 from search_spaces.layout import Layout
 from search_spaces.network import Network
-from search_spaces.schedules import Action, Pass
+from search_spaces.schedules import Action, Pass, PassTime
 from service.metrics import Method
 from trainables.breakdown import Breakdown
 from trainables.status import Status
@@ -53,8 +53,8 @@ class RankRecord:
 
     `rank` is the rank in the trial, `coordinates` its place in the mesh by axis: pp, dp, cp, tp. `worker` is the
     worker of the gang that took it, `device` that one's GPU, None on CPU. `breakdown` is the mean of the steps that
-    were profiled, `own_s` and `interrupted_s` are as `trainables.breakdown.Profile` has them; records made before they
-    were kept have none.
+    were profiled, `own_s` and `interrupted_s` are as `trainables.breakdown.Profile` has them, `passes` those of its
+    stages in a pipeline; records made before they were kept have none.
     """
 
     rank: int
@@ -66,11 +66,13 @@ class RankRecord:
     breakdown: Breakdown | None
     own_s: tuple[float, ...] = ()
     interrupted_s: float | None = None
+    passes: tuple[PassTime, ...] = ()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankRecord:
         breakdown, own_s = values["breakdown"], tuple(values.get("own_s", ()))
-        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown), "own_s": own_s})
+        passes = PassTime.of_rows(values.get("passes", ()))
+        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown), "own_s": own_s, "passes": passes})
 
 
 def behind(ranks: Sequence[RankRecord]) -> dict[int, float]:

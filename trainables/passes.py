@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
-from search_spaces.schedules import Action
+from search_spaces.schedules import Action, Pass, PassTime
 from trainables.platforms.base import Mark
 
 
 class Moment(StrEnum):
     """What an engine tells of a step of a pipeline beside its passes."""
 
+    DONE = "done"
+    """What the latest pass is has been computed, perhaps but for its loss, after which this is told again. What it is
+    to send, and what the next one is to receive, comes then."""
     PASSED = "passed"
     """Passes have ended, perhaps the last ones."""
     AGREED = "agreed"
@@ -64,11 +68,14 @@ class PassClock:
     The device pauses for so many seconds before whatever has some in `pauses`.
     """
 
-    def __init__(self, mark: Callable[[], Mark], pause: Callable[[float], None]) -> None:
-        """`mark` puts a mark among what the device is given to do, `pause` so many seconds of waiting."""
+    def __init__(
+        self, mark: Callable[[], Mark], pause: Callable[[float], None] | None = None, kept: int | None = None
+    ) -> None:
+        """`mark` puts a mark among what the device is given to do, `pause` so many seconds of waiting. So many of the
+        latest steps are `kept`, all by default."""
         self.mark, self.pause = mark, pause
         self.pauses: Mapping[Action | Moment, float] = {}
-        self.steps: list[_Step] = []
+        self.steps: deque[_Step] = deque(maxlen=kept)
 
     def begin(self) -> None:
         start = self.mark()
@@ -76,7 +83,7 @@ class PassClock:
 
     def observe(self, what: Action | Moment) -> None:
         ended = begun = self.mark()
-        if (seconds := self.pauses.get(what, 0.0)) > 0:
+        if self.pause is not None and (seconds := self.pauses.get(what, 0.0)) > 0:
             self.pause(seconds)
             begun = self.mark()
         self.steps[-1].events.append(_Event(what, ended, begun))
@@ -86,7 +93,7 @@ class PassClock:
 
     def mean(self, steps: int) -> PassTimes:
         """The mean of the latest `steps` steps, all of the same passes. The device must have done them."""
-        times = [_times(step) for step in self.steps[-steps:]]
+        times = [_times(step) for step in self._latest(steps)]
         return PassTimes(
             head_s=statistics.fmean(step.head_s for step in times),
             passes_s={
@@ -97,14 +104,43 @@ class PassClock:
             waited_s=statistics.fmean(step.waited_s for step in times),
         )
 
+    def computing(self, steps: int) -> tuple[PassTime, ...]:
+        """The passes of the latest `steps` steps, or of as many as are kept, on average: from each one's begin until it
+        has computed, without what it waits for. None without a pipeline. The device must have done them."""
+        firsts: dict[tuple[int, Pass], list[float]] = defaultdict(list)
+        laters: dict[tuple[int, Pass], list[float]] = defaultdict(list)
+        for step in self._latest(steps):
+            for (stage, kind, microbatch), seconds in _computing(step).items():
+                (laters if microbatch else firsts)[stage, kind].append(seconds)
+        return tuple(
+            PassTime(*kind, statistics.fmean(first_s), statistics.fmean(laters[kind] or first_s))
+            for kind, first_s in sorted(firsts.items())
+        )
+
+    def _latest(self, steps: int) -> list[_Step]:
+        return list(islice(self.steps, max(0, len(self.steps) - steps), None))
+
+
+def _computing(step: _Step) -> dict[Action, float]:
+    seconds: dict[Action, float] = {}
+    latest: _Event | None = None
+    for event in step.events:
+        if isinstance(event.what, Action):
+            latest = event
+        elif event.what is Moment.DONE and latest is not None:
+            assert isinstance(latest.what, Action)
+            seconds[latest.what] = _seconds(latest.begun, event.ended)
+    return seconds
+
 
 def _times(step: _Step) -> PassTimes:
-    passes = [event for event in step.events if isinstance(event.what, Action)]
-    waited_s = sum(_seconds(event.ended, event.begun) for event in step.events if event.begun is not event.ended)
+    events = [event for event in step.events if event.what is not Moment.DONE]
+    passes = [event for event in events if isinstance(event.what, Action)]
+    waited_s = sum(_seconds(event.ended, event.begun) for event in events if event.begun is not event.ended)
     if not passes:
         return PassTimes(0.0, {}, _seconds(step.start, step.end) - waited_s, 0.0, waited_s)
-    over = step.events[step.events.index(passes[-1]) + 1]
-    agreed = next((event for event in step.events if event.what == Moment.AGREED), None)
+    over = events[events.index(passes[-1]) + 1]
+    agreed = next((event for event in events if event.what == Moment.AGREED), None)
     update_s = 0.0 if agreed is None else _seconds(agreed.begun, step.end)
     reduced_s = 0.0 if agreed is None else _seconds(over.begun, agreed.ended)
     return PassTimes(

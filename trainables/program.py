@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from search_spaces.layout import Layout
 from search_spaces.network import Collective, Curve
 from search_spaces.operators import OperatorTiming
+from search_spaces.schedules import PassTime
 from trainables.breakdown import Profile
 from trainables.measure import Procedure, Stretch, Timing
 from trainables.passes import PassTimes
@@ -83,7 +84,8 @@ class RankReport:
     `coordinates` is the rank's place in the mesh by axis, `device` the GPU's UUID, None on CPU. `timings` are by global
     batch size in the order of time. Losses are those of the global batch; `profile` is that of one more step of the
     first size, None if none was asked for. `environment` are names of devices and versions of libraries. `slice` is of
-    ranks that ran alone; their losses are their own contributions. `curves`: of collectives, and `operators`, by
+    ranks that ran alone; their losses are their own contributions. `passes` are those of a pipeline, in steps of the
+    first size. `curves`: of collectives, and `operators`, by
     programs that measure these. `tokens_per_step`: of all ranks in the window on average, by a program that counts
     them. `problems`: why what it measured wants looking at, a line each. `spent_s`: seconds by what they went into, by
     programs that measure several things.
@@ -99,6 +101,7 @@ class RankReport:
     environment: dict[str, str]
     profile: Profile | None = None
     slice: SliceReport | None = None
+    passes: tuple[PassTime, ...] = ()
     curves: tuple[Curve, ...] = ()
     operators: tuple[OperatorTiming, ...] = ()
     tokens_per_step: float | None = None

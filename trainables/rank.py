@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from search_spaces.schedules import PassTime
 from trainables.batches import microbatches
 from trainables.breakdown import Profile
 from trainables.data import open_tokens
@@ -21,10 +22,14 @@ from trainables.engines.base import Job, Microbatch, StepOutput
 from trainables.engines.build import build_engine
 from trainables.losses import check_learning
 from trainables.measure import Stretch, Timing, time_steps
+from trainables.passes import PassClock
 from trainables.profiling import MOST_STEPS, profile_steps
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.training import Training
 from trainables.world import GangWorld, World
+
+PASSES_KEPT = 16
+"""Steps of which the latest ones' passes are looked at."""
 
 
 def train(
@@ -44,13 +49,15 @@ class Rank:
         place: Place,
         on_progress: Callable[[Progress], None],
         join: Callable[[TrialRequest, Place], World],
+        clock: PassClock | None = None,
     ) -> None:
-        """`join` the other ranks and build the engine. Collective."""
+        """`join` the other ranks and build the engine. `clock`: of the passes of a pipeline. Collective."""
         gc.freeze()  # the libraries: half a million objects, which a full collection would go through in some step
         _quieten()
         self.training, self.request, self.platform = training, request, place.platform
         self.batches = request.batches or (request.layout.global_batch_size,)
         self.layout = replace(request.layout, global_batch_size=self.batches[0])
+        self.clock = clock or PassClock(self.platform.mark, kept=PASSES_KEPT)
         self.progress, self.on_progress = Progress(), on_progress
         self.losses: list[Tensor] = []
         self.grad_norms: list[Tensor] = []
@@ -65,7 +72,15 @@ class Rank:
     def job(self) -> Job:
         """What the engine is given."""
         training, world = self.training, self.world
-        return Job(self.layout, training.model, training.sequence_length, training.seed, world.rank, world.device)
+        return Job(
+            self.layout,
+            training.model,
+            training.sequence_length,
+            training.seed,
+            world.rank,
+            world.device,
+            self.clock.observe,
+        )
 
     def report(self) -> RankReport:
         """Time all batches, and profile steps of the first if that is asked for. Collective."""
@@ -78,10 +93,12 @@ class Rank:
     def measure(self) -> RankReport:
         """Time all batches. Collective."""
         timings: dict[int, Timing] = {}
+        passes: tuple[PassTime, ...] = ()
         for batch in self.batches:
             if timings:
                 self.change_batch(batch)
-            timings[batch] = self.time_steps()
+            timings[batch] = timing = self.time_steps()
+            passes = passes or self.clock.computing(len(timing.window_steps_s))
             self.enter("report")
             losses = tuple(self.world.total(torch.stack(self.losses)).tolist())
             self.check(losses)
@@ -94,6 +111,7 @@ class Rank:
             grad_norms=tuple(float(norm) for norm in self.grad_norms),
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
             environment={"torch": str(torch.__version__)} | self.platform.versions(self.world.device),
+            passes=passes,
         )
 
     def profile(self, report: RankReport) -> Profile:
@@ -140,7 +158,10 @@ class Rank:
 
     def step(self) -> StepOutput:
         """Train on the next global batch."""
-        return self.engine.step(self.deal())
+        self.clock.begin()
+        output = self.engine.step(self.deal())
+        self.clock.end()
+        return output
 
     def deal(self) -> Iterator[Microbatch]:
         """The rank's microbatches of the next global batch."""

@@ -80,15 +80,15 @@ class SliceRank(Rank):
         self, program: Slice, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]
     ) -> None:
         self.program = program
-        self.clock = PassClock(place.platform.mark, lambda seconds: self.world.wait(seconds))
         self.steps_of_batch = 0
         self.times: dict[int, PassTimes] = {}
         self.traffic: dict[int, tuple[Traffic, ...]] = {}
         world = partial(StandInWorld, program)
-        super().__init__(program.training, request, place, on_progress, world)
+        clock = PassClock(place.platform.mark, lambda seconds: self.world.wait(seconds))
+        super().__init__(program.training, request, place, on_progress, world, clock)
 
     def job(self) -> Job:
-        return replace(super().job(), observe=self.clock.observe, alone=True)
+        return replace(super().job(), alone=True)
 
     def measure(self) -> RankReport:
         report = super().measure()
@@ -127,10 +127,7 @@ class SliceRank(Rank):
             self.pause()
         self.steps_of_batch += 1
         self.world.ledger.clear()
-        self.clock.begin()
-        output = super().step()
-        self.clock.end()
-        return output
+        return super().step()
 
     def deal(self) -> Iterator[Microbatch]:
         """The same, but for tokens whose embeddings other tensor ranks hold, in whose place are others that this one

@@ -1,19 +1,20 @@
 """What uneven stages recover where one GPU of a pipeline is slow, and whether they leave alone what is well.
 
-    python -m benchmarks.measure.remedy [SPEC] [--pairs 12] [--seconds 400] [--out FILE.json]
+    python -m benchmarks.measure.remedy [SPEC] [--pairs 6] [--seconds 400] [--out FILE.json]
     python -m benchmarks.measure.remedy FILE.json...
 
 The spec's first legal layout, of two pipeline stages, trains on two devices in windows. In some of them one device is
-slowed by a program beside the trial (`benchmarks.measure.slowing`), in `CALM` windows none is. In each window the ranks
-are profiled, layers are cut by what that shows, as `stage_layers: auto` does, and if the cut is not the plain one,
-steps with the plain stages and with these are timed by turns (`benchmarks.measure.recutting`). They are adopted where
-the 95% interval of what they save excludes zero.
+slowed by a program beside the trial (`benchmarks.measure.slowing`), in `CALM` windows none is. In each window layers
+are cut by how long passes take the ranks, as `stage_layers: auto` does, and if the cut is not the plain one, steps with
+the plain stages and with these are timed by turns (`benchmarks.measure.recutting`). They are adopted where the 95%
+interval of what they save excludes zero, of pairs of one turn each, by its median step.
 
-A window takes four steps, and where anything is tried ten more and `--pairs` of two each. It is then told as well how
-long a layer takes each rank with the cut: a GPU at its power limit may take longer for each if it has more of them.
+A window takes three steps, and where anything is tried seven more and seven for each of `--pairs`.
 
-What they can recover in theory is what the best of all cuts saves of a step that is played by its schedule
-(`search_spaces.playing`), with layers as long as they were measured to be on either device in that window.
+What they can recover in theory is what the best of all cuts saves of a step that is played by its schedule, with passes
+as they were measured with the plain stages in that window, longer by the layers (`search_spaces.placement`): of the
+turns, where there were any. A GPU at its power limit takes longer for each layer if it has more of them, and waits
+less; `a layer, with the cut` says how much, of the turns.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.gang import one_bench, require_ok
-from benchmarks.measure.recutting import Recut
+from benchmarks.measure.recutting import Recut, computing_s
 from benchmarks.measure.runs import add_run_arguments, parse_run
 from benchmarks.measure.slowing import Draws, competing
 from search_spaces.layout import Layout
-from search_spaces.messages import scripts
-from search_spaces.playing import play
-from search_spaces.schedules import Action, Pass
+from search_spaces.models import ModelShape
+from search_spaces.placement import step_by_cut
+from search_spaces.schedules import PassTime
 from service.answers.tables import render
 from service.paired import Difference, difference
 from service.problem import Problem
@@ -46,27 +48,24 @@ TIMES = 4
 
 CALM = 20
 
-PAIRS = 12
-"""Of steps in a window: of as many, one that the host held up does not decide whether a saving is proven."""
+PAIRS = 6
+"""Of turns in a window, as many as a search has of a placement's trials."""
 
-HISTORY, CALIBRATING = 8, 3
+HISTORY, CALIBRATING = 3, 2
 """Windows of some steps only, before those in which anything is tried."""
 
-BY_RANK = ("compute_s", "other_compute_s")
+BY_RANK = ("passes", "plain_passes", "other_passes")
 """What ranks tell of a window each by itself."""
 
 STARTED_S = 180.0
 """Beyond the windows' own time, until a trial is taken to hang."""
-
-BACKWARD = 2 / 3
-"""The backward pass's share of a layer's time: twice the matrix products of the forward pass."""
 
 
 @dataclass(frozen=True)
 class Window:
     """One window: who was `meant` to be slow by how much, how many times as long as usual each rank took (`slower`),
     the `cut` by that, what it was `measured` to save, None of the plain one, and what it (`foretold`) and the best one
-    save in theory. `longer`: how many times as long a layer takes each rank with the cut, where that was recorded."""
+    save in theory. `longer`: how many times as long a layer takes each rank with the cut."""
 
     rank: int | None
     meant: float
@@ -89,7 +88,7 @@ class Window:
 
 def turns(slow: Sequence[float], times: int, calm: int) -> list[tuple[int | None, float]]:
     """Who is slow in which window: calm ones between the others, so that what drifts is no matter."""
-    some = [(number % 2, share) for number in range(times) for share in slow]
+    some = [((number + index) % 2, share) for number in range(times) for index, share in enumerate(slow)]
     slots: list[tuple[float, tuple[int | None, float]]] = [((i + 0.5) / len(some), one) for i, one in enumerate(some)]
     slots += [((i + 0.5) / calm, (None, 0.0)) for i in range(calm)]
     return [one for _, one in sorted(slots, key=lambda slot: slot[0])]
@@ -111,7 +110,7 @@ def while_training(spec: Problem, draws: Draws, pairs: int, seconds: float) -> d
     return {
         "environment": result.environment,
         "layout": layout.to_dict(),
-        "layers": spec.workload.shape.layers,
+        "shape": asdict(spec.workload.shape),
         "draws": asdict(draws),
         "windows": [
             {**ranks[0], **{name: [one[name] for one in ranks] for name in BY_RANK if name in ranks[0]}}
@@ -126,54 +125,54 @@ def _told(file: Path) -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in lines if line.endswith("\n"))
 
 
-def step_s(layout: Layout, cut: Sequence[int], layer_s: Sequence[float]) -> float:
-    """Seconds of a step by its schedule, of a layer's as they are on each pipeline rank for a microbatch."""
-
-    def seconds(rank: int, action: Action) -> float:
-        share = {Pass.FORWARD: 1 - BACKWARD, Pass.BACKWARD: BACKWARD}[action.step]
-        return cut[action.stage] * layer_s[rank] * share
-
-    return play(scripts(layout), seconds, lambda sender, receiver: 0.0).seconds
-
-
-def best_s(layout: Layout, cut: tuple[int, ...], layer_s: Sequence[float]) -> float:
-    """Of all cuts into two stages, by moving layers from one to the other for as long as that helps: a step takes the
-    less the nearer the cut is to the best one."""
-    best = step_s(layout, cut, layer_s)
-    for way in (-1, 1):
-        moved = cut
-        while min(moved := (moved[0] + way, moved[1] - way)) > 0 and (seconds := step_s(layout, moved, layer_s)) < best:
-            best = seconds
-    return best
-
-
 def read_windows(record: Mapping[str, Any]) -> list[Window]:
     """The windows of a record in which anything was tried."""
-    layout, layers = Layout.from_dict(record["layout"]), record["layers"]
-    draws, windows = Draws(**record["draws"]), record["windows"]
-    plain = tuple(layout.layers_of(rank, layers) for rank in range(2))
-    usual = [statistics.median(one["compute_s"][rank] for one in windows[: draws.history]) for rank in range(2)]
+    layout, shape = Layout.from_dict(record["layout"]), ModelShape(**record["shape"])
+    draws, windows, rounds = Draws(**record["draws"]), record["windows"], layout.gradient_accumulation_steps
+    plain = tuple(layout.layers_of(rank, shape.layers) for rank in range(2))
+    usual = [
+        statistics.median(_computing(one["passes"], rounds)[rank] for one in windows[: draws.history])
+        for rank in range(2)
+    ]
     found = []
     for one in windows[draws.first :]:
-        layer_s = [one["compute_s"][rank] / plain[rank] / layout.gradient_accumulation_steps for rank in range(2)]
-        taken = step_s(layout, plain, layer_s)
-        best = best_s(layout, plain, layer_s)
+        passes = one.get("plain_passes", one["passes"])
+        step_s = step_by_cut(layout, shape, PassTime.of_rows(chain.from_iterable(passes)))
+        measured = None
+        whole_s = step_s(plain)
+        longer: tuple[float, ...] = ()
+        if "plain_s" in one:
+            turns = [[statistics.median(turn) for turn in one[name]] for name in ("plain_s", "other_s")]
+            measured, whole_s = difference(*turns), statistics.median(turns[0])
+            spent = (_computing(one[name], rounds) for name in ("plain_passes", "other_passes"))
+            longer = tuple(
+                other / before * layers_before / layers
+                for before, other, layers, layers_before in zip(*spent, one["cut"], plain, strict=True)
+            )
         rank, meant = draws.drawn(one["window"])
-        cut = zip(one.get("other_compute_s", ()), one["compute_s"], one["cut"], plain, strict=False)
-        longer = tuple(other / before * layers_before / layers for other, before, layers, layers_before in cut)
         found.append(
             Window(
                 rank,
                 meant,
-                tuple(seconds / before for seconds, before in zip(one["compute_s"], usual, strict=True)),
+                tuple(s / u for s, u in zip(_computing(passes, rounds), usual, strict=True)),
                 tuple(one["cut"]),
-                difference(one["plain_s"], one["other_s"]) if "plain_s" in one else None,
-                1 - step_s(layout, one["cut"], layer_s) / taken,
-                1 - best / taken,
+                measured,
+                (step_s(plain) - step_s(one["cut"])) / whole_s,
+                (step_s(plain) - min(map(step_s, cuts(shape.layers)))) / whole_s,
                 longer,
             )
         )
     return found
+
+
+def cuts(layers: int) -> list[tuple[int, int]]:
+    """All of them, into two stages."""
+    return [(first, layers - first) for first in range(1, layers)]
+
+
+def _computing(by_rank: Sequence[Sequence[Any]], rounds: int) -> list[float]:
+    """Seconds of a step in which each rank has passes to compute."""
+    return [computing_s(PassTime.of_rows(passes), rounds) for passes in by_rank]
 
 
 def table(windows: Sequence[Window]) -> str:
@@ -244,8 +243,12 @@ def each(windows: Sequence[Window]) -> str:
 
 def show(records: Sequence[Mapping[str, Any]]) -> None:
     windows = [one for record in records for one in read_windows(record)]
-    print(records[0]["environment"], Layout.from_dict(records[0]["layout"]).label, f"{records[0]['layers']} layers")
-    steps = [second for record in records for one in record["windows"] for second in one.get("plain_s", ())]
+    print(
+        records[0]["environment"],
+        Layout.from_dict(records[0]["layout"]).label,
+        f"{records[0]['shape']['layers']} layers",
+    )
+    steps = [s for record in records for one in record["windows"] for turn in one.get("plain_s", ()) for s in turn]
     print(f"steps of {statistics.median(steps):.4f} s, of which shares are saved; kept is what was adopted\n")
     print(table(windows))
     print(f"\nthose in which anything was tried\n\n{each(windows)}")
@@ -254,7 +257,7 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_arguments(parser, "remedy_2gpu.yaml")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="of steps a window")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of turns a window")
     parser.add_argument("--seconds", type=float, default=400.0, help="of windows; those left by then are left out")
     parser.add_argument("--slow", type=float, nargs="+", default=SLOW, help="shares by which a device is slowed")
     parser.add_argument("--times", type=int, default=TIMES, help="windows of each")

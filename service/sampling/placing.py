@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from search_spaces.layout import Layout
 from search_spaces.placement import placements, plain
 from search_spaces.rules import refusal
+from search_spaces.schedules import Pass, PassTime
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
 from service.problem import Problem
@@ -26,7 +28,7 @@ def due(results: Sequence[TrialResult], problem: Problem, known: Mapping[str, fl
     """What is to be run next to hold the best layout on the first objective against its placements, in this order.
 
     In rounds of all of them. Which are tried is settled with the first of their trials: later ones see no other GPUs.
-    None where the problem asks for none, the layout has no pipeline or leaves workers idle, or GPUs are alike.
+    None where the problem asks for none, the layout has no pipeline or leaves workers idle, or nothing is to be gained.
     `known`: by UUID, how much longer the slowest GPU takes than each, from examinations before the search.
     """
     tried = [result for result in results if result.purpose == Purpose.PLACEMENT]
@@ -45,9 +47,26 @@ def _chosen(results: Sequence[TrialResult], problem: Problem, known: Mapping[str
     if best is None or best.layout != plain(best.layout) or best.layout.num_gpus != workers:
         return []
     times = slow_workers(results, known, workers)
-    others = placements(best.layout, problem.workload, times, problem.placement)
+    passes = stage_passes(results, best.layout)
+    others = placements(best.layout, problem.workload, times, problem.placement, passes)
     legal = [one for one in others if refusal(one, problem.workload) is None]
     return [best.layout, *legal] if legal else []
+
+
+def stage_passes(results: Sequence[TrialResult], layout: Layout) -> list[PassTime]:
+    """How long the passes of each stage take the slowest of its ranks: the medians of the layout's trials."""
+    slowest: dict[tuple[int, Pass], list[PassTime]] = defaultdict(list)
+    for one in results:
+        if one.status == Status.OK and one.layout == layout and len(one.ranks) == layout.num_gpus:
+            of_trial: dict[tuple[int, Pass], PassTime] = {}
+            for passed in sorted((p for rank in one.ranks for p in rank.passes), key=lambda p: p.later_s):
+                of_trial[passed.stage, passed.step] = passed
+            for kind, passed in of_trial.items():
+                slowest[kind].append(passed)
+    return [
+        PassTime(*kind, statistics.median(one.first_s for one in each), statistics.median(one.later_s for one in each))
+        for kind, each in slowest.items()
+    ]
 
 
 def slow_workers(results: Sequence[TrialResult], known: Mapping[str, float], workers: int) -> dict[int, float]:

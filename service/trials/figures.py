@@ -30,6 +30,7 @@ def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRe
             breakdown=report.profile.breakdown if report.profile else None,
             own_s=report.profile.own_s if report.profile else (),
             interrupted_s=report.profile.interrupted_s if report.profile else None,
+            passes=report.passes,
         )
         for outcome, member in zip(outcomes, members, strict=False)
         if (report := outcome.report) is not None

@@ -14,7 +14,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -392,30 +391,29 @@ def _make_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) ->
 
 
 def _observe_passes(engine: PipelineEngine, observe: Observer) -> None:
-    """Have `observe` told of each pass of a pipeline as it begins, and that they have ended before gradients are
+    """Have `observe` told of each pass of a pipeline as it begins and is done, and that all are before gradients are
     reduced."""
     counts: Counter[Pass] = Counter()
 
-    def begin(step: Pass) -> None:
-        observe(Action(engine.stage_id, step, counts[step]))
-        counts[step] += 1
-
-    def end() -> None:
-        counts.clear()
-        observe(Moment.PASSED)
-
-    def after(tell: Callable[[], None], execute: Callable[..., None]) -> Callable[..., None]:
+    def observed(step: Pass, execute: Callable[..., None]) -> Callable[..., None]:
         def told(engine: PipelineEngine, **arguments: Any) -> None:
-            tell()
+            observe(Action(engine.stage_id, step, counts[step]))
+            counts[step] += 1
             execute(engine, **arguments)
+            observe(Moment.DONE)
 
         return told
 
+    def reduce(engine: PipelineEngine, **arguments: Any) -> None:
+        counts.clear()
+        observe(Moment.PASSED)
+        executed[ReduceTiedGrads](engine, **arguments)
+
     executed = engine._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = executed | {
-        ForwardPass: after(partial(begin, Pass.FORWARD), executed[ForwardPass]),
-        BackwardPass: after(partial(begin, Pass.BACKWARD), executed[BackwardPass]),
-        ReduceTiedGrads: after(end, executed[ReduceTiedGrads]),
+        ForwardPass: observed(Pass.FORWARD, executed[ForwardPass]),
+        BackwardPass: observed(Pass.BACKWARD, executed[BackwardPass]),
+        ReduceTiedGrads: reduce,
     }
 
 

@@ -62,7 +62,7 @@ class LeanStage(PipelineStage):
     ) -> None:
         """Stage `index` of `stages`, between which go tensors like `hidden`, of one microbatch.
 
-        `observe` is told of passes as they begin, and that they have ended before gradients are reduced.
+        `observe` is told of passes as they begin and are done, and that all are before gradients are reduced.
         """
         # Not told, stages would try their modules and tell each other, before the first step.
         super().__init__(module, index, stages, device, input_args=hidden, output_args=hidden, group=group)
@@ -102,6 +102,7 @@ class LeanStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._begin(Pass.FORWARD, fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._tell(Moment.DONE)
         _put_buffers(self.args_recv_info[fwd_chunk_id], _META)
         return output
 
@@ -110,6 +111,7 @@ class LeanStage(PipelineStage):
     ) -> None:
         self._begin(Pass.BACKWARD if full_backward else Pass.INPUT, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._tell(Moment.DONE)
         _put_buffers(self.grad_recv_info[bwd_chunk_id], _META)
         if loss is not None:
             loss.detach_()  # the schedule keeps losses to the end of the step; their graphs hold what was received
@@ -117,15 +119,18 @@ class LeanStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._begin(Pass.WEIGHT, bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._tell(Moment.DONE)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.observe is not None:
-            self.observe(Moment.PASSED)
+        self._tell(Moment.PASSED)
         super().perform_reduce_grad(grad_scale_factor)
 
     def _begin(self, step: Pass, microbatch: int) -> None:
+        self._tell(Action(self.stage_index, step, microbatch))
+
+    def _tell(self, what: Action | Moment) -> None:
         if self.observe is not None:
-            self.observe(Action(self.stage_index, step, microbatch))
+            self.observe(what)
 
 
 def _put_buffers(infos: Iterable[Any], device: torch.device, requires_grad: bool = False) -> None:
@@ -163,10 +168,17 @@ class Pipeline:
             LeanStage(stage, i, last + 1, hidden, group, device, observe) for i, stage in stages.items()
         ]
         rounds = layout.gradient_accumulation_steps
+
+        def computed(output: Tensor, labels: Tensor) -> Tensor:
+            value = loss(output, labels)
+            if observe is not None:
+                observe(Moment.DONE)
+            return value
+
         self.schedule = (
-            _ONE_STAGE[layout.pipeline_schedule](parts[0], rounds, loss_fn=loss)
+            _ONE_STAGE[layout.pipeline_schedule](parts[0], rounds, loss_fn=computed)
             if layout.pipeline_schedule in ONE_STAGE_SCHEDULES
-            else _MANY_STAGES[layout.pipeline_schedule](parts, rounds, loss_fn=loss)
+            else _MANY_STAGES[layout.pipeline_schedule](parts, rounds, loss_fn=computed)
         )
 
     def step(self, inputs: Tensor, labels: Tensor) -> list[Tensor]:
