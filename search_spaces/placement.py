@@ -5,6 +5,7 @@ Ranks of one stage end together, so that slow GPUs cost least where they share a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -97,8 +98,8 @@ def layers_by_speed(layers: int, times: Sequence[float]) -> tuple[int, ...]:
 def layers_by_passes(layout: Layout, shape: ModelShape, passes: Sequence[PassTime]) -> tuple[int, ...]:
     """Of each stage, so that a step is as short as can be by its schedule; as in `layout` if that is as good.
 
-    `passes`: of each stage as `layout` has it. From layers by the stages' speed on, one after the other is moved from
-    the stage with most to do, or to that with least, for as long as that helps.
+    `passes`: of each stage as `layout` has it. From layers by the stages' speed on, one after the other is moved
+    between the stage with most or with least to do and another, for as long as that helps.
     """
     step_s = step_by_cut(layout, shape, passes)
     before = _counts(layout, shape)
@@ -109,7 +110,8 @@ def layers_by_passes(layout: Layout, shape: ModelShape, passes: Sequence[PassTim
     while True:
         loads = [seconds * more for seconds, more in zip(busy, _more(shape, before, best), strict=True)]
         most, least = loads.index(max(loads)), loads.index(min(loads))
-        ends = [(most, to) for to in range(len(best))] + [(of, least) for of in range(len(best))]
+        pairs = itertools.permutations(range(len(best)), 2)
+        ends = [pair for pair in pairs if not {most, least}.isdisjoint(pair)]
         moved = [cut for of, to in ends if min(cut := _moved(best, of, to)) > 0]
         shortest_s, shortest = min((step_s(cut), cut) for cut in moved)
         if shortest_s >= best_s:

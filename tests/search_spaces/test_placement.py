@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
-from search_spaces.placement import ALIKE, layers_by_speed, order_by_speed, placements, stage_times
+from search_spaces.placement import (
+    ALIKE,
+    layers_by_passes,
+    layers_by_speed,
+    order_by_speed,
+    placements,
+    stage_times,
+    step_by_cut,
+)
 from search_spaces.rules import refusal
+from search_spaces.schedules import Pass, PassTime
 from search_spaces.workload import Workload
 
 AXES = ("rank_order", "stage_layers")
@@ -69,3 +78,75 @@ def test_nothing_is_tried_where_gpus_are_alike_or_all_do_the_same() -> None:
     assert placements(PIPE, WORK, {}, AXES) == []
     assert placements(PIPE, WORK, {worker: 1 + 0.0005 * worker for worker in range(8)}, AXES) == []
     assert placements(replace(PIPE, pipeline_parallel_size=1), WORK, {5: 1.2}, AXES) == []
+
+
+HEADLESS = replace(WORK.shape, vocab=1)
+TWO = Layout("megatron", 2, 4, pipeline_parallel_size=2, pipeline_schedule="gpipe")
+FORWARD_S, BACKWARD_S = 0.1, 0.3
+
+
+def passes_of(*times: float, first: tuple[float, float] = (1.0, 1.0)) -> list[PassTime]:
+    """By stage, how many times as long as usual its passes take, and those of the first microbatch, forward and
+    backward, beside the others."""
+    usual = ((Pass.FORWARD, FORWARD_S, first[0]), (Pass.BACKWARD, BACKWARD_S, first[1]))
+    return [
+        PassTime(stage, step, seconds * times[stage] * more, seconds * times[stage])
+        for stage in range(len(times))
+        for step, seconds, more in usual
+    ]
+
+
+def test_a_step_of_gpipe_by_the_layers_of_its_stages() -> None:
+    """With a slow first stage the second waits for each of its passes; with fewer layers there it is the other way."""
+    step_s = step_by_cut(TWO, HEADLESS, passes_of(1.2, 1.0, first=(1.1, 0.9)))
+    first = {stage: 1.1 * FORWARD_S * more for stage, more in enumerate((1.2, 1.0))}
+    slow_first = first[0] + 3 * 1.2 * FORWARD_S + FORWARD_S + 0.9 * BACKWARD_S + (0.9 + 3) * 1.2 * BACKWARD_S
+    assert step_s((16, 16)) == pytest.approx(slow_first)
+    less, more = 1.2 * 12 / 16, 20 / 16
+    slow_last = (
+        1.1 * FORWARD_S * less + (1.1 + 3) * FORWARD_S * more + (0.9 + 3) * BACKWARD_S * more + BACKWARD_S * less
+    )
+    assert step_s((12, 20)) == pytest.approx(slow_last)
+
+
+@given(
+    times=st.lists(st.floats(1, 1.5), min_size=2, max_size=2),
+    first=st.tuples(st.floats(0.9, 1.3), st.floats(0.9, 1.1)),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_no_other_cut_is_faster_by_passes(times: list[float], first: tuple[float, float], schedule: str) -> None:
+    layout = replace(TWO, pipeline_schedule=schedule)
+    passes = passes_of(*times, first=first)
+    step_s = step_by_cut(layout, HEADLESS, passes)
+    found = layers_by_passes(layout, HEADLESS, passes)
+    assert sum(found) == 32
+    best = min(step_s((count, 32 - count)) for count in range(1, 32))
+    assert step_s(found) <= (1 + ALIKE) * best * (1 + 1e-9)
+
+
+def test_a_heavy_head_is_worth_layers_and_stages_that_are_alike_none() -> None:
+    assert layers_by_passes(TWO, HEADLESS, passes_of(1.0, 1.0)) == (16, 16)
+    assert layers_by_passes(TWO, HEADLESS, passes_of(1.002, 1.0)) == (16, 16)
+    blocks = 16 * WORK.shape.block_parameters
+    head = WORK.shape.vocab * WORK.shape.hidden
+    found = layers_by_passes(TWO, WORK.shape, passes_of(1.0, (blocks + head) / blocks))
+    assert found == (17, 15), "the head is as much as 2.4 of its layers"
+
+
+def test_more_stages_give_their_layers_to_those_that_have_time() -> None:
+    four = replace(TWO, num_gpus=4, pipeline_parallel_size=4, global_batch_size=16, pipeline_schedule="1f1b")
+    found = layers_by_passes(four, HEADLESS, passes_of(1.0, 1.3, 1.0, 1.0))
+    assert sum(found) == 32
+    assert found[1] == min(found) < 8 < max(found)
+
+
+def test_passes_decide_where_they_were_measured_and_go_with_the_gpus_that_take_them() -> None:
+    """The second stage is slow by its worker; in the order that puts it first, the first stage is."""
+    axes = ("stage_layers", "rank_order")
+    work = Workload(HEADLESS, 4096, 32, gpus_per_node=4)
+    found = placements(TWO, work, {}, axes, passes_of(1.2, 1.0))
+    assert [(one.rank_order, one.stage_layers) for one in found] == [(None, (14, 18))]
+    (turned, cut, both) = placements(TWO, work, {1: 1.2}, axes, passes_of(1.0, 1.2))
+    assert (turned.rank_order, turned.stage_layers) == ((1, 0), None)
+    assert (cut.rank_order, cut.stage_layers) == (None, (18, 14))
+    assert (both.rank_order, both.stage_layers) == ((1, 0), (14, 18))

@@ -50,14 +50,16 @@ def counted(trial: TrialRequest) -> TrialRequest:
     return replace(trial, trial_id=f"counted {trial.trial_id}", program=Counted(trial.program))
 
 
-def times(steps: list[list[Marked]], latest: int, pauses: dict[Action | Moment, float] | None = None) -> PassTimes:
-    """Of steps by the nanoseconds of their marks, of which the first and the last of each are its begin and its end.
+def clocked(
+    steps: list[list[Marked]], pauses: dict[Action | Moment, float] | None = None, kept: int | None = None
+) -> PassClock:
+    """After steps by the nanoseconds of their marks, of which the first and the last of each are its begin and its end.
 
     What has a pause has two marks one after the other, of which the first is its end of what was before.
     """
     stamps = iter([Instant(ns) for step in steps for ns, _ in step])
     paused: list[float] = []
-    clock = PassClock(lambda: next(stamps), paused.append)
+    clock = PassClock(lambda: next(stamps), paused.append, kept)
     clock.pauses = pauses or {}
     for step in steps:
         clock.begin()
@@ -66,7 +68,11 @@ def times(steps: list[list[Marked]], latest: int, pauses: dict[Action | Moment, 
                 clock.observe(what)
         clock.end()
     assert paused == list(clock.pauses.values()) * len(steps)
-    return clock.mean(latest)
+    return clock
+
+
+def times(steps: list[list[Marked]], latest: int, pauses: dict[Action | Moment, float] | None = None) -> PassTimes:
+    return clocked(steps, pauses).mean(latest)
 
 
 def test_a_pass_lasts_until_the_next_begins() -> None:
@@ -85,6 +91,30 @@ def test_pauses_are_no_part_of_the_passes() -> None:
     assert (step.head_s, step.tail_s, step.update_s) == pytest.approx((5e-9, 11e-9, 9e-9))
     assert step.passes_s == pytest.approx({first: 6e-9, second: 8e-9})
     assert step.waited_s == pytest.approx(20e-9)
+
+
+def test_a_pass_computes_until_it_is_done_with_its_loss_and_not_while_the_next_is_awaited() -> None:
+    """Passes of a step's first microbatch apart from the others; of the latest steps that are kept."""
+
+    def step(forward: int) -> list[Marked]:
+        marks: list[Marked] = [(0, None)]
+        for number, microbatch in enumerate((0, 1, 2)):
+            began, more = 1000 * number, 7 if microbatch == 0 else 0
+            marks += [(began + 5, Action(3, Pass.FORWARD, microbatch)), (began + forward, Moment.DONE)]
+            marks += [(began + 20 + forward + more, Moment.DONE), (began + 300, Action(3, Pass.BACKWARD, microbatch))]
+            marks += [(began + 340, Moment.DONE)]
+        return [*marks, (2900, Moment.PASSED), (2950, Moment.AGREED), (2990, None)]
+
+    steps = [step(900), step(100), step(120)]
+    expected = [
+        (3, Pass.BACKWARD, pytest.approx(40e-9), pytest.approx(40e-9)),
+        (3, Pass.FORWARD, pytest.approx(132e-9), pytest.approx(125e-9)),
+    ]
+    assert list(clocked(steps).computing(2)) == expected
+    assert list(clocked(steps, kept=2).computing(3)) == expected
+    assert clocked([[(0, None), (9, None)]]).computing(1) == ()
+    whole = times(steps, 1)
+    assert whole.passes_s[Action(3, Pass.FORWARD, 1)] == pytest.approx(295e-9), "until the next begins, as before"
 
 
 def test_means_are_of_the_latest_steps_which_without_passes_are_all_tail() -> None:
@@ -118,6 +148,34 @@ def test_passes_are_those_of_the_schedule(model: ModelShape, layout: Layout, ran
     assert min(parts) > 0
     assert step.tail_s > step.update_s > 0
     assert sum(parts) <= sum(timing.window_steps_s) / len(timing.window_steps_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (deep(LLAMA), megatron(2, **V_SHAPED, mbs=1)),
+        *[
+            pytest.param(deep(LLAMA), layout, marks=pytest.mark.slow)
+            for layout in (megatron(4, **GPIPE, zero=1, mbs=1), deepspeed(2, pp=2, mbs=1))
+        ],
+    ],
+)
+def test_ranks_of_a_pipeline_tell_how_long_their_passes_compute(
+    model: ModelShape, layout: Layout, run_ranks: RunRanks
+) -> None:
+    for report in reports(run_ranks(request(layout, model))):
+        passes = {(one.stage, one.step): one for one in report.passes}
+        actions = orders(layout)[report.coordinates["pp"]]
+        assert set(passes) == {(action.stage, action.step) for action in actions}
+        assert len(passes) == len(report.passes)
+        seconds = [
+            one.later_s if action.microbatch else one.first_s
+            for action in actions
+            for one in [passes[action.stage, action.step]]
+        ]
+        (timing,) = report.timings.values()
+        assert min(seconds) > 0
+        assert sum(seconds) < sum(timing.window_steps_s) / len(timing.window_steps_s)
 
 
 def test_a_rank_reports_what_others_were_called_for_and_how_long_it_waited(run_ranks: RunRanks) -> None:

@@ -22,6 +22,7 @@ import pytest
 from mlflow import MlflowClient
 
 from search_spaces.layout import Layout
+from search_spaces.schedules import Pass, PassTime
 from service.errors import InputError
 from service.goals import Goals
 from service.home import Home
@@ -70,7 +71,14 @@ def measured(trial_id: str = "s1-000") -> TrialResult:
         environment={"gpu_name": "NVIDIA H200"},
         ranks=tuple(
             RankRecord(
-                rank, 3 - rank, "node", f"GPU-{3 - rank}", CONFIG.coordinates(rank), 70.5, step if rank else None
+                rank,
+                3 - rank,
+                "node",
+                f"GPU-{3 - rank}",
+                CONFIG.coordinates(rank),
+                70.5,
+                step if rank else None,
+                passes=(PassTime(rank, Pass.FORWARD, 0.2, 0.1),),
             )
             for rank in range(4)
         ),

@@ -10,6 +10,7 @@ import pytest
 
 from search_spaces.layout import Layout
 from search_spaces.placement import plain
+from search_spaces.schedules import Pass, PassTime
 from service.answers import findings
 from service.answers.candidates import candidates
 from service.answers.placements import placements
@@ -18,7 +19,7 @@ from service.problem import Problem
 from service.record.results import TrialRecord
 from service.result import Purpose, RankRecord, SlowCause, Straggler, TrialResult
 from service.sampling.agenda import SearchAgenda
-from service.sampling.placing import PAIRS, due, slow_workers
+from service.sampling.placing import PAIRS, due, slow_workers, stage_passes
 from service.sampling.study import SearchStudy
 from service.spec import dump_spec, make_problem, parse_spec
 from tests.service.records import PLENTY, search
@@ -146,6 +147,53 @@ def test_trials_say_which_gpu_is_slow_before_examinations_do() -> None:
     assert slow_workers(recorded, {}, 2) == {1: pytest.approx(1.25)}
     assert slow_workers([*recorded, ran(layout, 1.0)], {}, 2) == {}, "half of the time it was not"
     assert slow_workers([ran(pipeline, 1.0, ranks=ranks_of(pipeline, {}))], EXAMINED, 2) == {0: 1.25, 1: 1.0}
+
+
+def passed(layout: Layout, second: float, *slower: float) -> TrialResult:
+    """A trial of two stages, of which the second's passes take so many times as long; some ranks are slower still."""
+    more = (1.0, *slower) if slower else (1.0,) * layout.num_gpus
+    ranks = tuple(
+        RankRecord(rank, rank, "node", f"GPU-{rank}", coordinates, None, None, passes=passes)
+        for rank in range(layout.num_gpus)
+        for coordinates in [layout.coordinates(rank)]
+        for stage in [coordinates["pp"]]
+        for longer in [more[rank] * (second if stage else 1.0)]
+        for passes in [
+            (
+                PassTime(stage, Pass.FORWARD, 0.011 * longer, 0.01 * longer),
+                PassTime(stage, Pass.BACKWARD, 0.02 * longer, 0.02 * longer),
+            )
+        ]
+    )
+    return ran(layout, 200.0, ranks=ranks)
+
+
+def test_layers_are_cut_by_the_passes_of_the_best_layout_whatever_is_known_of_gpus() -> None:
+    problem = problem_of()
+    (layout,) = (one for one in problem.legal.layouts if one.pipeline_parallel_size == 2)
+    tried = due([passed(layout, 1.3)], problem, {}, 2)
+    assert len(tried) == 2 * PAIRS
+    (other,) = set(tried) - {layout}
+    assert other.rank_order is None
+    assert other.stage_layers is not None
+    assert other.stage_layers[0] > 8 > other.stage_layers[1]
+    assert due([passed(layout, 1.0)], problem, {}, 2) == [], "stages take as long"
+
+
+def test_passes_are_the_medians_of_what_the_slowest_rank_of_a_stage_takes() -> None:
+    layout = Layout("megatron", 4, 8, pipeline_parallel_size=2)
+    trials = [
+        passed(layout, 1.0, 1.1, 1.0, 1.0),
+        passed(layout, 1.0, 1.2, 1.0, 1.3),
+        passed(layout, 1.0, 1.0, 1.2, 9.0),
+    ]
+    failed = replace(trials[0], status=Status.CRASH)
+    other = passed(replace(layout, recompute="full"), 7.0)
+    found = {(one.stage, one.step): one for one in stage_passes([failed, other, *trials], layout)}
+    assert set(found) == {(stage, step) for stage in (0, 1) for step in (Pass.FORWARD, Pass.BACKWARD)}
+    assert found[0, Pass.FORWARD] == (0, Pass.FORWARD, pytest.approx(0.011 * 1.1), pytest.approx(0.01 * 1.1))
+    assert found[1, Pass.BACKWARD].later_s == pytest.approx(0.02 * 1.3)
+    assert stage_passes([ran(layout, 1.0)], layout) == []
 
 
 def test_a_search_that_is_resumed_goes_on_with_the_same_places() -> None:
