@@ -43,7 +43,8 @@ each is the longer one for a while, as forward passes are short on the GPU, and 
 nothing is added where one takes twice as long as the other, a seventh where both are alike. Fitted on H100 and H200."""
 
 IN_TURNS = 3
-"""The same where the CPU waits in each block for some of what it gave the GPU. Of DeepSpeed's experts on H100."""
+"""The same where the CPU waits in each block for some of what it gave the GPU, or may be no block ahead of it. Of
+DeepSpeed's experts on H100."""
 
 AUTOCAST_BYTES = 14
 """Memory traffic of one parameter and microbatch under autocast, which casts weights and their gradients."""
@@ -75,7 +76,9 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     sums = _sums_s(layout, work, layers, c)
     computing = [load.seconds + summed for load, summed in zip(loads, sums, strict=True)]
     behind = _launching(layout, work, layers, c)
-    exponent = IN_TURNS if facts_of(layout, work).waits_for_gpu(layout, work.shape) else TOGETHER
+    engine = facts_of(layout, work)
+    in_turns = engine.waits_for_gpu(layout, work.shape) or engine.lead_is_short(layout)
+    exponent = IN_TURNS if in_turns else TOGETHER
     times = [_together(gpu, cpu, exponent) for gpu, cpu in zip(computing, behind, strict=True)]
     slow = max(range(len(times)), key=times.__getitem__)
     load = loads[slow]

@@ -48,12 +48,14 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank in range(layout.pipeline_parallel_size):
         alike[_content(layout, work, rank)].append(rank)
-    memory = estimate(layout, work, range(layout.pipeline_parallel_size)).ranks
     uneven = layout.expert_parallel_size > 1 and not engine_of(layout).fills_experts
     shares = list(Share) if uneven else [Share.EVEN]
     found = []
     for ranks in alike.values():
-        fullest = max(ranks, key=lambda rank: memory[rank].needed)
+        fullest = ranks[0]
+        if len(ranks) > 1:
+            memory = estimate(layout, work, ranks).ranks
+            fullest = max(ranks, key=lambda rank: memory[rank].needed)
         found += [RankKind(first_rank(layout, fullest), fullest, tuple(ranks), share) for share in shares]
     return tuple(found)
 

@@ -252,6 +252,10 @@ class EngineFacts(ABC):
         """Whether the CPU waits in each block for some of what it gave the GPU before."""
         return False
 
+    def lead_is_short(self, layout: Layout) -> bool:
+        """Whether the CPU may be no more than parts of a block ahead of what the GPU has gathered."""
+        return False
+
     def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
         """Whether the memory model was set by layouts of this kind, as far as that depends on the engine."""
         return False

@@ -115,7 +115,11 @@ def apart(layout: Layout) -> tuple[int, ...]:
 
 
 def run(training: Training) -> Replayed:
-    """What `STEPS` steps reserve."""
+    """What `STEPS` steps reserve, or as many as change what is free."""
+    before = None
     for _ in range(STEPS):
         training.step()
+        if (free := training.allocator.free) == before:
+            break
+        before = free
     return Replayed(training.allocator.reserved, training.allocator.most, training.late)

@@ -43,6 +43,11 @@ class Allocator:
         self._segments = 0
         self._free: defaultdict[tuple[int, bool], list[Order]] = defaultdict(list)
 
+    @property
+    def free(self) -> list[tuple[tuple[int, bool], int, int, int]]:
+        """The pieces that are free: each one's pool, size, and place."""
+        return [(pool, *order[:3]) for pool, orders in self._free.items() for order in orders]
+
     def take(self, size: float, stream: int = 0) -> Piece:
         """At least `size` bytes for a stream."""
         wanted = max(1, -(-int(size) // ROUNDING)) * ROUNDING
