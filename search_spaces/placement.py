@@ -132,8 +132,7 @@ def step_by_cut(layout: Layout, shape: ModelShape, passes: Sequence[PassTime]) -
         more = _more(shape, before, cut)
 
         def seconds(_: int, action: Action) -> float:
-            time = times[action.stage, action.step]
-            return (time.later_s if action.microbatch else time.first_s) * more[action.stage]
+            return times[action.stage, action.step].of(action.microbatch) * more[action.stage]
 
         return play(rounds, seconds, lambda sender, receiver: 0.0).seconds
 

@@ -41,6 +41,10 @@ class PassTime(NamedTuple):
     first_s: float
     later_s: float
 
+    def of(self, microbatch: int) -> float:
+        """Of one microbatch of a step."""
+        return self.later_s if microbatch else self.first_s
+
     @classmethod
     def of_rows(cls, rows: Iterable[Sequence[Any]]) -> tuple[PassTime, ...]:
         """Those that were written as JSON."""

@@ -264,11 +264,19 @@ TABLE = (
     ),
     Metric(
         "bubble_ratio",
-        "share of GPU time spent waiting for other pipeline ranks, of trials by slices, 0 to 1",
+        "share of GPU time spent waiting for other pipeline ranks, by the schedule and the time of each pass, 0 to 1",
         LESS,
         heading="bubble",
         style=".1%",
         range=SHARE,
+        aim=False,
+    ),
+    Metric(
+        "stage_imbalance",
+        "share by which the pipeline rank with most to do computes longer than they do on average",
+        LESS,
+        heading="uneven stages",
+        style=".1%",
         aim=False,
     ),
     Metric(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -82,6 +82,12 @@ def behind(ranks: Sequence[RankRecord]) -> dict[int, float]:
         if rank.breakdown is not None:
             stages.setdefault(rank.coordinates["pp"], {})[rank.rank] = rank.breakdown.own_s / rank.breakdown.span_s
     return {rank: share - min(stage.values()) for stage in stages.values() for rank, share in stage.items()}
+
+
+def slowest_passes(ranks: Iterable[RankRecord]) -> list[PassTime]:
+    """The passes of each stage of a pipeline, as the slowest of its ranks has them; none of ranks that tell of none."""
+    by_speed = sorted((one for rank in ranks for one in rank.passes), key=lambda one: one.later_s)
+    return list({(one.stage, one.step): one for one in by_speed}.values())
 
 
 @dataclass(frozen=True)

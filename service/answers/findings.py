@@ -54,6 +54,9 @@ GROWS = 0.02
 ENOUGH = 8
 """Layouts tried, with fewer of which nobody can tell that the front has settled."""
 
+UNEVEN = 0.02
+"""Share of a pipeline rank's time from which on its layers are worth another cut."""
+
 FABRICS = {"link_utilisation": "links between GPUs", "pcie_utilisation": "PCIe"}
 
 OVERLAPS = {
@@ -236,8 +239,23 @@ def slowest(found: Found) -> str | None:
     )
 
 
+def uneven(found: Found) -> str | None:
+    """How uneven the stages of the best layout are, where no other cut of its layers was tried."""
+    best = found.winner
+    if best is None or best.layout.stage_layers is not None or placements(found.search.trials):
+        return None
+    uneven, bubble = (best.metrics.get(name) for name in ("stage_imbalance", "bubble_ratio"))
+    if uneven is None or bubble is None or uneven < UNEVEN:
+        return None
+    return (
+        f"In {best.label} the pipeline rank with most to do computes {uneven:.1%} longer than they do on average, and "
+        f"GPUs wait for other pipeline ranks for {bubble:.1%} of the time: `stage_layers: auto` has a search try the "
+        "layers that even this out."
+    )
+
+
 def placed(found: Found) -> str | None:
-    """What it was worth to place the best layout by how fast its GPUs are, and whether that was kept."""
+    """What it was worth to do the best layout's work in other places, and whether that was kept."""
     sentences = [_worth(one) for one in placements(found.search.trials) if one.speed is not None]
     return " ".join(sentences) or None
 
@@ -247,7 +265,7 @@ def _worth(one: Placement) -> str:
     parts = [f"the time of a step {one.speed}"]
     parts += [f"{heading(metric)} {saves}" for metric, saves in one.costs.items()]
     text = (
-        f"{one.layout.label}, placed by how fast GPUs are, saves of what {plain(one.layout).label} takes, in "
+        f"{one.layout.label}, its work in other places, saves of what {plain(one.layout).label} takes, in "
         f"{one.speed.pairs} pairs: {', '.join(parts)}"
     )
     for metric, (before, after) in one.states.items():
@@ -295,6 +313,7 @@ FINDINGS: tuple[Callable[[Found], str | None], ...] = (
     overlap,
     hottest,
     slowest,
+    uneven,
     placed,
     next_hours,
 )

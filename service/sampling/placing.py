@@ -13,7 +13,7 @@ from search_spaces.schedules import Pass, PassTime
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
 from service.problem import Problem
-from service.result import Purpose, TrialResult, behind
+from service.result import Purpose, TrialResult, behind, slowest_passes
 from service.sampling.finalists import rounds
 from trainables.status import Status
 
@@ -58,11 +58,8 @@ def stage_passes(results: Sequence[TrialResult], layout: Layout) -> list[PassTim
     slowest: dict[tuple[int, Pass], list[PassTime]] = defaultdict(list)
     for one in results:
         if one.status == Status.OK and one.layout == layout and len(one.ranks) == layout.num_gpus:
-            of_trial: dict[tuple[int, Pass], PassTime] = {}
-            for passed in sorted((p for rank in one.ranks for p in rank.passes), key=lambda p: p.later_s):
-                of_trial[passed.stage, passed.step] = passed
-            for kind, passed in of_trial.items():
-                slowest[kind].append(passed)
+            for passed in slowest_passes(one.ranks):
+                slowest[passed.stage, passed.step].append(passed)
     return [
         PassTime(*kind, statistics.median(one.first_s for one in each), statistics.median(one.later_s for one in each))
         for kind, each in slowest.items()

@@ -23,6 +23,7 @@ from service.trials.figures import (
     device_records,
     methods,
     metrics,
+    pipeline_metrics,
     rank_records,
     telemetry_problems,
     trial_metrics,
@@ -171,10 +172,11 @@ class Bench:
         """The result of a trial whose ranks all ended well: of one run, or by two of fewer microbatches."""
         runs = self._runs(request, outcomes, members)
         whole = self._whole(request, outcomes, members, gang_s, runs)
-        if len(runs) == 1:
-            return whole
-        many, few = (Proxy(self.problem.workload.shape.layers, run) for run in runs)
-        return over_batch(self.problem, whole, few, many)
+        if len(runs) > 1:
+            many, few = (Proxy(self.problem.workload.shape.layers, run) for run in runs)
+            whole = over_batch(self.problem, whole, few, many)
+        waited = pipeline_metrics(request.layout, whole.ranks, whole.metrics.get("step_time_s"))
+        return replace(whole, metrics=whole.metrics | waited)
 
     def _whole(
         self,

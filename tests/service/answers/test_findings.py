@@ -181,6 +181,21 @@ def test_what_the_hottest_gpu_costs_at_most() -> None:
     assert findings.hottest(found(ran(replace(PLAIN, num_gpus=1, zero_stage=0), 1.0, **spread))) is None
 
 
+def test_uneven_stages_are_told_where_no_other_cut_was_tried() -> None:
+    pipe = replace(PLAIN, pipeline_parallel_size=4, zero_stage=0)
+    waits = {"stage_imbalance": 0.064, "bubble_ratio": 0.25}
+    told = findings.uneven(found(ran(pipe, 1.0, **waits)))
+    assert told is not None
+    assert "the pipeline rank with most to do computes 6.4% longer" in told
+    assert "25.0% of the time" in told
+    assert findings.uneven(found(ran(pipe, 1.0, **waits | {"stage_imbalance": 0.01}))) is None
+    assert findings.uneven(found(ran(pipe, 1.0))) is None
+    cut = replace(pipe, stage_layers=(5, 4, 4, 3))
+    assert findings.uneven(found(ran(cut, 1.0, **waits))) is None
+    rounds = [ran(one, 1.0, purpose=Purpose.PLACEMENT, **waits) for one in (pipe, cut) * 6]
+    assert findings.uneven(found(ran(pipe, 2.0, **waits), *rounds)) is None
+
+
 def test_what_the_next_gpu_hours_are_for() -> None:
     grows = [ran(replace(PLAIN, micro_batch_size=2**i), 100.0 + 10 * i, number=i) for i in range(4)]
     told = findings.next_hours(found(*grows, legal=10))

@@ -11,9 +11,10 @@ import pytest
 import ray
 
 from search_spaces.layout import Layout
+from search_spaces.schedules import Pass, PassTime
 from service.metrics import METRICS
 from service.problem import Problem
-from service.result import NodeWindow, Purpose, SlowCause, TrialResult
+from service.result import NodeWindow, Purpose, RankRecord, SlowCause, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run_trial
@@ -22,6 +23,7 @@ from service.trials.figures import (
     breakdown_problems,
     methods,
     metrics,
+    pipeline_metrics,
     rank_records,
     telemetry_problems,
     trial_metrics,
@@ -199,6 +201,26 @@ def test_the_breakdown_is_told_as_the_mean_over_the_ranks_and_the_worst_of_them(
     assert found["breakdown_span_s"] == 7.0
     assert all(name.startswith("breakdown_") and name.endswith("_s") for name in found)
     assert breakdown_problems(outcomes) == []
+
+
+def test_what_a_pipeline_waits_for_itself_follows_from_its_passes() -> None:
+    """Of GPipe with two microbatches: the second stage waits for the first pass forward and the last one backward of
+    the first, which waits for all that the second does beyond its own; the slower of two replicas counts."""
+    layout = Layout("megatron", 4, 4, pipeline_parallel_size=2, pipeline_schedule="gpipe")
+    slower = [[(2.0, 1.0), (3.0, 3.0)], [(2.0, 2.0), (4.0, 5.0)]]
+    records = []
+    for rank in range(4):
+        place = layout.coordinates(rank)
+        times = slower[place["pp"]] if place["dp"] else [(0.1, 0.1)] * 2
+        steps = zip((Pass.FORWARD, Pass.BACKWARD), times, strict=True)
+        passes = tuple(PassTime(place["pp"], step, *seconds) for step, seconds in steps)
+        records.append(RankRecord(rank, rank, "a", None, place, None, None, passes=passes))
+    played, busy = 2 + (2 + 2) + (4 + 5) + 3, (2 + 1 + 3 + 3, 2 + 2 + 4 + 5)
+    found = pipeline_metrics(layout, records, 20.0)
+    assert found["bubble_ratio"] == pytest.approx((2 * played - sum(busy)) / 2 / 20)
+    assert found["stage_imbalance"] == pytest.approx(13 / 11 - 1)
+    assert pipeline_metrics(layout, records, None) == {}
+    assert pipeline_metrics(layout, [replace(one, passes=()) for one in records], 20.0) == {}
 
 
 def test_a_breakdown_that_is_missing_has_its_reason_and_no_figures() -> None:

@@ -199,6 +199,11 @@ def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: G
     assert rounds == [4, 12, 96] if layout.pipeline_parallel_size == 2 else [2, 6, 48]
     assert few.windows[0].start_ns > many.windows[0].end_ns
     assert result.metrics["breakdown_span_s"]
+    if layout.pipeline_parallel_size == 2:
+        assert 0 < (result.metrics["bubble_ratio"] or 0) < 1
+        assert result.metrics["stage_imbalance"] is not None
+    else:
+        assert "bubble_ratio" not in result.metrics
 
 
 @pytest.mark.parametrize(("batch", "short_trials"), [(640, True), (96, False)])
