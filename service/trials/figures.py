@@ -52,7 +52,7 @@ def device_records(windows: Iterable[NodeWindow], summary: WindowSummary) -> tup
     )
 
 
-def pipeline_metrics(layout: Layout, ranks: Iterable[RankRecord], step_time_s: float | None) -> dict[str, float]:
+def pipeline_metrics(layout: Layout, ranks: Iterable[RankRecord], step_time_s: float | None) -> dict[str, float | None]:
     """What a pipeline of these ranks waits for itself in a step that takes so long, by its schedule played with their
     passes, and how uneven its stages are; nothing where no passes are known."""
     passes = {(one.stage, one.step): one for one in slowest_passes(ranks)}
