@@ -249,8 +249,8 @@ def uneven(found: Found) -> str | None:
         return None
     return (
         f"In {best.label} the pipeline rank with most to do computes {uneven:.1%} longer than they do on average, and "
-        f"GPUs wait for other pipeline ranks for {bubble:.1%} of the time: `stage_layers: auto` has a search try the "
-        "layers that even this out."
+        f"GPUs wait for other pipeline ranks for {bubble:.1%} of the time: where its engine lets stages have other "
+        "layers, `stage_layers: auto` has a search try those that even this out."
     )
 
 
