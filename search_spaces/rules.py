@@ -216,15 +216,19 @@ def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
 
 def memory_fits(layout: Layout, work: Workload) -> str | None:
     """See `memory.band_of`. Of proxies, the deeper has to fit."""
-    return memory.estimate(layout, work.run).needs if memory.band(layout, work) == "too big" else None
+    seen = memory.glance(layout, work.run)
+    return seen.needs if memory.band_of(layout, work, seen.share) == "too big" else None
 
 
 def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
     """For searches that do not want to risk it."""
-    if not work.refuse_borderline or memory.band(layout, work) != "borderline":
+    if not work.refuse_borderline:
+        return None
+    seen = memory.glance(layout, work.run)
+    if memory.band_of(layout, work, seen.share) != "borderline":
         return None
     spread = "spread experts may need more, " if layout.expert_parallel_size > 1 else ""
-    return f"borderline: {spread}{memory.estimate(layout, work.run).needs}"
+    return f"borderline: {spread}{seen.needs}"
 
 
 RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {
