@@ -268,7 +268,7 @@ def transfers(layout: Layout, work: Workload, network: Network, longer: float = 
 
 def message_bytes(layout: Layout, work: Workload) -> int:
     """Of the hidden states of a microbatch that a rank sends to another stage, or their gradients."""
-    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
+    tokens = layout.microbatch_tokens(work.sequence_length)
     return round(tokens * hidden_between(layout, work.shape) * layout.width)
 
 

@@ -369,6 +369,10 @@ class Layout:
         """Microbatches that each replica runs in one optimizer step."""
         return self.global_batch_size // (self.data_parallel_size * self.micro_batch_size)
 
+    def microbatch_tokens(self, sequence_length: int) -> int:
+        """Tokens of a microbatch that a GPU has of its sequences."""
+        return self.micro_batch_size * sequence_length // self.context_parallel_size
+
     @property
     def pipeline_stages(self) -> int:
         """Stages of the whole pipeline, virtual ones counted."""

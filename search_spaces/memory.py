@@ -156,7 +156,7 @@ def _looked_at(layout: Layout, work: Workload, by_formula: MemoryEstimate) -> Me
 
 
 def _by_formula(layout: Layout, work: Workload, ranks: Iterable[int]) -> MemoryEstimate:
-    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
+    tokens = layout.microbatch_tokens(work.sequence_length)
     engine, model = facts_of(layout, work), work.shape
     in_parts = engine.attention(work.accelerator, is_square=False).in_parts
     block = _block_activations(layout, model, engine, tokens, work.sequence_length, in_parts)

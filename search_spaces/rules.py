@@ -179,7 +179,7 @@ def fp8_is_supported(layout: Layout, work: Workload) -> str | None:
     shares = [width / size for width in (model.query_width, model.key_width, model.ffn_hidden)]
     if any(width % 16 for width in (model.hidden, *shares)):
         return "fp8 matrix products need widths on a GPU that are multiples of 16"
-    if layout.micro_batch_size * work.sequence_length // layout.context_parallel_size % 16:
+    if layout.microbatch_tokens(work.sequence_length) % 16:
         return "fp8 matrix products need microbatches whose tokens on a GPU are a multiple of 16"
     return None
 

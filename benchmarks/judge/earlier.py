@@ -8,7 +8,7 @@ the first step.
 from __future__ import annotations
 
 from search_spaces.layout import Layout
-from search_spaces.replay import ROUNDS, fullest
+from search_spaces.replay import fullest, rounds_of
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
 from search_spaces.workload import Workload
 
@@ -60,6 +60,5 @@ EARLIER: dict[int, type[Shards]] = {1: EarlierWhole, 2: EarlierShare, 3: Earlier
 
 def reserved_then(layout: Layout, work: Workload) -> float:
     """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards."""
-    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
-    rounds = min(ROUNDS, layout.gradient_accumulation_steps)
-    return fullest(EARLIER[layout.zero_stage], work.shape, tokens, rounds, layout).reserved
+    tokens = layout.microbatch_tokens(work.sequence_length)
+    return fullest(EARLIER[layout.zero_stage], work.shape, tokens, rounds_of(layout), layout).reserved

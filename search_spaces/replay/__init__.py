@@ -62,8 +62,8 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
         return None
     if layout.offload_optimizer or layout.expandable_segments:
         return None
-    tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
-    rounds = min(ROUNDS, layout.gradient_accumulation_steps)
+    tokens = layout.microbatch_tokens(work.sequence_length)
+    rounds = rounds_of(layout)
     if facts.allocates == "flat" and layout.zero_stage and layout.num_gpus > 1:
         if layout.shard_ranks < layout.num_gpus or model.num_experts:
             return None
@@ -77,6 +77,11 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
     if layout.num_gpus > 1:
         return None
     return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
+
+
+def rounds_of(layout: Layout) -> int:
+    """Microbatches of a step that are replayed without a pipeline."""
+    return min(ROUNDS, layout.gradient_accumulation_steps)
 
 
 @lru_cache(maxsize=4096)

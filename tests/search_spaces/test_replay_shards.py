@@ -14,7 +14,7 @@ from benchmarks.judge.memory import tabled
 from benchmarks.measure.blind import read
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
-from search_spaces.replay import ROUNDS, SHARDED, apart, replayed, run
+from search_spaces.replay import SHARDED, apart, replayed, rounds_of, run
 from search_spaces.replay.allocator import Allocator
 from search_spaces.replay.gathering import Gathering
 from search_spaces.replay.shards import SummedShare
@@ -143,8 +143,8 @@ def test_ranks_that_were_measured() -> None:
             if not zero or (zero == 3 and layout.compile) or (found := replayed(layout, work)) is None:
                 continue
             measured = [rank["peak_memory_gib"] for rank in row["full"]["ranks"]]
-            tokens = layout.micro_batch_size * work.sequence_length // layout.context_parallel_size
-            rounds, ranks = min(ROUNDS, layout.gradient_accumulation_steps), apart(layout)
+            tokens = layout.microbatch_tokens(work.sequence_length)
+            rounds, ranks = rounds_of(layout), apart(layout)
             each = [run(SHARDED[zero](work.shape, tokens, rounds, layout, rank)).reserved / 2**30 for rank in ranks]
             assert max(each) == found.reserved / 2**30
             measured = measured if len(ranks) > 1 else [max(measured)]
