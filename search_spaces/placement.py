@@ -113,7 +113,7 @@ def layers_by_passes(layout: Layout, shape: ModelShape, passes: Sequence[PassTim
         pairs = itertools.permutations(range(len(best)), 2)
         ends = [pair for pair in pairs if not {most, least}.isdisjoint(pair)]
         moved = [cut for of, to in ends if min(cut := _moved(best, of, to)) > 0]
-        shortest_s, shortest = min((step_s(cut), cut) for cut in moved)
+        shortest_s, shortest = min(((step_s(cut), cut) for cut in moved), default=(best_s, best))
         if shortest_s >= best_s:
             return best if best_s * (1 + ALIKE) <= step_s(before) else before
         best, best_s = shortest, shortest_s

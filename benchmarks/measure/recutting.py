@@ -158,12 +158,11 @@ class RecutRank(Rank):
 def mean(turns: Sequence[Sequence[PassTime]]) -> list[PassTime]:
     """Of the passes of several turns, which are the same ones."""
     return [
-        one._replace(
+        same[0]._replace(
             first_s=statistics.fmean(each.first_s for each in same),
             later_s=statistics.fmean(each.later_s for each in same),
         )
-        for one, *others in zip(*turns, strict=True)
-        for same in [[one, *others]]
+        for same in zip(*turns, strict=True)
     ]
 
 

@@ -133,6 +133,11 @@ def test_a_heavy_head_is_worth_layers_and_stages_that_are_alike_none() -> None:
     assert found == (17, 15), "the head is as much as 2.4 of its layers"
 
 
+def test_stages_keep_a_layer_each() -> None:
+    shape = replace(HEADLESS, layers=2)
+    assert layers_by_passes(TWO, shape, passes_of(3.0, 1.0)) == (1, 1)
+
+
 def test_more_stages_give_their_layers_to_those_that_have_time() -> None:
     four = replace(TWO, num_gpus=4, pipeline_parallel_size=4, global_batch_size=16, pipeline_schedule="1f1b")
     found = layers_by_passes(four, HEADLESS, passes_of(1.0, 1.3, 1.0, 1.0))
