@@ -1,4 +1,5 @@
-"""Which GPU best takes which rank where GPUs differ in speed, and how many layers each stage then takes.
+"""Which GPU best takes which rank where GPUs differ in speed, and how many layers each stage best has, by that or by
+how long its passes take.
 
 Ranks of one stage end together, so that slow GPUs cost least where they share a stage, and that one has least to do.
 """
@@ -12,8 +13,8 @@ from dataclasses import replace
 from search_spaces.layout import Layout
 from search_spaces.messages import scripts
 from search_spaces.models import ModelShape
-from search_spaces.playing import play
-from search_spaces.schedules import Action, PassTime
+from search_spaces.playing import play_passes
+from search_spaces.schedules import PassTime
 from search_spaces.workload import Workload
 
 PLACED = ("rank_order", "stage_layers")
@@ -126,15 +127,9 @@ def step_by_cut(layout: Layout, shape: ModelShape, passes: Sequence[PassTime]) -
     part in matrix products.
     """
     before, rounds = _counts(layout, shape), scripts(layout)
-    times = {(one.stage, one.step): one for one in passes}
 
     def step_s(cut: Sequence[int]) -> float:
-        more = _more(shape, before, cut)
-
-        def seconds(_: int, action: Action) -> float:
-            return times[action.stage, action.step].of(action.microbatch) * more[action.stage]
-
-        return play(rounds, seconds, lambda sender, receiver: 0.0).seconds
+        return play_passes(rounds, _longer(passes, _more(shape, before, cut))).seconds
 
     return step_s
 

@@ -216,19 +216,21 @@ def rank_order_is_permutation(layout: Layout, work: Workload) -> str | None:
 
 def memory_fits(layout: Layout, work: Workload) -> str | None:
     """See `memory.band_of`. Of proxies, the deeper has to fit."""
-    seen = memory.glance(layout, work.run)
-    return seen.needs if memory.band_of(layout, work, seen.share) == "too big" else None
+    return _needs(layout, work, "too big")
 
 
 def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
     """For searches that do not want to risk it."""
-    if not work.refuse_borderline:
-        return None
-    seen = memory.glance(layout, work.run)
-    if memory.band_of(layout, work, seen.share) != "borderline":
+    if not work.refuse_borderline or (needs := _needs(layout, work, "borderline")) is None:
         return None
     spread = "spread experts may need more, " if layout.expert_parallel_size > 1 else ""
-    return f"borderline: {spread}{seen.needs}"
+    return f"borderline: {spread}{needs}"
+
+
+def _needs(layout: Layout, work: Workload, band: memory.Band) -> str | None:
+    """What memory a layout of this band needs; None of another band."""
+    seen = memory.glance(layout, work.run)
+    return seen.needs if memory.band_of(layout, work, seen.share) == band else None
 
 
 RULES_BY_AXIS: dict[str, tuple[Rule, ...]] = {

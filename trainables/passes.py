@@ -18,8 +18,7 @@ class Moment(StrEnum):
     """What an engine tells of a step of a pipeline beside its passes."""
 
     DONE = "done"
-    """What the latest pass is has been computed, perhaps but for its loss, after which this is told again. What it is
-    to send, and what the next one is to receive, comes then."""
+    """The latest pass is computed, perhaps but for its loss, after which this is told again. Messages come then."""
     PASSED = "passed"
     """Passes have ended, perhaps the last ones."""
     AGREED = "agreed"

@@ -143,7 +143,7 @@ class EngineFacts(ABC):
     """Milliseconds of the CPU more for a block, eager and compiled, that is tensor-parallel (`launch_s` has what eager
     ones take), whose sequence or experts are spread, whose gradients are reduced with each microbatch (ZeRO-2), or
     whose parameters are gathered as well (ZeRO-3). As tiny models have it on a CPU, where these add up within 5%, times
-    two, as blocks on one GPU take the hosts of GPUs (benchmarks/results/README.md)."""
+    two, as blocks on one GPU take the hosts of GPUs (benchmarks/results/README.md), unless an engine says otherwise."""
 
     routes_evenly: ClassVar[bool] = False
     """Whether all experts have as many tokens, as benchmarks make routers deal them out."""

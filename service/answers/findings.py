@@ -244,12 +244,12 @@ def uneven(found: Found) -> str | None:
     best = found.winner
     if best is None or best.layout.stage_layers is not None or placements(found.search.trials):
         return None
-    uneven, bubble = (best.metrics.get(name) for name in ("stage_imbalance", "bubble_ratio"))
-    if uneven is None or bubble is None or uneven < UNEVEN:
+    imbalance, bubble = (best.metrics.get(name) for name in ("stage_imbalance", "bubble_ratio"))
+    if imbalance is None or bubble is None or imbalance < UNEVEN:
         return None
     return (
-        f"In {best.label} the pipeline rank with most to do computes {uneven:.1%} longer than they do on average, and "
-        f"GPUs wait for other pipeline ranks for {bubble:.1%} of the time: where its engine lets stages have other "
+        f"In {best.label} the pipeline rank with most to do computes {imbalance:.1%} longer than they do on average, "
+        f"and GPUs wait for other pipeline ranks for {bubble:.1%} of the time: where its engine lets stages have other "
         "layers, `stage_layers: auto` has a search try those that even this out."
     )
 

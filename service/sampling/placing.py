@@ -1,4 +1,5 @@
-"""Which placements of the best layout are tried, by how fast GPUs were seen to be, and in which order."""
+"""Which placements of the best layout are tried, by how fast GPUs were seen to be and how long its passes took, and in
+which order."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from dataclasses import asdict, fields
 
 from search_spaces.layout import Layout
 from search_spaces.messages import scripts
-from search_spaces.playing import play
-from search_spaces.schedules import Action
+from search_spaces.playing import play_passes
 from service.metrics import Method, Part, made_of
 from service.problem import Problem
 from service.result import DeviceRecord, NodeWindow, RankRecord, slowest_passes
@@ -55,14 +54,10 @@ def device_records(windows: Iterable[NodeWindow], summary: WindowSummary) -> tup
 def pipeline_metrics(layout: Layout, ranks: Iterable[RankRecord], step_time_s: float | None) -> dict[str, float | None]:
     """What a pipeline of these ranks waits for itself in a step that takes so long, by its schedule played with their
     passes, and how uneven its stages are; nothing where no passes are known."""
-    passes = {(one.stage, one.step): one for one in slowest_passes(ranks)}
+    passes = slowest_passes(ranks)
     if not passes or step_time_s is None:
         return {}
-
-    def seconds(_: int, action: Action) -> float:
-        return passes[action.stage, action.step].of(action.microbatch)
-
-    played = play(scripts(layout), seconds, lambda sender, receiver: 0.0)
+    played = play_passes(scripts(layout), passes)
     return {
         "bubble_ratio": statistics.fmean(played.waiting) / step_time_s,
         "stage_imbalance": max(played.busy) / statistics.fmean(played.busy) - 1,

@@ -168,11 +168,7 @@ def test_ranks_of_a_pipeline_tell_how_long_their_passes_compute(
         actions = orders(layout)[report.coordinates["pp"]]
         assert set(passes) == {(action.stage, action.step) for action in actions}
         assert len(passes) == len(report.passes)
-        seconds = [
-            one.later_s if action.microbatch else one.first_s
-            for action in actions
-            for one in [passes[action.stage, action.step]]
-        ]
+        seconds = [passes[action.stage, action.step].of(action.microbatch) for action in actions]
         (timing,) = report.timings.values()
         assert min(seconds) > 0
         assert sum(seconds) < sum(timing.window_steps_s) / len(timing.window_steps_s)
