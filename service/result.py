@@ -53,8 +53,8 @@ class RankRecord:
 
     `rank` is the rank in the trial, `coordinates` its place in the mesh by axis: pp, dp, cp, tp. `worker` is the
     worker of the gang that took it, `device` that one's GPU, None on CPU. `breakdown` is the mean of the steps that
-    were profiled, `own_s` and `interrupted_s` are as `trainables.breakdown.Profile` has them, `passes` those of its
-    stages in a pipeline; records made before they were kept have none.
+    were profiled; `own_s`, `interrupted_s` and `compute_alone_s` are as `trainables.breakdown.Profile` has them,
+    `passes` those of its stages in a pipeline; records made before they were kept have none.
     """
 
     rank: int
@@ -67,21 +67,25 @@ class RankRecord:
     own_s: tuple[float, ...] = ()
     interrupted_s: float | None = None
     passes: tuple[PassTime, ...] = ()
+    compute_alone_s: tuple[float, ...] = ()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankRecord:
-        breakdown, own_s = values["breakdown"], tuple(values.get("own_s", ()))
-        passes = PassTime.of_rows(values.get("passes", ()))
-        return cls(**{**values, "breakdown": breakdown and Breakdown(**breakdown), "own_s": own_s, "passes": passes})
+        breakdown, passes = values["breakdown"], PassTime.of_rows(values.get("passes", ()))
+        of_steps = {name: tuple(values.get(name, ())) for name in ("own_s", "compute_alone_s")}
+        return cls(**{**values, **of_steps, "breakdown": breakdown and Breakdown(**breakdown), "passes": passes})
 
 
-def behind(ranks: Sequence[RankRecord]) -> dict[int, float]:
-    """By rank, by which share of a step it takes longer than the fastest rank of its stage; of profiled ones alone."""
+def slower(ranks: Sequence[RankRecord]) -> dict[int, float]:
+    """By rank, how many times as long as the fastest rank of its stage it works in a step: its GPU computes, or on CPU,
+    it does all but communicate. Of profiled ones alone."""
     stages: dict[int, dict[int, float]] = {}
     for rank in ranks:
-        if rank.breakdown is not None:
-            stages.setdefault(rank.coordinates["pp"], {})[rank.rank] = rank.breakdown.own_s / rank.breakdown.span_s
-    return {rank: share - min(stage.values()) for stage in stages.values() for rank, share in stage.items()}
+        if (times := rank.breakdown) is not None:
+            works_s = times.own_s if rank.device is None else times.compute_alone_s
+            if works_s > 0:  # of what no kernel is known nothing is
+                stages.setdefault(rank.coordinates["pp"], {})[rank.rank] = works_s
+    return {rank: works_s / min(stage.values()) for stage in stages.values() for rank, works_s in stage.items()}
 
 
 def slowest_passes(ranks: Iterable[RankRecord]) -> list[PassTime]:

@@ -26,6 +26,11 @@ STANDIN = "standin"
 FEWEST = 3
 """Steps of which one can be told from the others."""
 
+BESIDE = 0.2
+"""The share of the time in which a GPU computes beside communication, or beside its waiting for others, that computing
+takes it more for that: 0.198 and 0.209 where two GPUs computed the same beside now more, now less of it, and 0.18 over
+45 layouts (benchmarks/results/README.md, "How small a slowness is found")."""
+
 _COLLECTIVE = re.compile(r"(allreduce)|(allgather)|(reducescatter)|(send|recv)|(alltoall)")
 _OF_NCCL = re.compile(rf"nccl|rccl|nvshmem|^{STANDIN}_")
 _SYMMETRIC_MEMORY = re.compile(r"symm(etric)?_mem|multimem_|one_shot_|two_shot_|(barrier|(put|wait)_signal)_kernel")
@@ -78,14 +83,20 @@ class Breakdown:
         """In which the rank did not just communicate, of which waiting for others is a part."""
         return self.span_s - self.exposed_communication_s
 
+    @property
+    def compute_alone_s(self) -> float:
+        """What `compute_s` would be without communication beside it. A GPU for which others wait has less of that, and
+        by `compute_s` looks faster than it is."""
+        return self.compute_s - BESIDE * self.overlapped_communication_s
+
 
 @dataclass(frozen=True)
 class Profile:
     """The breakdown of a step, or the `problem` for which there is none, and the seconds that it took to have it.
 
     Neither where it is another rank that had the problem. Of several steps it is the mean, `own_s` the seconds of each
-    in which the rank did not just communicate, and `interrupted_s` what kernels took longer in a step than the same
-    ones took in most of them; None where that is not known.
+    in which the rank did not just communicate, `compute_alone_s` as `Breakdown` has it, of each, and `interrupted_s`
+    what kernels took longer in a step than the same ones took in most of them; None where that is not known.
     """
 
     breakdown: Breakdown | None
@@ -93,6 +104,7 @@ class Profile:
     time_s: float
     own_s: tuple[float, ...] = ()
     interrupted_s: float | None = None
+    compute_alone_s: tuple[float, ...] = ()
 
 
 def break_down(

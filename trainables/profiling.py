@@ -98,9 +98,9 @@ def profile_steps(
     breakdowns = [one.breakdown for one in steps if one.breakdown is not None]
     if problem is not None:
         return Profile(None, problem, time.monotonic() - began)
-    own_s = tuple(one.own_s for one in breakdowns)
+    own_s, alone_s = tuple(one.own_s for one in breakdowns), tuple(one.compute_alone_s for one in breakdowns)
     interrupted = interrupted_s([one.kernels_s for one in steps])
-    return Profile(mean(breakdowns), None, time.monotonic() - began, own_s, interrupted)
+    return Profile(mean(breakdowns), None, time.monotonic() - began, own_s, interrupted, alone_s)
 
 
 @dataclass

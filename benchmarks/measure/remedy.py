@@ -248,10 +248,13 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
         Layout.from_dict(records[0]["layout"]).label,
         f"{records[0]['shape']['layers']} layers",
     )
+    print(f"\n{table(windows)}\n")
     steps = [s for record in records for one in record["windows"] for turn in one.get("plain_s", ()) for s in turn]
-    print(f"steps of {statistics.median(steps):.4f} s, of which shares are saved; kept is what was adopted\n")
-    print(table(windows))
-    print(f"\nthose in which anything was tried\n\n{each(windows)}")
+    if not steps:
+        print("nothing was tried in any of them")
+        return
+    print(f"of steps of {statistics.median(steps):.4f} s shares are saved; kept is what was adopted\n")
+    print(f"those in which anything was tried\n\n{each(windows)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

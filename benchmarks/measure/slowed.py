@@ -9,9 +9,10 @@ trials have to find stragglers, `service.trials.straggler`, looks at each window
 ranks alone, as in a trial of a search, and against what they differed by in windows in which nothing was found, as one
 that watches a run can. A rank without others is held against itself.
 
-What is true is measured, over all windows: a rank's own time, over what it is in clean windows, against the other's.
-Single windows scatter, so each counts with what it was meant to cost times the median ratio of what windows of the rank
-did cost to what they were meant to. Of files of earlier runs the same is printed of all of them together. A file has a
+What is true is measured, over all windows: what a GPU computes in a step, less what that takes longer beside
+communication, over what it is in clean windows, against the other's; on CPU a rank's own time. Single windows scatter,
+so each counts with what it was meant to cost times the median ratio of what windows of the rank did cost to what they
+were meant to. Of files of earlier runs the same is printed of all of them together. A file has a
 line that says what was run, and then one for each window, written while the trial goes on: a run that is cut off leaves
 all but its last seconds.
 """
@@ -37,7 +38,7 @@ from benchmarks.measure.slowing import AIMED, Draws, Watched, competing
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.problem import Problem
-from service.result import NodeWindow, RankRecord, SlowCause, Straggler, behind
+from service.result import NodeWindow, RankRecord, SlowCause, Straggler
 from service.spec import load_spec
 from service.trials.evaluate import make_request
 from service.trials.straggler import slowed, straggler
@@ -131,7 +132,9 @@ def _window(of_ranks: Sequence[Mapping[str, Any]], devices: Sequence[DeviceWindo
     return {
         "number": of_ranks[0]["window"],
         "seconds": (of_ranks[0]["end_ns"] - of_ranks[0]["began_ns"]) / 1e9,
-        "ranks": [{name: one[name] for name in ("breakdown", "own_s", "interrupted_s")} for one in of_ranks],
+        "ranks": [
+            {name: one[name] for name in ("breakdown", "own_s", "interrupted_s", "compute_alone_s")} for one in of_ranks
+        ],
         "devices": [asdict(device) for device in devices],
     }
 
@@ -172,19 +175,18 @@ def detect(
     """What is found in each window, with what was seen before and without. In the first `history` windows nobody looks:
     nothing is wrong in them. Any other joins the history in which no device was found to be slow.
     """
-    before: deque[tuple[Seen, Mapping[int, float]]] = deque(maxlen=KEPT)
+    before: deque[Seen] = deque(maxlen=KEPT)
     for window in windows:
         found = alone = None
         if window.number >= history:
             alone = straggler(window.ranks, window.devices, layout)
             if len(window.ranks) > 1:
-                usual = {rank: statistics.median(apart[rank] for _, apart in before) for rank in before[0][1]}
-                found = straggler(window.ranks, window.devices, layout, usual)
+                found = straggler(window.ranks, window.devices, layout, [one.ranks for one in before])
             else:
-                then = [device for one, _ in before for device in one.devices]
-                found = slowed(window.ranks[0], window.devices, [one.ranks[0] for one, _ in before], then, layout)
+                then = [device for one in before for device in one.devices]
+                found = slowed(window.ranks[0], window.devices, [one.ranks[0] for one in before], then, layout)
         if not blames_device(found):
-            before.append((window, behind(window.ranks)))
+            before.append(window)
         yield found, alone
 
 
@@ -209,14 +211,15 @@ def _ratios(windows: Sequence[Seen], draws: Draws) -> dict[int, float]:
     """What slowing a rank did cost over what it was meant to, by rank: the median of windows that were to cost `SURE`
     or more, of all if there are none."""
     calm = [window for window in windows if window.number and _undisturbed(window.number, draws)]
-    usual = [statistics.median(_own_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
+    usual = [statistics.median(_worked_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
+    own = [statistics.median(_own_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
     costs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(draws.ranks)}
     for window in windows:
         rank, meant = draws.drawn(window.number)
         if rank is not None and window.number >= draws.first:
-            own = [_own_s(one) / usual[one.rank] for one in window.ranks]
-            others = [share for other, share in enumerate(own) if other != rank] or [1.0]
-            costs[rank].append((meant, (own[rank] / statistics.median(others) - 1) / meant))
+            longer = [(_worked_s(one) - usual[one.rank]) / own[one.rank] for one in window.ranks]
+            others = [share for other, share in enumerate(longer) if other != rank] or [0.0]
+            costs[rank].append((meant, (longer[rank] - statistics.median(others)) / meant))
     return {
         rank: statistics.median([ratio for meant, ratio in of_rank if meant >= SURE] or [ratio for _, ratio in of_rank])
         for rank, of_rank in costs.items()
@@ -230,6 +233,11 @@ def _undisturbed(number: int, draws: Draws) -> bool:
 
 def _own_s(rank: RankRecord) -> float:
     return statistics.fmean(rank.own_s)
+
+
+def _worked_s(rank: RankRecord) -> float:
+    """By which a slow rank is told from what it is usually."""
+    return _own_s(rank) if rank.device is None or rank.breakdown is None else rank.breakdown.compute_alone_s
 
 
 def curve(judged: Sequence[Judged], of: Callable[[Judged], Straggler | None]) -> str:
@@ -292,13 +300,18 @@ def noise(records: Sequence[Mapping[str, Any]]) -> str:
             continue
         for rank in range(draws.ranks):
             own = [_own_s(one.ranks[rank]) for one in calm]
-            shares = [behind(one.ranks)[rank] for one in calm]
+            lines.append(f"rank {rank}: {statistics.median(own) * 1e3:.2f} ms of its own in a step, {_repeats(own)}")
+        if draws.ranks > 1:
+            apart = [[of(one.ranks[0]) - of(one.ranks[1]) for one in calm] for of in (_own_s, _worked_s)]
+            within = [statistics.stdev(one) / statistics.median(own) for one in apart]
             lines.append(
-                f"rank {rank}: {statistics.median(own) * 1e3:.2f} ms of its own in a step, windows repeat within "
-                f"{statistics.stdev(own) / statistics.fmean(own):.2%} (standard deviation); behind the fastest by "
-                f"{statistics.fmean(shares):.2%} of a step, within {statistics.stdev(shares):.2%}"
+                f"the first two are apart within {within[0]:.2%} of that, what they compute within {within[1]:.2%}"
             )
     return "\n".join(lines)
+
+
+def _repeats(values: Sequence[float]) -> str:
+    return f"windows repeat within {statistics.stdev(values) / statistics.fmean(values):.2%} (standard deviation)"
 
 
 def show(records: Sequence[Mapping[str, Any]]) -> None:

@@ -197,6 +197,7 @@ class WatchedRank(Rank):
             sum(one.time_s for one in profiles),
             tuple(own_s for one in profiles for own_s in one.own_s),
             statistics.fmean(interrupted) if len(interrupted) == times else None,
+            tuple(alone_s for one in profiles for alone_s in one.compute_alone_s),
         )
 
 

@@ -14,7 +14,7 @@ from search_spaces.schedules import Pass, PassTime
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
 from service.problem import Problem
-from service.result import Purpose, TrialResult, behind, slowest_passes
+from service.result import Purpose, TrialResult, slower, slowest_passes
 from service.sampling.finalists import rounds
 from trainables.status import Status
 
@@ -76,14 +76,12 @@ def slow_workers(results: Sequence[TrialResult], known: Mapping[str, float], wor
     """
     all_had = [one for one in results if one.status == Status.OK and one.layout.num_gpus == workers]
     seen = [
-        {rank.worker: share[rank.rank] for rank in one.ranks if rank.rank in share}
+        {rank.worker: times[rank.rank] for rank in one.ranks if rank.rank in times}
         for one in all_had
-        if one.layout.pipeline_parallel_size == 1 and len(share := behind(one.ranks)) == workers
+        if one.layout.pipeline_parallel_size == 1 and len(times := slower(one.ranks)) == workers
     ]
     if seen:
-        lost = {worker: statistics.median(share[worker] for share in seen) for worker in seen[0]}
-        fastest = 1 - max(lost.values())  # of a step in which the slowest waits for nobody
-        return {worker: (fastest + share) / fastest for worker, share in lost.items()}
+        return {worker: statistics.median(times[worker] for times in seen) for worker in seen[0]}
     costs: dict[int, list[float]] = {}
     comparable = [one for one in all_had if workers > one.layout.pipeline_parallel_size]
     for one in comparable:

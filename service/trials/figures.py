@@ -34,6 +34,7 @@ def rank_records(outcomes: list[Outcome], members: list[Member]) -> tuple[RankRe
             own_s=report.profile.own_s if report.profile else (),
             interrupted_s=report.profile.interrupted_s if report.profile else None,
             passes=report.passes,
+            compute_alone_s=report.profile.compute_alone_s if report.profile else (),
         )
         for outcome, member in zip(outcomes, members, strict=False)
         if (report := outcome.report) is not None

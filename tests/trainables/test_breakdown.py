@@ -188,3 +188,9 @@ def test_the_mean_of_steps_is_that_of_each_time() -> None:
     found = mean([one, other])
     assert (found.span_s, found.matmul_s, found.compute_s, found.idle_s) == (3.0, 2.0, 2.0, 1.0)
     assert found.own_s == 3.0
+
+
+def test_what_it_takes_to_compute_alone_leaves_out_a_fifth_of_what_is_overlapped() -> None:
+    found = break_down(["matmul", "all_reduce"], np.array([0, 10**9]), np.array([2 * 10**9, 3 * 10**9]), 3.0)
+    assert (found.compute_s, found.overlapped_communication_s) == (2.0, 1.0)
+    assert found.compute_alone_s == pytest.approx(1.8)

@@ -286,6 +286,7 @@ def test_short_steps_are_profiled_until_they_tell_enough() -> None:
         assert done == list(range(len(done))), "each has a number of its own to meet by"
         assert found.breakdown is not None
         assert found.breakdown.own_s == pytest.approx(sum(found.own_s) / len(found.own_s))
+        assert found.breakdown.compute_alone_s == pytest.approx(sum(found.compute_alone_s) / len(found.own_s))
         return found
 
     assert [len(told(seconds, 5).own_s) for seconds in (1.0, 0.3, 0.01)] == [1, 2, 5]

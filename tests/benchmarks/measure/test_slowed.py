@@ -41,7 +41,8 @@ def recorded(draws: Draws, windows: int, noise: float, seed: int = 1) -> dict[st
             own_s, span_s = sum(own[rank]) / STEPS, sum(spans) / STEPS
             times = replace(BLANK, span_s=span_s, compute_s=own_s, exposed_communication_s=span_s - own_s)
             interrupted = share * STEP_S if slow == rank else 0.0
-            ranks.append({"breakdown": asdict(times), "own_s": own[rank], "interrupted_s": interrupted})
+            of_steps = dict.fromkeys(("own_s", "compute_alone_s"), own[rank])
+            ranks.append({"breakdown": asdict(times), **of_steps, "interrupted_s": interrupted})
         told.append({"number": number, "seconds": 0.7, "ranks": ranks, "devices": []})
     of = [RankRecord(rank, rank, "node", f"GPU-{rank}", LAYOUT.coordinates(rank), None, None) for rank in (0, 1)]
     return {
@@ -82,10 +83,12 @@ def test_two_per_cent_are_found(ranks: int, noise: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("slowed_1xh200", 0.99), ("slowed2_1xh200", 0.99), ("slowed_2xh200", 0.98)]
+    ("name", "least"),
+    [("slowed_1xh200", 0.99), ("slowed2_1xh200", 0.99), ("slowed2_2xh200", 0.99), ("slowed_2xh200", 0.95)],
 )
 def test_what_was_found_in_recordings_is_found(name: str, least: float) -> None:
-    """The detector was made by the first and the last: this holds what they taught, and what the other confirmed."""
+    """The detector was made by all but the second: this holds what they taught, and what that one confirmed. Windows of
+    the last are a third as long as usual."""
     judged = judge(read(DATA / f"{name}.jsonl.xz"))
     clean = [one for one in judged if one.rank is None]
     assert sum(blames_device(one.found) for one in clean) <= 0.01 * len(clean)

@@ -58,7 +58,7 @@ def ranks_of(layout: Layout, slow: dict[int, float]) -> tuple[RankRecord, ...]:
             f"GPU-{rank}",
             layout.coordinates(rank),
             None,
-            replace(BLANK, span_s=max(times), exposed_communication_s=max(times) - mine),
+            replace(BLANK, span_s=max(times), compute_s=mine, exposed_communication_s=max(times) - mine),
         )
         for rank, mine in enumerate(times)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from search_spaces.layout import Layout
-from service.result import RankRecord, SlowCause, Straggler, TrialResult, behind
+from service.result import RankRecord, SlowCause, Straggler, TrialResult
 from service.trials.straggler import slowed, straggler
 from telemetry.windows.device import DeviceWindow
 from tests.service.trials.test_evaluate import device_window
@@ -119,7 +120,8 @@ def stepped(waits: list[list[float]], interrupted: float = 0.0) -> list[RankReco
     for number, each in enumerate(waits):
         one = rank(number, sum(each) / len(each))
         own_s = tuple(2.0 - wait for wait in each)
-        ranks.append(replace(one, own_s=own_s, interrupted_s=interrupted if number == 2 else 0.0))
+        often = interrupted if number == 2 else 0.0
+        ranks.append(replace(one, own_s=own_s, compute_alone_s=own_s, interrupted_s=often))
     return ranks
 
 
@@ -175,14 +177,50 @@ def test_a_clock_that_does_not_explain_the_time_is_no_cause() -> None:
 
 def test_what_ranks_differ_by_when_all_is_well_is_taken_off() -> None:
     always = stepped([[0.10] * 5, [0.10] * 5, [0.06] * 5])
-    usual = behind(always)
-    assert usual == {0: pytest.approx(0), 1: pytest.approx(0), 2: pytest.approx(0.02)}
+    usual = [always] * 5
     assert straggler(always, windows(), LAYOUT, usual) is None
     slow = stepped([[0.10] * 5, [0.04] * 5, [0.06] * 5])
     found = straggler(slow, windows(), LAYOUT, usual)
     assert found is not None
     assert found.rank == 1
     assert found.cost == pytest.approx(0.03)
+
+
+def beside(compute: float, idle: float, overlapped: float, number: int) -> RankRecord:
+    """One that computes for `compute` seconds of a step of 2 s without communication beside it, here with some."""
+    longer = compute + 0.2 * overlapped
+    one = rank(number, 2.0 - longer - idle, idle=idle)
+    assert one.breakdown is not None
+    return replace(
+        one,
+        breakdown=replace(one.breakdown, overlapped_communication_s=overlapped),
+        own_s=(longer + idle,) * 5,
+        compute_alone_s=(compute,) * 5,
+    )
+
+
+def test_hosts_that_keep_their_gpus_waiting_hide_no_slow_one() -> None:
+    """The first GPU waits for the second's host while it computes, and that one for the first one's next time."""
+    chance = random.Random(0)
+
+    def pair(slow: float) -> list[RankRecord]:
+        late, early = chance.uniform(0.0, 0.4), chance.uniform(0.0, 0.4)
+        return [beside(1.2, late, early, 0), beside(1.2 * (1 + slow), early, late, 1)]
+
+    before = [pair(0.0) for _ in range(20)]
+    for _ in range(20):
+        assert straggler(pair(0.0), windows(), LAYOUT, before) is None
+        found = straggler(pair(0.04), windows(), LAYOUT, before)
+        assert found is not None
+        assert (found.rank, found.cause) == (1, SlowCause.UNKNOWN)
+        assert found.cost == pytest.approx(0.024, abs=0.001)
+
+
+def test_a_slow_gpu_that_waits_the_less_for_its_host_holds_nobody_up() -> None:
+    assert straggler([beside(1.2, 0.4, 0.0, 0), beside(1.24, 0.36, 0.0, 1)], windows(), LAYOUT) is None
+    found = straggler([beside(1.2, 0.4, 0.0, 0), beside(1.24, 0.4, 0.0, 1)], windows(), LAYOUT)
+    assert found is not None
+    assert found.rank == 1
 
 
 def test_a_rank_alone_is_held_against_itself() -> None:
