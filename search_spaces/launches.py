@@ -55,10 +55,12 @@ def usual_s(layout: Layout, work: Workload) -> float:
     """Seconds of the CPU for a block on usual hosts, without what DTensors or fp8 add to eager ones."""
     model, engine = work.shape, facts_of(layout, work)
     block = "experts" if model.num_experts else model.family
-    added = engine.launched_more_ms
-    more = sum(added[mode][layout.compile] for mode in _modes(layout, engine) if mode in added)
-    again = 1.0 if layout.recompute == "none" else MORE_AGAIN
-    return 1e-3 * (engine.launched_ms[block][layout.recompute][layout.compile] + again * more)
+    once = {"gathers"} if engine.recomputes_in_graphs(layout, model) else set()
+    ms = engine.launched_ms[block][layout.recompute][layout.compile]
+    for mode in _modes(layout, engine):
+        again = 1.0 if layout.recompute == "none" or mode in once else MORE_AGAIN
+        ms += again * engine.launched_more_ms.get(mode, (0.0, 0.0))[layout.compile]
+    return 1e-3 * ms
 
 
 def is_usual(launch: Operator) -> bool:

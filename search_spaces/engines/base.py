@@ -252,6 +252,10 @@ class EngineFacts(ABC):
         """Whether the CPU waits in each block for some of what it gave the GPU before."""
         return False
 
+    def recomputes_in_graphs(self, layout: Layout, model: ModelShape) -> bool:
+        """Whether compiled blocks compute again by themselves, so that their parameters are not gathered once more."""
+        return False
+
     def lead_is_short(self, layout: Layout) -> bool:
         """Whether the CPU may be no more than parts of a block ahead of what the GPU has gathered."""
         return False

@@ -147,6 +147,9 @@ class DeepSpeed(EngineFacts):
         """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads."""
         return bool(model.num_experts)
 
+    def recomputes_in_graphs(self, layout: Layout, model: ModelShape) -> bool:
+        return layout.compile and not model.num_experts
+
     def lead_is_short(self, layout: Layout) -> bool:
         """ZeRO-3 waits for the last gather but two (`__max_ongoing_fetch_events` in
         `deepspeed/runtime/zero/partitioned_param_coordinator.py`), so that gathered parameters do not pile up."""

@@ -252,7 +252,8 @@ def test_a_block_of_several_ranks_takes_the_cpu_more(
         assert added == pytest.approx(2e-3 * more)
         again = replace(alone, recompute="full"), replace(several, recompute="full")
         added = launch_s(again[1], work, twice) - launch_s(again[0], work, twice)
-        assert added == pytest.approx(1.5 * 2e-3 * more), "forward collectives are repeated"
+        once = engine == "deepspeed" and compiled and "zero_stage" in split  # for it computes again inside a graph
+        assert added == pytest.approx((1.0 if once else 1.5) * 2e-3 * more), "forward collectives are repeated"
 
 
 def test_filled_experts_compute_for_the_fullest() -> None:
