@@ -247,7 +247,7 @@ def _summed_bytes(layout: Layout, engine: EngineFacts, whole: float) -> float:
     """That a GPU moves to sum up the gradients of so many parameters in a step: they are copied to be sent, or where
     they are summed, and added to what is there."""
     rounds, summed = layout.gradient_accumulation_steps, engine.sum_width(layout)
-    copied = layout.width + summed + (AUTOCAST_BYTES if engine.autocasts(layout) else 0)
+    copied = engine.sent_bytes(layout) + (AUTOCAST_BYTES if engine.autocasts(layout) else 0)
     return (rounds * copied + ((rounds - 1) * summed if layout.zero_stage < 2 else 0)) * whole
 
 

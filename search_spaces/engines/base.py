@@ -252,6 +252,10 @@ class EngineFacts(ABC):
         """Whether the CPU waits in each block for some of what it gave the GPU before."""
         return False
 
+    def sent_bytes(self, layout: Layout) -> float:
+        """Bytes that a GPU moves for each gradient of a microbatch, until it is where it is sent from or summed up."""
+        return layout.width + self.sum_width(layout)
+
     def recomputes_in_graphs(self, layout: Layout, model: ModelShape) -> bool:
         """Whether compiled blocks compute again by themselves, so that their parameters are not gathered once more."""
         return False

@@ -147,6 +147,19 @@ class DeepSpeed(EngineFacts):
         """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads."""
         return bool(model.num_experts)
 
+    def sent_bytes(self, layout: Layout) -> float:
+        """ZeRO-2 copies a gradient to a bucket, divides it there and makes it one of fp32, which is reduced, and copied
+        back where it is the rank's own; ZeRO-3 copies it to a bucket of fp32, sorts that by ranks into another one and
+        divides it. Either then adds a rank's own to its sums (`deepspeed/runtime/zero`: `average_tensor` and
+        `allreduce_bucket` in `stage_1_and_2.py`, `__avg_scatter_grads` and `partition_grads` in `stage3.py`)."""
+        width, sums = layout.width, self.sum_width(layout)
+        if layout.zero_stage == 2:
+            own = (sums + width) + (width + 2 * sums)
+            return 2 * width + 2 * width + (width + sums) + own / layout.shard_ranks
+        if layout.zero_stage == 3:
+            return (width + sums) + 2 * sums + 2 * sums + 3 * sums / layout.shard_ranks
+        return super().sent_bytes(layout)
+
     def recomputes_in_graphs(self, layout: Layout, model: ModelShape) -> bool:
         return layout.compile and not model.num_experts
 

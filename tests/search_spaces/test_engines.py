@@ -303,6 +303,13 @@ def test_what_programs_did_when_their_layouts_were_measured() -> None:
     }
     assert 0 < casts["composer"] < 0.5 * casts["megatron"]  # 4 bytes an input and a gradient, and weights once a step
     assert engine_of("composer").sum_width(Layout("composer", 64, 256, reduce_precision="fp32")) == 2
+    # By DeepSpeed's source, in bf16 on two ranks; FSDP2's write them once.
+    sent = [
+        engine_of(name).sent_bytes(Layout(name, 2, 2, zero_stage=zero))
+        for name in ("deepspeed", "megatron")
+        for zero in (2, 3)
+    ]
+    assert sent == [22, 28, 6, 6]
     # FSDP2 copies what it gathers, twice a microbatch; both read gradients in bf16 and write them to be sent.
     copying = parts("megatron", zero_stage=3, reduce_precision="bf16")["model_states"]
     in_place = parts("composer", zero_stage=3)["model_states"]
