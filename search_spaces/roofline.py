@@ -37,7 +37,7 @@ FUSED_MERGING, FUSED_PARTING = 10, 30
 """The same where one compiled kernel does it: a value in bf16 is read, one in fp32 read and written, and likewise of
 three gradients."""
 
-FILLED = 1.3
+FILLED = 1.6
 """Room that each filled expert makes in a training, in an even share of the tokens: what the fullest one needs, which
 hidden states have far from even. Measured alone, tokens are random, and all experts about as full. Fitted."""
 
@@ -51,6 +51,10 @@ COUNTED_S = 0.21e-6
 """Seconds in which a GPU finds a token's place among those of one of its experts, where these are filled: sums along
 the tokens, one after the other (`torch.cumsum` in `deepspeed/moe/sharded_moe.py`). On H100 and H200 alike, of 4,096 to
 32,768 tokens."""
+
+ADDED_S = 8e-12
+"""Seconds in which a GPU adds up a value of the gradients of what was copied to filled experts and back, one at a time
+(`index_put_` of autograd), beyond what it moves. On H100 and H200 alike, of 4,096 to 65,536 tokens."""
 
 AUTOCAST_NORMS = 25
 """Values that autocast's kernels read and write for one of the hidden states of a block: norms, which are in fp32, and
@@ -141,8 +145,17 @@ def priced(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     forward, backward = _FORMULAS[operator.kind](operator, cut, c)
     if not c.operators.rows or (timing := c.operators.of(operator)) is None:
         return forward, backward
-    factor = c.operators_in_step * (_fullest(operator, cut, c) if operator.kind == Kind.EXPERTS else 1.0)
-    return forward.lasting(factor * timing.forward_s), backward.lasting(factor * (timing.backward_s or 0.0))
+    there, back = c.operators_in_step * timing.forward_s, c.operators_in_step * (timing.backward_s or 0.0)
+    if operator.kind != Kind.EXPERTS:
+        return forward.lasting(there), backward.lasting(back)
+    if "filled" not in operator.form:
+        fullest = _fullest(operator, cut, c)
+        return forward.lasting(fullest * there), backward.lasting(fullest * back)
+    even, even_back = _experts_of(1.0, operator, cut, c)
+    return (
+        forward.lasting(there * forward.seconds / even.seconds),
+        backward.lasting(back * backward.seconds / even_back.seconds),
+    )
 
 
 def _total(loads: Iterable[tuple[Load, int]]) -> Load:
@@ -317,15 +330,23 @@ def _fullest(experts: Operator, cut: Cut, c: Coefficients) -> float:
 
 def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """The busiest rank has more tokens than an even share, and where experts are `filled`, each has as many as the
-    fullest. Tokens are copied to their experts and back, by more kernels there, which add up in fp32."""
+    fullest."""
+    return _experts_of(_fullest(operator, cut, c), operator, cut, c)
+
+
+def _experts_of(fullest: float, operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    """Where the fullest has so many times an even share of the tokens. These are copied to their experts and back, by
+    more kernels where experts are `filled`, which add up in fp32."""
     tokens, hidden, inner, here, chosen = operator.dims
-    rows = tokens * chosen * _fullest(operator, cut, c)
+    rows = tokens * chosen * fullest
     network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
     products = _products(max(1.0, rows / here), network, operator, cut, c).times(here)
     filled = "filled" in operator.form
     outside = (ROUTED * tokens * chosen + 4.0 * rows if filled else 6.0 * tokens * chosen) * hidden
     there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
-    there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen if filled else 0.0))
+    if filled:
+        there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen))
+        back = back.plus(Load(elementwise=ADDED_S * hidden * (tokens * chosen + rows)))
     return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, cut, c)
 
 
