@@ -239,10 +239,8 @@ def _slowest(stage: _Stage) -> Iterator[_Slow]:
     yield OWN.slowest(stage)
     if stage.ranks[0][0].device is not None:
         one = COMPUTING.slowest(stage)
-        late, (deviation, freedom) = (
-            stage.longer(OWN.seconds, one.slow, one.others[0]),
-            OWN.deviation(stage, one.slow, one.others[0]),
-        )
+        late = stage.longer(OWN.seconds, one.slow, one.others[0])
+        deviation, freedom = OWN.deviation(stage, one.slow, one.others[0])
         if _below((COST - late) / deviation, freedom) < CONFIDENT:
             yield replace(one, computing=True)
 
