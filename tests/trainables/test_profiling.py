@@ -108,8 +108,8 @@ def test_each_rank_says_where_its_step_went(layout: Layout, communication: list[
 def test_a_rank_alone_sorts_what_stands_in_for_its_collectives(
     layout: Layout, communication: list[str], run_ranks: RunRanks
 ) -> None:
-    """Every collective takes 20 ms, which little hides."""
-    program = Slice(TRAINING, 0, Network("a test", 1, 1e12, 1e12, 1e-6, 2e-2))
+    """Every collective takes 50 ms, of which a step of some 20 ms hides less than all, on a busy machine too."""
+    program = Slice(TRAINING, 0, Network("a test", 1, 1e12, 1e12, 1e-6, 5e-2))
     request = replace(REQUEST, layout=layout, program=program, procedure=replace(PROCEDURE, window_min_steps=3))
     (outcome,) = run_ranks(replace(request, trial_id=f"alone {layout.label}"))
     assert (outcome.status, outcome.cause) == ("ok", None)
@@ -121,7 +121,7 @@ def test_a_rank_alone_sorts_what_stands_in_for_its_collectives(
     (traffic,) = outcome.report.slice.traffic.values()
     for name in communication:
         calls = sum(entry.calls for entry in traffic if entry.kind == name)
-        assert getattr(times, f"exposed_{name}_s") > 0.005 * calls > 0
+        assert getattr(times, f"exposed_{name}_s") > 0.0125 * calls > 0
 
 
 def test_without_the_option_nothing_is_profiled(run_ranks: RunRanks) -> None:
