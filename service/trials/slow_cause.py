@@ -20,6 +20,10 @@ INTERRUPTED = 0.5
 """Other programs are the cause if kernels are interrupted for this share of what the rank takes longer: where it is so,
 they are for one to 1.3 times as much, else for nothing (benchmarks/results/slowed_{1,2}xh200.txt)."""
 
+OFTEN, MANY_INTERRUPTIONS = 0.25, 0.02
+"""Where they take much of a GPU, most steps have the same kernels interrupted, which then count as usual. So this share
+is enough where it is that share of a step, five standard deviations of what nobody's programs interrupt in a second."""
+
 PARTS: Mapping[SlowCause, Callable[[Breakdown], float]] = {
     SlowCause.HOST: lambda one: one.idle_s,
     SlowCause.LINK: lambda one: one.memory_copy_s,
@@ -88,4 +92,5 @@ def _interrupted(slow: Profiled, others: Sequence[Profiled], cost_s: float) -> b
     of_others = [one.interrupted_s for one, _ in others if one.interrupted_s is not None]
     if slow[0].interrupted_s is None or not of_others:
         return False
-    return slow[0].interrupted_s - statistics.median(of_others) > INTERRUPTED * cost_s
+    longer_s = slow[0].interrupted_s - statistics.median(of_others)
+    return longer_s > (OFTEN if longer_s > MANY_INTERRUPTIONS * slow[1].span_s else INTERRUPTED) * cost_s
