@@ -29,7 +29,7 @@ FEWEST = 3
 BESIDE = 0.2
 """The share of the time in which a GPU computes beside communication, or beside its waiting for others, that computing
 takes it more for that: 0.198 and 0.209 where two GPUs computed the same beside now more, now less of it, and 0.18 over
-45 layouts (benchmarks/results/README.md, "How small a slowness is found")."""
+45 layouts (benchmarks/results/README.md, "A slow GPU, found while it trains")."""
 
 _COLLECTIVE = re.compile(r"(allreduce)|(allgather)|(reducescatter)|(send|recv)|(alltoall)")
 _OF_NCCL = re.compile(rf"nccl|rccl|nvshmem|^{STANDIN}_")

@@ -45,7 +45,7 @@ by the root of a longer time: their clocks wander, from one half second to the n
 show (benchmarks/results/slowed_2xh200.txt: 0.0052 in 0.33 s, 0.0019 in 4 s)."""
 
 NOISE_BESIDE = 0.02
-"""Standard deviation of `slow_cause.BESIDE` among machines and layouts."""
+"""Standard deviation of `trainables.breakdown.BESIDE` among machines and layouts."""
 
 NOISE_OF_INTERRUPTIONS = 0.004
 """Likewise as `WANDER`, of what kernels of two GPUs are interrupted for, while nobody else uses either."""
