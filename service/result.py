@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -69,23 +69,19 @@ class RankRecord:
     passes: tuple[PassTime, ...] = ()
     compute_alone_s: tuple[float, ...] = ()
 
+    @property
+    def work_s(self) -> float:
+        """Seconds of a step for which its GPU computes, as if alone, or on CPU it does all but communicate; 0 of one of
+        which no step was profiled."""
+        if self.breakdown is None:
+            return 0.0
+        return self.breakdown.own_s if self.device is None else self.breakdown.compute_alone_s
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankRecord:
         breakdown, passes = values["breakdown"], PassTime.of_rows(values.get("passes", ()))
         of_steps = {name: tuple(values.get(name, ())) for name in ("own_s", "compute_alone_s")}
         return cls(**{**values, **of_steps, "breakdown": breakdown and Breakdown(**breakdown), "passes": passes})
-
-
-def slower(ranks: Sequence[RankRecord]) -> dict[int, float]:
-    """By rank, how many times as long as the fastest rank of its stage it works in a step: its GPU computes, or on CPU,
-    it does all but communicate. Of profiled ones alone."""
-    stages: dict[int, dict[int, float]] = {}
-    for rank in ranks:
-        if (times := rank.breakdown) is not None:
-            works_s = times.own_s if rank.device is None else times.compute_alone_s
-            if works_s > 0:  # of what no kernel is known nothing is
-                stages.setdefault(rank.coordinates["pp"], {})[rank.rank] = works_s
-    return {rank: works_s / min(stage.values()) for stage in stages.values() for rank, works_s in stage.items()}
 
 
 def slowest_passes(ranks: Iterable[RankRecord]) -> list[PassTime]:

@@ -211,13 +211,13 @@ def _ratios(windows: Sequence[Seen], draws: Draws) -> dict[int, float]:
     """What slowing a rank did cost over what it was meant to, by rank: the median of windows that were to cost `SURE`
     or more, of all if there are none."""
     calm = [window for window in windows if window.number and _undisturbed(window.number, draws)]
-    usual = [statistics.median(_worked_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
+    usual = [statistics.median(one.ranks[rank].work_s for one in calm) for rank in range(draws.ranks)]
     own = [statistics.median(_own_s(one.ranks[rank]) for one in calm) for rank in range(draws.ranks)]
     costs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(draws.ranks)}
     for window in windows:
         rank, meant = draws.drawn(window.number)
         if rank is not None and window.number >= draws.first:
-            longer = [(_worked_s(one) - usual[one.rank]) / own[one.rank] for one in window.ranks]
+            longer = [(one.work_s - usual[one.rank]) / own[one.rank] for one in window.ranks]
             others = [share for other, share in enumerate(longer) if other != rank] or [0.0]
             costs[rank].append((meant, (longer[rank] - statistics.median(others)) / meant))
     return {
@@ -233,11 +233,6 @@ def _undisturbed(number: int, draws: Draws) -> bool:
 
 def _own_s(rank: RankRecord) -> float:
     return statistics.fmean(rank.own_s)
-
-
-def _worked_s(rank: RankRecord) -> float:
-    """By which a slow rank is told from what it is usually."""
-    return _own_s(rank) if rank.device is None or rank.breakdown is None else rank.breakdown.compute_alone_s
 
 
 def curve(judged: Sequence[Judged], of: Callable[[Judged], Straggler | None]) -> str:
@@ -302,7 +297,9 @@ def noise(records: Sequence[Mapping[str, Any]]) -> str:
             own = [_own_s(one.ranks[rank]) for one in calm]
             lines.append(f"rank {rank}: {statistics.median(own) * 1e3:.2f} ms of its own in a step, {_repeats(own)}")
         if draws.ranks > 1:
-            apart = [[of(one.ranks[0]) - of(one.ranks[1]) for one in calm] for of in (_own_s, _worked_s)]
+            pairs = [one.ranks[:2] for one in calm]
+            owns = [_own_s(one) - _own_s(other) for one, other in pairs]
+            apart = owns, [one.work_s - other.work_s for one, other in pairs]
             within = [statistics.stdev(one) / statistics.median(own) for one in apart]
             lines.append(
                 f"the first two are apart within {within[0]:.2%} of that, what they compute within {within[1]:.2%}"

@@ -14,7 +14,7 @@ from search_spaces.schedules import Pass, PassTime
 from service.answers.candidates import candidates
 from service.answers.ranking import leaders
 from service.problem import Problem
-from service.result import Purpose, TrialResult, slower, slowest_passes
+from service.result import Purpose, RankRecord, TrialResult, slowest_passes
 from service.sampling.finalists import rounds
 from trainables.status import Status
 
@@ -76,9 +76,9 @@ def slow_workers(results: Sequence[TrialResult], known: Mapping[str, float], wor
     """
     all_had = [one for one in results if one.status == Status.OK and one.layout.num_gpus == workers]
     seen = [
-        {rank.worker: times[rank.rank] for rank in one.ranks if rank.rank in times}
+        times
         for one in all_had
-        if one.layout.pipeline_parallel_size == 1 and len(times := slower(one.ranks)) == workers
+        if one.layout.pipeline_parallel_size == 1 and len(times := _slower(one.ranks)) == workers
     ]
     if seen:
         return {worker: statistics.median(times[worker] for times in seen) for worker in seen[0]}
@@ -98,3 +98,9 @@ def slow_workers(results: Sequence[TrialResult], known: Mapping[str, float], wor
     device_of = {rank.worker: rank.device for one in all_had for rank in one.ranks}
     attained = {worker: known[device] for worker, device in device_of.items() if device is not None and device in known}
     return {worker: max(attained.values()) / each for worker, each in attained.items()}
+
+
+def _slower(ranks: Sequence[RankRecord]) -> dict[int, float]:
+    """By worker, how many times as long as the fastest of these ranks, which have the same work, it takes for that."""
+    times = {rank.worker: rank.work_s for rank in ranks if rank.work_s > 0}
+    return {worker: work_s / min(times.values()) for worker, work_s in times.items()}

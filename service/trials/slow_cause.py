@@ -21,8 +21,8 @@ INTERRUPTED = 0.5
 they are for one to 1.3 times as much, else for nothing (benchmarks/results/slowed_{1,2}xh200.txt)."""
 
 OFTEN, MANY_INTERRUPTIONS = 0.25, 0.02
-"""Where they take much of a GPU, most steps have the same kernels interrupted, which then count as usual. So this share
-is enough where it is that share of a step, five standard deviations of what nobody's programs interrupt in a second."""
+"""Where they take much of a GPU, most steps have the same kernels interrupted, which then count as usual. So a quarter
+is enough where that alone is 2% of a step, five standard deviations of what nobody's programs interrupt in a second."""
 
 PARTS: Mapping[SlowCause, Callable[[Breakdown], float]] = {
     SlowCause.HOST: lambda one: one.idle_s,

@@ -62,15 +62,19 @@ CONFIDENT = 0.997
 
 @dataclass(frozen=True)
 class _Slow:
-    """A rank that takes longer than `others`, by a share `cost` of a step and so many standard `deviations`, of so many
-    degrees of `freedom`, None of one that is known beforehand; `computing` if it does so on its GPU."""
+    """A rank that takes longer than `others`, by a share `cost` of a step of that standard `deviation`, which has so
+    many degrees of `freedom`, None if it is known beforehand; `computing` if it does so on its GPU."""
 
     slow: Profiled
     others: Sequence[Profiled]
     cost: float
-    deviations: float
+    deviation: float
     freedom: int | None
     computing: bool = False
+
+    @property
+    def deviations(self) -> float:
+        return self.cost / self.deviation
 
     @property
     def confidence(self) -> float:
@@ -130,7 +134,7 @@ def slowed(
     if not found:
         return None
     deviations, cost, part = max(found)
-    one = _Slow(now, then, cost, deviations, len(then) - 1)
+    one = _Slow(now, then, cost, cost / deviations, len(then) - 1)
     return _told(one, window, windows, layout, part, cost * span_s) if one.sure else None
 
 
@@ -174,19 +178,17 @@ class _Way:
     def slowest(self, stage: _Stage) -> _Slow:
         """The rank that takes longest. If that is in doubt, the one that loses most by that and by what its kernels are
         interrupted for, on average: what others take of a GPU is seen twice."""
-
-        def both(one: Profiled) -> float:
-            return (self.seconds(one) + (one[0].interrupted_s or 0.0)) / 2
-
-        slow, *others = stage.ordered(self.seconds)
-        cost, (deviation, freedom) = stage.longer(self.seconds, slow, others[0]), self.deviation(stage, slow, others[0])
-        one = _Slow(slow, others, cost, cost / deviation, freedom)
+        one = self._longest(stage, self.seconds)
         if one.sure or any(rank.interrupted_s is None for rank, _ in stage.ranks):
             return one
-        slow, *others = stage.ordered(both)
-        cost, (deviation, freedom) = stage.longer(both, slow, others[0]), self.deviation(stage, slow, others[0])
-        deviation = math.hypot(deviation, NOISE_OF_INTERRUPTIONS / math.sqrt(_profiled_s(slow))) / 2
-        return _Slow(slow, others, cost, cost / deviation, freedom)
+        one = self._longest(stage, lambda each: (self.seconds(each) + (each[0].interrupted_s or 0.0)) / 2)
+        noise = NOISE_OF_INTERRUPTIONS / math.sqrt(_profiled_s(one.slow))
+        return replace(one, deviation=math.hypot(one.deviation, noise) / 2)
+
+    def _longest(self, stage: _Stage, seconds: Seconds) -> _Slow:
+        """The rank that takes most seconds, which differ as those of this way do."""
+        slow, *others = stage.ordered(seconds)
+        return _Slow(slow, others, stage.longer(seconds, slow, others[0]), *self.deviation(stage, slow, others[0]))
 
     def deviation(self, stage: _Stage, slow: Profiled, other: Profiled) -> tuple[float, int | None]:
         """The standard deviation of by what share of a step a rank takes longer than another, in as many steps as were

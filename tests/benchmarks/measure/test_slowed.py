@@ -83,16 +83,23 @@ def test_two_per_cent_are_found(ranks: int, noise: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"),
-    [("slowed_1xh200", 0.99), ("slowed2_1xh200", 0.99), ("slowed2_2xh200", 0.99), ("slowed_2xh200", 0.95)],
+    ("name", "slowness", "least"),
+    [
+        ("slowed_1xh200", 0.018, 0.99),
+        ("slowed2_1xh200", 0.018, 0.99),
+        ("slowed2_2xh200", 0.018, 0.99),
+        ("slowed_2xh200", 0.025, 0.98),
+        ("slowed_2xh200", 0.018, 0.95),
+    ],
 )
-def test_what_was_found_in_recordings_is_found(name: str, least: float) -> None:
+def test_what_was_found_in_recordings_is_found(name: str, slowness: float, least: float) -> None:
     """The detector was made by all but the second: this holds what they taught, and what that one confirmed. Windows of
-    the last are a third as long as usual."""
+    the last are a third as long as usual; 2.5% is what a rank's own time, two thirds of what its GPU loses, has as 1.8.
+    """
     judged = judge(read(DATA / f"{name}.jsonl.xz"))
     clean = [one for one in judged if one.rank is None]
     assert sum(blames_device(one.found) for one in clean) <= 0.01 * len(clean)
-    slow = [one for one in judged if one.rank is not None and one.was >= 0.018]
+    slow = [one for one in judged if one.rank is not None and one.was >= slowness]
     right = [one for one in slow if one.right(lambda each: each.found)]
     assert len(right) >= least * len(slow)
     assert sum(one.found is not None and one.found.cause is one.cause for one in right) >= 0.95 * len(right)
