@@ -87,14 +87,16 @@ def test_two_per_cent_are_found(ranks: int, noise: float) -> None:
     [
         ("slowed_1xh200", 0.018, 0.99),
         ("slowed2_1xh200", 0.018, 0.99),
+        ("slowed_2xh100", 0.018, 0.99),
         ("slowed2_2xh200", 0.018, 0.99),
         ("slowed_2xh200", 0.025, 0.98),
         ("slowed_2xh200", 0.018, 0.95),
     ],
 )
 def test_what_was_found_in_recordings_is_found(name: str, slowness: float, least: float) -> None:
-    """The detector was made by all but the second: this holds what they taught, and what that one confirmed. Windows of
-    the last are a third as long as usual; 2.5% is what a rank's own time, two thirds of what its GPU loses, has as 1.8.
+    """The detector was made by all but the second and third: this holds what they taught, and what those confirmed.
+    Windows of the last are a third as long as usual; 2.5% is what a rank's own time, two thirds of what its GPU loses,
+    has as 1.8.
     """
     judged = judge(read(DATA / f"{name}.jsonl.xz"))
     clean = [one for one in judged if one.rank is None]
