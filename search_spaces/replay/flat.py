@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from search_spaces.replay.groups import block_of, experts_of
 from search_spaces.replay.training import Training
 from search_spaces.replay.turns import turns
@@ -29,13 +31,22 @@ class Flat(Training):
         if group.startswith("experts"):  # of one after the other
             count //= self.model.num_experts
         self.waiting.append((self._make_gradient(group, name, count), count))
-        if not self.compiled or not group.startswith("block"):
+        if not self.waits(group):
             self.sum_up(group, False)
 
+    def waits(self, group: str) -> bool:
+        """Whether a group's gradients are summed up once all of them are there."""
+        return self.compiled and group.startswith("block")
+
+    def in_turn(self, names: Sequence[str]) -> Sequence[str]:
+        """The parameters of a group that waits, in the order in which their gradients are summed up."""
+        return [names[turn] for turn in turns(len(names))]
+
     def sum_up(self, group: str, is_last: bool) -> None:
-        if self.compiled and not self.has_mixture and group.startswith("block"):
-            by_name, names = dict(self.waiting), [f"gradient {group} {name}" for name in self.groups[group]]
-            self.waiting = [(names[turn], by_name[names[turn]]) for turn in turns(len(names))]
+        if self.waits(group) and not self.has_mixture:
+            counts = dict(self.waiting)
+            names = [f"gradient {group} {name}" for name in self.in_turn(list(self.groups[group]))]
+            self.waiting = [(name, counts[name]) for name in names]
         for name, count in self.waiting:
             self.arrive(name, count)
         self.waiting.clear()

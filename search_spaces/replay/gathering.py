@@ -13,7 +13,25 @@ MOST_LIVE = NEAR = 1_000_000_000
 """Parameters that are there at once, at most, and how many others may come between two uses of one that is kept in the
 meantime: `stage3_max_live_parameters` and `stage3_max_reuse_distance`, as they are by default."""
 
+PERSISTENT = 100_000
+"""A parameter of no more values is not let go of once the order of a microbatch is known:
+`stage3_param_persistence_threshold`, as it is by default."""
+
 WIDTH = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One that DeepSpeed has its hooks on, with its `own` parameters and `all` of it and of what is in it. A `leaf` has
+    no hooks in it: what is in it is gathered with it."""
+
+    own: tuple[str, ...] = ()
+    all: tuple[str, ...] = ()
+    leaf: bool = False
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        return self.all if self.leaf else self.own
 
 
 @dataclass(eq=False)
@@ -30,66 +48,63 @@ class Handle:
 class Gathering:
     """Of parameters with sizes, in the order of a microbatch, which the first one shows.
 
-    Up to `ahead` parameters are gathered before their turn. What is let go of waits until the GPU is through with it:
-    where the CPU is `hurried`, it is ahead of the GPU until it has to `catch_up`.
+    Up to `ahead` parameters are gathered before their turn.
     """
 
-    def __init__(
-        self, allocator: Allocator, sizes: Mapping[str, int], ahead: int, stream: int, hurried: bool = False
-    ) -> None:
-        self.allocator, self.sizes, self.ahead, self.stream, self.hurried = allocator, sizes, ahead, stream, hurried
-        self.going: list[Piece] = []
+    def __init__(self, allocator: Allocator, sizes: Mapping[str, int], ahead: int, stream: int) -> None:
+        self.allocator, self.sizes, self.ahead, self.stream = allocator, sizes, ahead, stream
         self.there: dict[str, Piece] = {}
         self.coming: dict[str, Handle] = {}
-        self.order: list[tuple[str, ...]] = []
-        self.begin()
+        self.order: list[Module] = []
+        self.knows_order = False
+        self.done_with: dict[int, list[str]] = {}
+        self._begin()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """A microbatch."""
         self.turn = self.live = 0
-        self.queue = deque((name, turn) for turn, names in enumerate(self.order) for name in names)
+        self.queue = deque((name, turn) for turn, module in enumerate(self.order) for name in module.gathered)
         self.asked: dict[str, int] = {}
 
-    def fetch(self, names: Sequence[str]) -> None:
+    def fetch(self, module: Module) -> None:
         """Have a module's parameters, and send for those of the next ones."""
-        if self.turn == len(self.order):  # in the first microbatch
-            self.order.append(tuple(names))
+        if not self.knows_order:
+            self.order.append(module)
+        names = module.gathered
         self._send_for(names)
-        for name in names:
-            if name in self.coming:
-                self._have(name)
-        fresh = {name for name in names if self.asked.get(name, -1) < self.turn}
-        while self.queue and self.queue[0][0] in fresh:
-            name, self.asked[name] = self.queue.popleft()
-        self._send_for(self._next())
+        handles = dict.fromkeys(self._have(name) for name in names if name in self.coming)
+        # A module's parameters come in no order, so that one of several handles is hardly done with before the next.
+        for handle in handles:
+            if not handle.left and handle.together is not None:
+                self.allocator.give_back(handle.together)
+        if self.knows_order:
+            fresh = {name for name in names if self.asked.get(name, -1) < self.turn}
+            while fresh and self.queue and self.queue[0][0] in fresh:
+                name, self.asked[name] = self.queue.popleft()
+                fresh.discard(name)
+            self._send_for(self._next())
         self.turn += 1
 
-    def let_go(self, names: Sequence[str]) -> None:
+    def let_go(self, module: Module) -> None:
         """Of a module's parameters that are not soon needed again."""
-        near = self._near()
-        for name in names:
-            if name in self.there and self.asked.get(name, -1) <= self.turn and name not in near:
-                self.going.append(self.there.pop(name))
+        for name in self._done_with(module):
+            if name in self.there:
+                self.allocator.give_back(self.there.pop(name))
                 self.live -= self.sizes[name]
-        if not self.hurried:
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        """The GPU is where the CPU is."""
-        for piece in self.going:
-            self.allocator.give_back(piece)
-        self.going.clear()
 
     def end(self) -> None:
-        """A microbatch: nothing stays gathered."""
-        self.going += self.there.values()
-        self.there.clear()
-        for handle in dict.fromkeys(self.coming.values()):
-            if handle.together is not None:
-                self.going.append(handle.together)
-        self.coming.clear()
-        self.catch_up()
-        self.begin()
+        """A microbatch: nothing stays gathered, but the small ones once the order is known."""
+        for name in list(self.there):
+            if not self.knows_order or self.sizes[name] > PERSISTENT:
+                self.allocator.give_back(self.there.pop(name))
+        self.knows_order = True
+        self._begin()
+
+    def gather_small(self) -> None:
+        """As after each update."""
+        for name, size in self.sizes.items():
+            if size <= PERSISTENT and name not in self.there:
+                self.there[name] = self.allocator.take(WIDTH * size)
 
     def _send_for(self, names: Sequence[str]) -> None:
         missing = [name for name in names if name not in self.there and name not in self.coming]
@@ -99,7 +114,7 @@ class Gathering:
             handle = Handle(missing, self.allocator.take(WIDTH * count, self.stream), len(missing))
             self.coming |= dict.fromkeys(missing, handle)
 
-    def _have(self, name: str) -> None:
+    def _have(self, name: str) -> Handle:
         handle = self.coming.pop(name)
         handle.left -= 1
         if handle.together is not None and len(handle.names) == 1:
@@ -108,27 +123,41 @@ class Gathering:
             handle.copied = True
             for each in handle.names:
                 self.there[each] = self.allocator.take(WIDTH * self.sizes[each], self.stream)
-        if not handle.left and handle.together is not None:
-            self.allocator.give_back(handle.together)
+        return handle
 
     def _next(self) -> list[str]:
         """Parameters to send for ahead of their turn."""
-        room, count, found = min(MOST_LIVE - self.live, self.ahead), 0, []
+        room, count, found = min(MOST_LIVE - self.live, self.ahead), 0, dict[str, None]()
         while self.queue and count < room:
             name, turn = self.queue.popleft()
             self.asked[name] = max(self.asked.get(name, -1), turn)
             if name not in self.there and name not in self.coming and name not in found:
-                found.append(name)
+                found[name] = None
                 count += self.sizes[name]
-        return found
+        return list(found)
 
-    def _near(self) -> set[str]:
-        """Those that are needed again soon."""
+    def _done_with(self, module: Module) -> list[str]:
+        """What is let go of after a module's turn, which DeepSpeed works out once for each."""
+        if not self.knows_order:
+            return list(module.gathered)
+        if self.turn not in self.done_with:
+            near = self._near(module)
+            self.done_with[self.turn] = [
+                name
+                for name in module.gathered
+                if self.sizes[name] > PERSISTENT and self.asked.get(name, -1) <= self.turn and name not in near
+            ]
+        return self.done_with[self.turn]
+
+    def _near(self, module: Module) -> set[str]:
+        """Those that are needed again soon, by what later modules have: all in them if this one is a leaf, which those
+        are that hold other modules, and else their own."""
         found: set[str] = set()
         count = 0
-        for names in self.order[self.turn :]:
+        for later in self.order[self.turn :]:
             if count >= NEAR:
                 break
+            names = later.all if module.leaf else later.own
             found.update(names)
             count += sum(self.sizes[name] for name in names)
         return found

@@ -9,20 +9,13 @@ from contextlib import contextmanager
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.flat import Flat
-from search_spaces.replay.gathering import Gathering
+from search_spaces.replay.gathering import Gathering, Module
 from search_spaces.replay.groups import block_of
 from search_spaces.replay.sharded import REDUCING
 from search_spaces.replay.training import MAIN
 
 GATHERING = 2
 """The stream on which ZeRO-3 gathers parameters."""
-
-LONG = 3e12
-"""FLOP of a block's forward pass from which on the CPU is ahead of the GPU, which at some 10 ms a block forward and
-backward it is late with ZeRO-3. Fitted to what ranks of Llamas and a GPT reserved on H200."""
-
-KEPT = 100_000
-"""A parameter of fewer values is never sharded: `stage3_param_persistence_threshold`, as it is by default."""
 
 
 class Shards(Flat):
@@ -41,8 +34,12 @@ class Shards(Flat):
         self.share = self.count / self.layout.shard_ranks
         self.waiting: list[tuple[str, int]] = []
         self.take("weights", self.weights())
-        self.take("master weights", self.share, 4)
+        self.make_states()
         self.make_moments()
+
+    def make_states(self) -> None:
+        """Those that are there before the moments."""
+        self.take("master weights", self.share, 4)
 
     def make_moments(self) -> None:
         for name in ("first moments", "second moments"):
@@ -55,7 +52,7 @@ class Shards(Flat):
     def largest(self) -> int:
         return max(max(parameters.values()) for parameters in self.groups.values())
 
-    def norm(self, values: float) -> None:
+    def norm_of(self, values: float) -> None:
         """The gradients' norm is taken in fp64, one parameter after the other."""
         self.take("in fp64", values, 8)
         self.give_back("in fp64")
@@ -142,70 +139,97 @@ class SummedShare(Bucketed):
         self.arrived = 0
 
     def end(self) -> None:
-        self.norm(self.largest())
+        self.norm_of(self.largest())
         self.give_back("sums of gradients")
 
 
 class GatheredWhole(Bucketed):
     """ZeRO-3: a bucket in fp32 is there all the time, as are the sums of a rank's own gradients, and parameters are
-    gathered module by module, ahead of their turn."""
+    gathered module by module, ahead of their turn. Gradients of a block go to the bucket together, in the model's
+    order."""
 
     def start(self) -> None:
         super().start()
-        self.take("sums of gradients", self.share, 4)
-        self.take("bucket", self.bucket_size, 4)
-        sizes = {
-            f"{group} {name}": count
-            for group, parameters in self.groups.items()
-            for name, count in parameters.items()
-            if count >= KEPT
-        }
+        self._find_modules()
+        sizes = {_full(group, name): count for group, some in self.groups.items() for name, count in some.items()}
         ahead = self.bucket_size if self.layout.overlap_param_gather else 0
         stream = GATHERING if self.layout.overlap_grad_reduce else MAIN
-        hurried = 2 * self.tokens * sum(self.groups[block_of(0)].values()) > LONG
-        self.gathered = Gathering(self.allocator, sizes, ahead, stream, hurried)
+        self.gathered = Gathering(self.allocator, sizes, ahead, stream)
+
+    def make_states(self) -> None:
+        """The bucket, or the sums, lie where the weights in fp32 were, of which the master weights are a copy."""
+        self.take("weights in fp32", self.share, 4)
+        super().make_states()
+        self.give_back("weights in fp32")
+        self.take("bucket", self.layout.bucket_size, 4)
+        self.take("sums of gradients", self.share, 4)
+
+    def _find_modules(self) -> None:
+        """Those that DeepSpeed gathers for, with what is in them."""
+
+        def module(group: str, *names: str) -> Module:
+            full = tuple(_full(group, name) for name in names)
+            return Module(full, full)
+
+        first, last = ("ends", "ends") if self.model.tie_embeddings else ("embedding", "head")
+        tables = [name for name in self.groups[first] if name in ("tokens", "positions")]
+        self.tables = [module(first, name) for name in tables]
+        self.norm = module(last, *(name for name in self.groups[last] if name.startswith("norm")))
+        self.output = module(last, "tokens" if self.model.tie_embeddings else "output")
+        self.embedding = Module((), sum((one.all for one in self.tables), ()))
+        self.head = Module((), self.norm.all + self.output.all)
+        names = {block_of(layer): tuple(self.groups[block_of(layer)]) for layer in range(self.model.layers)}
+        self.blocks = [Module((), module(group, *of_block).all, leaf=True) for group, of_block in names.items()]
+        every = (*self.embedding.all, *(name for block in self.blocks for name in block.all), *self.head.all)
+        self.whole = Module((), tuple(dict.fromkeys(every)))
 
     def weights(self) -> float:
         return self.share
+
+    def waits(self, group: str) -> bool:
+        return group.startswith("block")
+
+    def in_turn(self, names: Sequence[str]) -> Sequence[str]:
+        return names
 
     def exchange(self) -> None:
         self.take("flat", self.filled, 4, self.reducing)
         self.give_back("flat")
 
-    def _parameters(self, group: str, *names: str) -> list[str]:
-        found = [f"{group} {name}" for name in names or self.groups[group]]
-        return [name for name in found if name in self.gathered.sizes]
-
     @contextmanager
-    def _having(self, names: Sequence[str]) -> Iterator[None]:
-        """Have these parameters meanwhile."""
-        self.gathered.fetch(names)
+    def _having(self, module: Module) -> Iterator[None]:
+        """Have a module's parameters meanwhile."""
+        self.gathered.fetch(module)
         yield
-        self.gathered.let_go(names)
+        self.gathered.let_go(module)
 
     def _embed(self, group: str) -> None:
-        with self._having(self._parameters(group)):
-            super()._embed(group)
+        self.gathered.fetch(self.whole)
+        self.gathered.fetch(self.embedding)
+        for table in self.tables:
+            with self._having(table):
+                pass
+        super()._embed(group)
 
     def _blocks_forward(self, layers: Iterable[int]) -> None:
         for layer in layers:
-            with self._having(self._parameters(block_of(layer))):
+            with self._having(self.blocks[layer]):
                 super()._blocks_forward([layer])
 
-    def _head(self) -> list[str]:
-        return self._parameters("ends", "tokens") if self.model.tie_embeddings else self._parameters("head")
-
     def _logits(self) -> None:
-        with self._having(self._head()):
+        self.gathered.fetch(self.head)
+        with self._having(self.norm):
+            pass
+        with self._having(self.output):
             super()._logits()
 
-    def _loss_backward(self) -> None:
-        self.gathered.catch_up()
-        super()._loss_backward()
-
     def _head_backward(self, group: str, layer: int) -> None:
-        with self._having(self._head()):
+        self.gathered.fetch(self.whole)
+        self.gathered.fetch(self.head)
+        with self._having(self.output):
             super()._head_backward(group, layer)
+        with self._having(self.norm):
+            pass
 
     def _head_products(self) -> None:
         """As DeepSpeed's own linear layers take them (`zero/linear.py`), which compiled layouts do without."""
@@ -218,8 +242,11 @@ class GatheredWhole(Bucketed):
 
     def _blocks_backward(self, layers: Sequence[int], is_last: bool) -> None:
         for layer in reversed(layers):
-            with self._having(self._parameters(block_of(layer))):
+            with self._having(self.blocks[layer]):
                 super()._blocks_backward([layer], is_last)
+        self.gathered.fetch(self.embedding)
+        for table in reversed(self.tables):
+            self.gathered.fetch(table)
 
     def _microbatch(self, is_last: bool) -> None:
         super()._microbatch(is_last)
@@ -227,6 +254,12 @@ class GatheredWhole(Bucketed):
         self.gathered.end()
 
     def end(self) -> None:
-        self.norm(self.largest() / self.layout.shard_ranks)
+        self.norm_of(self.largest() / self.layout.shard_ranks)
         self.take("flat", self.share, 4)
         self.give_back("flat")
+        self.gathered.gather_small()
+
+
+def _full(group: str, name: str) -> str:
+    """Of a parameter among all."""
+    return f"{group} {name}"

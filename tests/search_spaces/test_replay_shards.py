@@ -16,7 +16,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.replay import SHARDED, apart, replayed, rounds_of, run
 from search_spaces.replay.allocator import Allocator
-from search_spaces.replay.gathering import Gathering
+from search_spaces.replay.gathering import Gathering, Module
 from search_spaces.replay.shards import SummedShare
 from search_spaces.replay.turns import turns
 from search_spaces.workload import Workload
@@ -75,7 +75,7 @@ def test_other_ranks_have_the_formula(change: dict[str, object]) -> None:
 SIZES = {f"p{number}": 256 for number in range(6)} | {"large": 768}
 """In bf16 pieces of 512 bytes, as the allocator gives them."""
 
-MODULES = [("p0", "p1"), ("p2", "p3"), ("p4", "p5"), ("large",)]
+MODULES = [Module(names, names) for names in (("p0", "p1"), ("p2", "p3"), ("p4", "p5"), ("large",))]
 
 
 def gathering(ahead: int) -> Gathering:
@@ -87,14 +87,20 @@ def gathering(ahead: int) -> Gathering:
 
 def microbatch(found: Gathering) -> Iterator[None]:
     """Forward and back, a moment for each module that is at work."""
-    for names in (*MODULES, *reversed(MODULES)):
-        found.fetch(names)
-        assert set(names) <= set(found.there)
+    for module in (*MODULES, *reversed(MODULES)):
+        found.fetch(module)
+        assert set(module.own) <= set(found.there)
         yield
-        found.let_go(names)
+        found.let_go(module)
     found.end()
 
 
+@pytest.fixture
+def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search_spaces.replay.gathering.PERSISTENT", 0)
+
+
+@pytest.mark.usefixtures("none_is_small")
 def test_modules_are_gathered_ahead_and_all_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("search_spaces.replay.gathering.NEAR", 0)
     alone, ahead = gathering(0), gathering(512)
@@ -108,6 +114,7 @@ def test_modules_are_gathered_ahead_and_all_is_given_back(monkeypatch: pytest.Mo
     assert alone.allocator.used == ahead.allocator.used == 0
 
 
+@pytest.mark.usefixtures("none_is_small")
 def test_what_is_needed_soon_again_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("search_spaces.replay.gathering.NEAR", 8 * 256)
     found = gathering(0)
@@ -116,6 +123,7 @@ def test_what_is_needed_soon_again_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     assert there[3] == {"p4", "p5", "large"}, "the head twice, and then the block before it"
 
 
+@pytest.mark.usefixtures("none_is_small")
 def test_no_more_is_sent_for_than_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("search_spaces.replay.gathering.NEAR", 0)
     monkeypatch.setattr("search_spaces.replay.gathering.MOST_LIVE", 1024)
@@ -123,11 +131,26 @@ def test_no_more_is_sent_for_than_may_live(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(found.live for _ in microbatch(found)) <= 1024 + max(SIZES.values())
 
 
+def test_small_ones_stay_once_the_order_is_known() -> None:
+    found = Gathering(Allocator(), SIZES, 0, 0)
+    list(microbatch(found))
+    assert not found.there
+    list(microbatch(found))
+    assert set(found.there) == set(SIZES)
+    found = Gathering(Allocator(), SIZES | {"large": 200_000}, 0, 0)
+    for _ in range(2):
+        list(microbatch(found))
+    assert set(found.there) == set(SIZES) - {"large"}
+    found = Gathering(Allocator(), SIZES, 0, 0)
+    found.gather_small()
+    assert set(found.there) == set(SIZES)
+
+
 def test_of_several_at_once_there_are_copies_and_of_one_there_is_none() -> None:
     found = Gathering(Allocator(), SIZES, 0, 0)
-    found.fetch(["large"])
+    found.fetch(Module(("large",)))
     assert found.allocator.most == 2 * 768
-    found.fetch(["p0", "p1", "p2"])
+    found.fetch(Module(("p0", "p1", "p2")))
     assert found.allocator.most == 3 * 2 * 768
     assert found.allocator.used == 2 * 2 * 768
 
@@ -157,18 +180,22 @@ def test_ranks_that_were_measured() -> None:
 
 @pytest.mark.slow
 def test_layouts_that_were_foretold_blind_are_foretold_as_well_since() -> None:
-    """Which the replay was not made by."""
+    """Which the replay was not made by, but for two of ZeRO-3. Of what ranks of a sequence gather, one of two has more
+    by luck."""
     errors: dict[int, list[float]] = {1: [], 2: [], 3: []}
-    for row in read(DATA / "shards_2xh200.measured.jsonl.xz"):
-        layout, found = Layout.from_dict(row["config"]), replayed(Layout.from_dict(row["config"]), work_of(row["spec"]))
-        assert found is not None
-        measured = max(rank["peak_memory_gib"] for rank in row["full"]["ranks"])
-        errors[layout.zero_stage].append(abs(found.reserved / 2**30 / measured - 1))
-    assert [len(some) for some in errors.values()] == [7, 7, 8]
+    for name in ("shards_2xh200", "gathers_2xh200"):
+        for row in read(DATA / f"{name}.measured.jsonl.xz"):
+            layout = Layout.from_dict(row["config"])
+            found = replayed(layout, work_of(row["spec"]))
+            assert found is not None
+            measured = max(rank["peak_memory_gib"] for rank in row["full"]["ranks"])
+            errors[layout.zero_stage].append(abs(found.reserved / 2**30 / measured - 1))
+    assert [len(some) for some in errors.values()] == [7, 7, 18]
     assert statistics.mean(errors[1] + errors[2]) < 0.004
     assert max(errors[1] + errors[2]) < 0.011
-    assert statistics.mean(errors[3]) < 0.042
-    assert max(errors[3]) < 0.077
+    assert statistics.mean(errors[3]) < 0.006
+    assert max(errors[3]) < 0.044
+    assert sum(error > 0.0045 for error in errors[3]) == 4
 
 
 def test_ranks_that_were_measured_with_the_engine_as_it_was() -> None:

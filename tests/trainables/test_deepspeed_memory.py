@@ -1,13 +1,20 @@
-"""What DeepSpeed holds at most, in tensors."""
+"""What DeepSpeed holds at most, in tensors, and what its ZeRO-3 gathers."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from search_spaces.models import ModelShape
+from search_spaces.replay import gathering
+from search_spaces.replay.gathering import Gathering, Module
+from search_spaces.replay.shards import GatheredWhole
 from tests.trainables.conftest import RunRanks
+from tests.trainables.gathers import Gathers
 from tests.trainables.live_bytes import Counted, MomentsAtStart
 from tests.trainables.test_parity import deepspeed, reports, request
 
@@ -34,3 +41,76 @@ def test_moments_are_there_before_there_are_logits(zero: int, run_ranks: RunRank
     for report in reports(run_ranks(watched)):
         assert report.peak_memory_gib is not None
         assert report.peak_memory_gib * 2**30 / MANY_SMALL_PARTS.parameters == pytest.approx(8 / 2, rel=0.01)
+
+
+LLAMA = ModelShape("llama", 6, hidden=384, heads=4, kv_heads=4, ffn_hidden=1024, vocab=512, max_sequence_length=32)
+GPT = replace(LLAMA, family="gpt", max_sequence_length=512)
+MOST_LIVE, NEAR, AHEAD = 6_000_000, 5_000_000, 2_500_000
+
+
+class Telling(Gathering):
+    """Notes what it gathers together, and lets go of."""
+
+    told: list[list[tuple[str, int]]]
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.told = [*getattr(self, "told", []), []]
+
+    def _send_for(self, names: Sequence[str]) -> None:
+        before = self.live
+        super()._send_for(names)
+        if self.live > before:
+            self.told[-1].append(("gather", self.live - before))
+
+    def let_go(self, module: Module) -> None:
+        there = set(self.there)
+        super().let_go(module)
+        self.told[-1] += [("let go", self.sizes[name]) for name in there - set(self.there)]
+
+
+def in_short(told: Sequence[Sequence[tuple[str, int]]]) -> list[list[tuple[int, int]]]:
+    """Of each microbatch what is gathered each time, with the sum of what is let go of before the next."""
+    found: list[list[tuple[int, int]]] = []
+    for microbatch in told:
+        found.append([(0, 0)])
+        for what, count in microbatch:
+            gathered, gone = found[-1][-1]
+            if what == "gather":
+                found[-1].append((count, 0))
+            else:
+                found[-1][-1] = (gathered, gone + count)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        (GPT, "full"),
+        pytest.param(GPT, "none", marks=pytest.mark.slow),
+        pytest.param(LLAMA, "full", marks=pytest.mark.slow),
+        pytest.param(LLAMA, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_zero_3_gathers_as_is_replayed(
+    model: ModelShape, recompute: str, run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first microbatch module by module, then ahead; in the second with what is small, in later ones without."""
+    layout = replace(deepspeed(2, zero=3, mbs=1, precision="bf16", recompute=recompute), bucket_size=AHEAD)
+    trial = request(layout, model)
+    program = Gathers(**vars(trial.program), folder=str(tmp_path), most_live=MOST_LIVE, near=NEAR)
+    reports(run_ranks(replace(trial, program=program)))
+    rounds = layout.gradient_accumulation_steps
+    told = in_short(json.loads((tmp_path / "0.json").read_text())[: rounds + 2])
+
+    monkeypatch.setattr(gathering, "MOST_LIVE", MOST_LIVE)
+    monkeypatch.setattr(gathering, "NEAR", NEAR)
+    monkeypatch.setattr("search_spaces.replay.shards.Gathering", Telling)
+    training = GatheredWhole(model, 32, rounds, layout)
+    for _ in range(2):
+        training.step()
+    assert isinstance(training.gathered, Telling)
+    replayed = in_short(training.gathered.told[: rounds + 2])
+    assert len(told) == rounds + 2
+    # What is let go of for the next step, DeepSpeed does after its last microbatch.
+    assert [one[:-1] for one in replayed] == [one[:-1] for one in told]
