@@ -17,6 +17,9 @@ from search_spaces.replay.training import MAIN
 GATHERING = 2
 """The stream on which ZeRO-3 gathers parameters."""
 
+TOGETHER = 1_000_000_000
+"""Values of a rank's share from which on ZeRO-3 updates the rest apart: `sub_group_size`, as it is by default."""
+
 
 class Shards(Flat):
     """The states of one of the ranks that shard them, of which it has its share; they are there before the first step.
@@ -42,8 +45,13 @@ class Shards(Flat):
         self.take("master weights", self.share, 4)
 
     def make_moments(self) -> None:
-        for name in ("first moments", "second moments"):
-            self.take(name, self.share, 4)
+        for piece, values in enumerate(self.pieces()):
+            for name in ("first moments", "second moments"):
+                self.take(f"{name} {piece}", values, 4)
+
+    def pieces(self) -> list[float]:
+        """What of its share is updated together."""
+        return [self.share]
 
     def weights(self) -> float:
         """How many a rank has all the time in the width of products."""
@@ -157,12 +165,25 @@ class GatheredWhole(Bucketed):
         self.gathered = Gathering(self.allocator, sizes, ahead, stream)
 
     def make_states(self) -> None:
-        """The bucket, or the sums, lie where the weights in fp32 were, of which the master weights are a copy."""
-        self.take("weights in fp32", self.share, 4)
-        super().make_states()
-        self.give_back("weights in fp32")
+        """The bucket, or the sums, lie where weights in fp32 were, of which the master weights are a copy."""
+        pieces = self.pieces()
+        for piece, values in enumerate(pieces):
+            self.take(f"in fp32 {piece}", values, 4)
+            if piece:
+                self.give_back(f"in fp32 {piece - 1}")
+            self.take(f"master weights {piece}", values, 4)
+        self.give_back(f"in fp32 {len(pieces) - 1}")
         self.take("bucket", self.layout.bucket_size, 4)
         self.take("sums of gradients", self.share, 4)
+
+    def pieces(self) -> list[float]:
+        found = [0.0]
+        for parameters in self.groups.values():
+            for count in parameters.values():
+                if found[-1] >= TOGETHER:
+                    found.append(0.0)
+                found[-1] += count / self.layout.shard_ranks
+        return found
 
     def _find_modules(self) -> None:
         """Those that DeepSpeed gathers for, with what is in them."""
@@ -255,8 +276,9 @@ class GatheredWhole(Bucketed):
 
     def end(self) -> None:
         self.norm_of(self.largest() / self.layout.shard_ranks)
-        self.take("flat", self.share, 4)
-        self.give_back("flat")
+        for values in self.pieces():
+            self.take("flat", values, 4)
+            self.give_back("flat")
         self.gathered.gather_small()
 
 
