@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-NARROW = 64
-"""Width of heads up to which kernels are slower: there are as many exponentials to fewer products."""
+WIDE, NARROW = 128, 64
+"""Widths of heads that kernels were measured with. Between them, a FLOP takes as much longer as there are exponentials
+to fewer products."""
 
 
 class Pass(NamedTuple):
@@ -32,8 +33,12 @@ class Kernel(NamedTuple):
 
     def times(self, tokens: int, head_dim: int) -> tuple[float, float]:
         """Of a FLOP, forward and backward."""
-        forward, backward = self.narrow if head_dim <= NARROW else self.wide
-        return forward.over(tokens), backward.over(tokens)
+        narrow = min(1.0, max(0.0, (1 / head_dim - 1 / WIDE) / (1 / NARROW - 1 / WIDE)))
+        forward, backward = (
+            (1 - narrow) * wide.over(tokens) + narrow * less.over(tokens)
+            for wide, less in zip(self.wide, self.narrow, strict=True)
+        )
+        return forward, backward
 
     def slower(self, forward: float, backward: float) -> Kernel:
         """One that takes so many times as long."""

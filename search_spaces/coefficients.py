@@ -65,7 +65,7 @@ class Coefficients:
     joules_per_flop: float
     joules_per_byte: float = 6e-11
     joules_per_link_byte: float = 2e-10
-    matmul_half: float = 64.0
+    matmul_half: float = 48.0
     host_time: float = 0.9
     tensor_launch_s: float = 8.5e-3
     fp8_launch_s: float = 7.6e-3

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.attention import CUDNN
+from search_spaces.attention import CUDNN, FLASH_2, Kernel
 from search_spaces.blocks import Cut
 from search_spaces.coefficients import is_unproven
 from search_spaces.cost import PASSED_S, Coefficients, data_sheet, predict, predicted_metrics
@@ -19,7 +19,7 @@ from search_spaces.launches import ENDS, usual_s
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS, ModelShape
 from search_spaces.operators import Kind, Operator
-from search_spaces.roofline import priced
+from search_spaces.roofline import GROUPED_S, PRODUCT_S, priced
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -92,6 +92,8 @@ def layout_of(**settings: Any) -> Layout:
 
 
 ALONE = Layout("megatron", 1, 64)
+PRODUCTS_S = 64 * 3 * (7 * WORK.shape.layers + 1) * PRODUCT_S
+"""Of a step of it: seven products a block and the head's, and twice as many backward, in each of 64 microbatches."""
 
 
 def seconds(layout: Layout, calibration: Coefficients = SHEET, work: Workload = WORK) -> float:
@@ -133,7 +135,35 @@ def test_matrix_products_and_attention_take_the_models_flops() -> None:
     forward, backward = CUDNN.times(length, model.head_dim)
     attention = 2 * forward + 5 * backward - 6
     attention *= tokens * model.layers * model.hidden * length / IDEAL.attention_flops
-    assert seconds(ALONE, IDEAL) == pytest.approx(expected + attention, rel=1e-6)
+    assert seconds(ALONE, IDEAL) == pytest.approx(expected + attention + PRODUCTS_S, rel=1e-6)
+
+
+def test_each_product_has_a_time_of_its_own() -> None:
+    """In a microbatch four times as large there are as many products to four times the FLOPs."""
+    small, large = (predict(replace(ALONE, micro_batch_size=size), WORK, IDEAL).parts["matmul"] for size in (1, 4))
+    assert small - large == pytest.approx(PRODUCTS_S * 3 / 4, rel=1e-6)
+
+
+def test_each_expert_of_a_grouped_product_has_a_time_of_its_own() -> None:
+    model = MIXTURE.shape
+    dims = (8192, model.hidden, model.ffn_hidden)
+    cut = Cut.of(ALONE, MIXTURE)
+    few, many = (
+        priced(Operator(Kind.EXPERTS, (*dims, experts, 2), "bf16", False, ("llama", "grouped")), cut, IDEAL)
+        for experts in (4, 8)
+    )
+    assert many[0].matmul - few[0].matmul == pytest.approx(4 * 3 * GROUPED_S, rel=1e-6)
+    assert many[1].matmul - few[1].matmul == pytest.approx(4 * 6 * GROUPED_S, rel=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [CUDNN, FLASH_2])
+def test_heads_between_the_measured_widths_are_between_them_in_speed(kernel: Kernel) -> None:
+    """A FLOP has as many more exponentials as heads are narrower."""
+    wide, between, narrow = (kernel.times(4096, width) for width in (128, 96, 64))
+    for one, other, third in zip(wide, between, narrow, strict=True):
+        assert other == pytest.approx(one + (third - one) / 3)
+    assert kernel.times(4096, 256) == wide
+    assert kernel.times(4096, 32) == narrow
 
 
 @pytest.mark.parametrize(("engine", "slower"), [("megatron", 1.34), ("megatron-flash-2", 1.85), ("deepspeed", 1.0)])
@@ -250,9 +280,10 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 def test_at_the_power_limit_the_clock_falls() -> None:
     hungry = replace(IDEAL, joules_per_flop=1e-12)
     free, held = (predict(ALONE, WORK, calibration) for calibration in (IDEAL, hungry))
-    # All the time is that of FLOPs, but what attention takes beyond them.
+    # All the time is that of FLOPs, but what attention and the single products take beyond them.
     forward, backward = CUDNN.times(WORK.sequence_length, WORK.shape.head_dim)
-    beyond = free.parts["attention"] * (1 - 3.5 / (forward + 2.5 * backward)) / free.step_time_s
+    beyond = free.parts["attention"] * (1 - 3.5 / (forward + 2.5 * backward)) + PRODUCTS_S
+    beyond /= free.step_time_s
     assert free.power_w == pytest.approx(IDEAL.idle_w + 1e-13 * IDEAL.matmul_flops * (1 - beyond))
     assert held.power_w == pytest.approx(IDEAL.power_limit_w)
     # Power above idle goes with the cube of the clock: 1000 W and less at the full one, of which 600 are allowed.
