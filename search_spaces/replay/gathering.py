@@ -150,8 +150,8 @@ class Gathering:
         return self.done_with[self.turn]
 
     def _near(self, module: Module) -> set[str]:
-        """Those that are needed again soon, by what later modules have: all in them if this one is a leaf, which those
-        are that hold other modules, and else their own."""
+        """Those that are needed again soon, as DeepSpeed looks for them: of later modules it counts all that is in them
+        where the one that is done is a leaf, and else only what is their own, which of leaves is nothing."""
         found: set[str] = set()
         count = 0
         for later in self.order[self.turn :]:
