@@ -33,10 +33,10 @@ class Kernel(NamedTuple):
 
     def times(self, tokens: int, head_dim: int) -> tuple[float, float]:
         """Of a FLOP, forward and backward."""
-        narrow = min(1.0, max(0.0, (1 / head_dim - 1 / WIDE) / (1 / NARROW - 1 / WIDE)))
+        share = min(1.0, max(0.0, (1 / head_dim - 1 / WIDE) / (1 / NARROW - 1 / WIDE)))
         forward, backward = (
-            (1 - narrow) * wide.over(tokens) + narrow * less.over(tokens)
-            for wide, less in zip(self.wide, self.narrow, strict=True)
+            (1 - share) * wide.over(tokens) + share * narrow.over(tokens)
+            for wide, narrow in zip(self.wide, self.narrow, strict=True)
         )
         return forward, backward
 

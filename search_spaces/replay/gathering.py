@@ -20,7 +20,7 @@ PERSISTENT = 100_000
 WIDTH = 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Module:
     """One that DeepSpeed has its hooks on, with its `own` parameters and `all` of it and of what is in it. A `leaf` has
     no hooks in it: what is in it is gathered with it."""

@@ -13,6 +13,11 @@ def experts_of(layer: int) -> str:
     return f"experts {layer}"
 
 
+def ends_of(model: ModelShape) -> tuple[str, str]:
+    """The groups of the embedding and of the head: tied tables are one."""
+    return ("ends", "ends") if model.tie_embeddings else ("embedding", "head")
+
+
 def groups_of(model: ModelShape) -> dict[str, dict[str, int]]:
     """Parameters by what is gathered and summed up together, in the order of the model: tied tables are one group, and
     experts another than what else their block has."""

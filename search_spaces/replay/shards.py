@@ -10,7 +10,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.gathering import Gathering, Module
-from search_spaces.replay.groups import block_of
+from search_spaces.replay.groups import block_of, ends_of
 from search_spaces.replay.sharded import REDUCING
 from search_spaces.replay.training import MAIN
 
@@ -60,7 +60,7 @@ class Shards(Flat):
     def largest(self) -> int:
         return max(max(parameters.values()) for parameters in self.groups.values())
 
-    def norm_of(self, values: float) -> None:
+    def norm(self, values: float) -> None:
         """The gradients' norm is taken in fp64, one parameter after the other."""
         self.take("in fp64", values, 8)
         self.give_back("in fp64")
@@ -147,7 +147,7 @@ class SummedShare(Bucketed):
         self.arrived = 0
 
     def end(self) -> None:
-        self.norm_of(self.largest())
+        self.norm(self.largest())
         self.give_back("sums of gradients")
 
 
@@ -192,13 +192,13 @@ class GatheredWhole(Bucketed):
             full = tuple(_full(group, name) for name in names)
             return Module(full, full)
 
-        first, last = ("ends", "ends") if self.model.tie_embeddings else ("embedding", "head")
+        first, last = ends_of(self.model)
         tables = [name for name in self.groups[first] if name in ("tokens", "positions")]
         self.tables = [module(first, name) for name in tables]
-        self.norm = module(last, *(name for name in self.groups[last] if name.startswith("norm")))
-        self.output = module(last, "tokens" if self.model.tie_embeddings else "output")
+        self.head_norm = module(last, *(name for name in self.groups[last] if name.startswith("norm")))
+        self.head_output = module(last, "tokens" if self.model.tie_embeddings else "output")
         self.embedding = Module((), sum((one.all for one in self.tables), ()))
-        self.head = Module((), self.norm.all + self.output.all)
+        self.head = Module((), self.head_norm.all + self.head_output.all)
         names = {block_of(layer): tuple(self.groups[block_of(layer)]) for layer in range(self.model.layers)}
         self.blocks = [Module((), module(group, *of_block).all, leaf=True) for group, of_block in names.items()]
         every = (*self.embedding.all, *(name for block in self.blocks for name in block.all), *self.head.all)
@@ -239,17 +239,17 @@ class GatheredWhole(Bucketed):
 
     def _logits(self) -> None:
         self.gathered.fetch(self.head)
-        with self._having(self.norm):
+        with self._having(self.head_norm):
             pass
-        with self._having(self.output):
+        with self._having(self.head_output):
             super()._logits()
 
     def _head_backward(self, group: str, layer: int) -> None:
         self.gathered.fetch(self.whole)
         self.gathered.fetch(self.head)
-        with self._having(self.output):
+        with self._having(self.head_output):
             super()._head_backward(group, layer)
-        with self._having(self.norm):
+        with self._having(self.head_norm):
             pass
 
     def _head_products(self) -> None:
@@ -275,7 +275,7 @@ class GatheredWhole(Bucketed):
         self.gathered.end()
 
     def end(self) -> None:
-        self.norm_of(self.largest() / self.layout.shard_ranks)
+        self.norm(self.largest() / self.layout.shard_ranks)
         for values in self.pieces():
             self.take("flat", values, 4)
             self.give_back("flat")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from search_spaces.models import MOST_LOGITS, ModelShape
 from search_spaces.replay.allocator import Allocator, Piece
-from search_spaces.replay.groups import block_of, experts_of, groups_of
+from search_spaces.replay.groups import block_of, ends_of, experts_of, groups_of
 
 WORKSPACE = 2**25
 """Bytes that cuBLAS works in on Hopper, one piece for each thread that has products, which it keeps."""
@@ -103,7 +103,7 @@ class Training:
 
     def _microbatch(self, is_last: bool) -> None:
         model = self.model
-        ends = ("ends", "ends") if model.tie_embeddings else ("embedding", "head")
+        ends = ends_of(model)
         self._embed(ends[0])
         self._blocks_forward(range(model.layers))
         self.gather(ends[1])
