@@ -1,4 +1,4 @@
-"""Measuring what a space's layouts consist of, on one GPU of the machines at hand: see `search_spaces.operators`."""
+"""Measuring what a space's layouts consist of, on a GPU or two of those at hand: see `search_spaces.operators`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ray
 from packaging.version import Version
+from ray import ObjectRef
 from ray.exceptions import RayError
 
 from search_spaces.coefficients import Coefficients
@@ -17,15 +18,15 @@ from search_spaces.operators import Kind, Operator, Timings
 from service.fitting import save_timings, timings
 from service.home import Home
 from service.remote import call
-from service.trials.bench import Bench
-from trainables.child import Outcome
+from service.trials.bench import Answer, Bench
 from trainables.mailbox import Mailbox
 from trainables.measure import Procedure
 from trainables.operators import Operators
-from trainables.program import TrialRequest
+from trainables.program import RankReport, TrialRequest
 
 KERNELS_S, LAUNCHES_S = 40.0, 100.0
-"""Seconds after which no other kernel, and no other modes' launches, are begun to be measured."""
+"""Seconds after which no other kernel, and no other modes' launches, are begun to be measured: these after kernels, or
+beside them on another GPU in as much time less."""
 
 CPU_KERNELS_S, CPU_LAUNCHES_S = 10.0, 20.0
 """On a CPU."""
@@ -52,7 +53,8 @@ class MeasuredOperators:
 
 
 def measure_operators(bench: Bench, start: Coefficients, home: Home) -> MeasuredOperators:
-    """Have a worker measure the operators of the layouts of its problem, and keep what they take.
+    """Have the workers of a bench measure the operators of the layouts of its problem, and keep what they take: of two
+    one has the kernels and the other the launches, side by side.
 
     First those that take most time by `start`, of those that are wanted. Whatever fails is left out. Raises
     `InputError` if what was measured before cannot be read.
@@ -62,29 +64,43 @@ def measure_operators(bench: Bench, start: Coefficients, home: Home) -> Measured
     found = operators_of(layouts, problem.workload.run, start)
     known, torch = timings(home, accelerator), Version(version("torch")).base_version
     wanted = [operator for operator in found if is_wanted(operator, known, torch)]
-    kept = len(found) - len(wanted)
     on_cpu = problem.cluster.device.platform == "cpu"
-    kernels_s, launches_s = (CPU_KERNELS_S, CPU_LAUNCHES_S) if on_cpu else (KERNELS_S, LAUNCHES_S)
-    program = Operators(
+    whole = Operators(
         tuple(operator for operator in wanted if operator.kind != Kind.LAUNCH),
         tuple(operator for operator in wanted if operator.kind == Kind.LAUNCH),
-        kernels_s,
-        launches_s,
+        *((CPU_KERNELS_S, CPU_LAUNCHES_S) if on_cpu else (KERNELS_S, LAUNCHES_S)),
     )
-    request = TrialRequest("operators", Layout("megatron", 1, 1), program, QUICK, DEADLINE_S)
-    try:
-        outcomes, _, _ = ray.get(call(bench.mailbox, Mailbox.evaluate, request, bench.workers))
-    except RayError as error:
-        lost = f"the machine was lost: {type(error).__name__}"
-        return MeasuredOperators(home.operators(accelerator), len(wanted), 0, kept, (lost,), {})
-    first: Outcome = outcomes[0]
-    left_out = [] if first.cause is None else [f"operators: {first.cause}"]
-    measured, spent_s = 0, dict[str, float]()
-    if first.report is not None:
-        save_timings(home, accelerator, first.report.operators)
-        left_out += first.report.problems
-        measured, spent_s = len(first.report.operators), first.report.spent_s
-    return MeasuredOperators(home.operators(accelerator), len(wanted), measured, kept, tuple(left_out), spent_s)
+    workers = bench.workers or (0,)
+    programs = whole.apart() if len(workers) > 1 else (whole,)
+    answers = [_asked(bench, program, worker) for program, worker in zip(programs, workers, strict=False)]
+    reports, left_out, spent_s = list[RankReport](), list[str](), dict[str, float]()
+    for answer in answers:
+        try:
+            outcomes, _, _ = ray.get(answer)
+        except RayError as error:
+            left_out.append(f"the machine was lost: {type(error).__name__}")
+            continue
+        first = outcomes[0]
+        left_out += [] if first.cause is None else [f"operators: {first.cause}"]
+        reports += [] if first.report is None else [first.report]
+    for report in reports:
+        spent_s |= {name: max(seconds, spent_s.get(name, 0.0)) for name, seconds in report.spent_s.items()}
+    measured = [timing for report in reports for timing in report.operators]
+    save_timings(home, accelerator, measured)
+    return MeasuredOperators(
+        home.operators(accelerator),
+        len(wanted),
+        len(measured),
+        kept=len(found) - len(wanted),
+        left_out=(*left_out, *(problem for report in reports for problem in report.problems)),
+        spent_s=spent_s,
+    )
+
+
+def _asked(bench: Bench, program: Operators, worker: int) -> ObjectRef[Answer]:
+    """What a worker will answer."""
+    request = TrialRequest(f"operators-{worker}", Layout("megatron", 1, 1), program, QUICK, DEADLINE_S)
+    return call(bench.mailbox, Mailbox.evaluate, request, (worker,))
 
 
 def is_wanted(operator: Operator, known: Timings, torch: str) -> bool:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.measure.blind predict SPEC... --layouts N --seed SEED --out FILE.jsonl [--not-in TABLE.csv]
         [--seconds S]
+    python -m benchmarks.measure.blind sliced FILE.jsonl --out SLICES.jsonl [--seconds S]
     python -m benchmarks.measure.blind calibrated SPEC... --layouts N --seed SEED --out FILE.jsonl
     python -m benchmarks.measure.blind foretell SPEC... --layouts N --seed SEED --out FILE.jsonl
     python -m benchmarks.measure.blind measure FILE.jsonl [--out MEASURED.jsonl] [--seconds S]
@@ -9,16 +10,16 @@
 
 `predict` draws N legal layouts of each spec, on several GPUs, spread over all axes, which a table of a sweep does not
 have if one is named, and runs slices of each on the GPUs at hand, several at once where there are several. A line of
-FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `calibrated` does
-what `wattune calibrate` does, for each spec, and writes what the cost model foretells then, of layouts on any number of
-GPUs that are none of those it tried; also what it foretells by measured operators without the fit to trials, and what
-it did before. `foretell` writes what the models say as they are, on any machine. `measure` runs the same layouts by all
-their ranks, on as many GPUs, and prints every point, worst first: by how much slices or the models were off, by how
-much the others, and which layouts wait for the CPU; then means and largest errors by model and of all. `tell` prints
-the same of what is there.
+FILE is one layout: its spec, the result by slices, its seconds, and what the cost model foretells. `sliced` does so for
+the layouts of a FILE. `calibrated` does what `wattune calibrate` does, for each spec, and writes what the cost model
+foretells then, of layouts on any number of GPUs that are none of those it tried; also what it foretells by measured
+operators without the fit to trials, and what it did before. `foretell` writes what the models say as they are, on any
+machine. `measure` runs the same layouts by all their ranks, on as many GPUs, and prints every point, worst first: by
+how much slices or the models were off, by how much the others, and which layouts wait for the CPU; then means and
+largest errors by model and of all. `tell` prints the same of what is there.
 
 All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
-command goes on with what is left.
+command goes on with what is left. Of several specs one layout each comes in turn.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import json
 import random
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -86,30 +88,44 @@ def predict(
     specs: Mapping[str, Problem], known: Collection[Layout], layouts: int, seed: int, out: Path, until: float
 ) -> None:
     """Append a line to `out` for each layout that has none there yet. None is drawn that is `known`, at any batch."""
-    done = {_key(row) for row in read(out)}
-    todo = []
+    rows = []
     for path, spec in specs.items():
-        sliced = replace(spec, measurement=replace(spec.measurement, explore="slices"))
         new = [one for one in spec.legal.layouts if one.num_gpus > 1 and of_any_batch(one) not in known]
-        todo += [(path, sliced, layout) for layout in draw(new, layouts, seed) if (path, layout) not in done]
-    if not todo:
-        return
-    cluster = todo[0][1].cluster
-    with some_gangs(cluster, 1, [layout for _, _, layout in todo], most=cluster.size) as gangs:
+        rows += [_row(path, layout) for layout in draw(new, layouts, seed)]
+    run_slices(specs, rows, out, until)
 
-        def one(number: int, path: str, spec: Problem, layout: Layout, run: RunTrial) -> Row | None:
+
+def run_slices(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until: float) -> None:
+    """Append a line to `out` for each of `rows` whose layout has none there yet."""
+    if not (todo := left(rows, out)):
+        return
+    cluster = specs[todo[0]["spec"]].cluster
+    with some_gangs(cluster, 1, [_layout(row) for row in todo], most=cluster.size) as gangs:
+
+        def one(number: int, row: Row, run: RunTrial) -> Row | None:
             if (began := time.monotonic()) > until:
                 return None
-            result = run(f"slices-{number}", layout, spec)
-            seconds = time.monotonic() - began
-            return _row(path, layout) | {
+            spec, layout = specs[row["spec"]], _layout(row)
+            sliced = replace(spec, measurement=replace(spec.measurement, explore="slices"))
+            result = run(f"slices-{number}", layout, sliced)
+            return _row(row["spec"], layout) | {
                 "slices": result.to_dict(),
-                "seconds": seconds,
+                "seconds": time.monotonic() - began,
                 "foretold": foretold(spec, layout),
             }
 
-        rows = spread(gangs, [partial(one, number, *what) for number, what in enumerate(todo)])
-        write(out, (row for row in rows if row is not None), _step)
+        found = spread(gangs, [partial(one, number, row) for number, row in enumerate(todo)])
+        write(out, (row for row in found if row is not None), _step)
+
+
+def left(rows: Iterable[Row], out: Path) -> list[Row]:
+    """Those whose layout has no line in a file yet, of each spec one in turn."""
+    done = {_key(row) for row in read(out)}
+    by_spec = defaultdict[str, list[Row]](list)
+    for row in rows:
+        if _key(row) not in done:
+            by_spec[row["spec"]].append(row)
+    return [row for turn in zip_longest(*by_spec.values()) for row in turn if row is not None]
 
 
 def foretold(spec: Problem, layout: Layout) -> dict[str, float]:
@@ -165,9 +181,7 @@ def foretell(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -
 
 def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until: float) -> None:
     """Append a line to `out` for each of `rows` whose layout has none there yet."""
-    done = {_key(row) for row in read(out)}
-    todo = [row for row in rows if _key(row) not in done]
-    if not todo:
+    if not (todo := left(rows, out)):
         return
     cluster = specs[todo[0]["spec"]].cluster
     with some_gangs(cluster, cluster.size, [_layout(row) for row in todo], most=1) as (run,):
@@ -292,18 +306,21 @@ def main(argv: list[str] | None = None) -> None:
     first.add_argument("--seed", type=int, required=True)
     first.add_argument("--out", type=Path, required=True)
     first.add_argument("--not-in", type=Path, metavar="TABLE.csv")
-    second = halves.add_parser("measure")
+    second = halves.add_parser("sliced")
     second.add_argument("file", type=Path)
-    second.add_argument("--out", type=Path)
+    second.add_argument("--out", type=Path, required=True)
+    third = halves.add_parser("measure")
+    third.add_argument("file", type=Path)
+    third.add_argument("--out", type=Path)
     for alone in (halves.add_parser("calibrated"), halves.add_parser("foretell")):
         alone.add_argument("specs", nargs="+", metavar="SPEC")
         alone.add_argument("--layouts", type=int, required=True)
         alone.add_argument("--seed", type=int, required=True)
         alone.add_argument("--out", type=Path, required=True)
-    third = halves.add_parser("tell")
-    third.add_argument("file", type=Path)
-    third.add_argument("measured", type=Path, nargs="+")
-    for half in (first, second):
+    last = halves.add_parser("tell")
+    last.add_argument("file", type=Path)
+    last.add_argument("measured", type=Path, nargs="+")
+    for half in (first, second, third):
         half.add_argument("--seconds", type=float, default=1e6)
     arguments = parser.parse_args(argv)
     if arguments.half == "tell":
@@ -322,9 +339,12 @@ def main(argv: list[str] | None = None) -> None:
         return
     rows = read(arguments.file)
     if not rows:
-        parser.error(f"{arguments.file}: there are no lines to measure")
-    out = arguments.out or arguments.file.with_suffix(".measured.jsonl")
+        parser.error(f"{arguments.file}: there are no lines")
     specs = {path: load_spec(path).located() for path in dict.fromkeys(row["spec"] for row in rows)}
+    if arguments.half == "sliced":
+        run_slices(specs, rows, arguments.out, until)
+        return
+    out = arguments.out or arguments.file.with_suffix(".measured.jsonl")
     measure(specs, rows, out, until)
     print()
     tell(rows, read(out))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import SPECS
-from benchmarks.measure.blind import draw, failures, main, points, read, table
+from benchmarks.measure.blind import draw, failures, left, main, points, read, table
 from benchmarks.measure.slices import part
 from search_spaces.layout import SCHEDULES, Layout
 from service.result import TrialResult
@@ -104,6 +104,14 @@ def test_models_foretell_on_any_machine(
         assert point["error"]["step_time_s"] == pytest.approx(-0.2)
         assert point["error"][SIZE] == pytest.approx(0.25)
     assert "GiB" in capsys.readouterr().out
+
+
+def test_of_several_specs_one_layout_each_comes_in_turn(tmp_path: Path) -> None:
+    rows = [row(ONE), row(OTHER), row(ONE) | {"spec": "specs/other.yaml"}]
+    out = tmp_path / "out.jsonl"
+    assert left(rows, out) == [rows[0], rows[2], rows[1]]
+    out.write_text(json.dumps(rows[0]) + "\n")
+    assert left(rows, out) == [rows[1], rows[2]]
 
 
 def test_every_point_is_told_worst_first_with_means_and_largest() -> None:
