@@ -46,12 +46,24 @@ IN_TURNS = 3
 """The same where the CPU waits in each block for some of what it gave the GPU, or may be no block ahead of it. Of
 DeepSpeed's experts on H100."""
 
+SPARED_TOGETHER = 0.55
+"""Of the power that a GPU spares while it waits for the CPU, what it spares where ranks communicate in each block: part
+of that time NCCL's kernels wait for the other ranks. Fitted to 27 layouts on two H100 and H200."""
+
 AUTOCAST_BYTES = 14
 """Memory traffic of one parameter and microbatch under autocast, which casts weights and their gradients."""
 
-BUBBLES = {"interleaved_zero_bubble": 1 / 3, "zbv_zero_bubble": 0.0}
-"""The bubble in that of 1F1B, for forward, backward and weight-gradient passes F, B and W of one length: F + B - W in
-place of F + B + W (Qi et al. 2023, table 1), and none in the V schedule. Narayanan et al. 2021 for the others."""
+AVERAGED_S = 0.04
+"""Seconds over which a limit is taken to hold the mean power: of the time that a GPU waits for other pipeline stages in
+a step no more lets its clock rise. Fitted to 71 layouts in stages on up to four GPUs."""
+
+ZERO_BUBBLE = 1 / 3
+"""The bubble of schedules that take backward passes apart, in that of 1F1B, for forward, backward and weight-gradient
+passes F, B and W of one length: F + B - W in place of F + B + W (Qi et al. 2023, table 1). The V schedule has none
+there; torch's order of it, played with two stages, leaves as much, and so it was measured on two H200."""
+
+ZERO_BUBBLE_AGAIN = 1 / 2
+"""The same where B is twice as long, as it computes the block again."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +107,17 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
         limit = min(limit, POWER_SHARE * layout.power_limit_w)
         idle = min(idle, IDLE_SHARE * limit)
     launching = rounds * (times[slow] - computing[slow])
-    spared = idle * (1 - c.unlaunched_share) * launching
-    clock = _clock(clocked, steady, core, rest, limit - idle + spared / (clocked + steady))
-    stretched = rounds * times[slow] + clocked / clock - clocked
+    together = SPARED_TOGETHER if _communicates_in_blocks(layout) else 1.0
+    spared = idle * (1 - c.unlaunched_share) * together * launching
 
     # With the sums of gradients in them, bubbles are up to 0.8% of a step too long (four H200).
-    passing = stretched / rounds - sums[slow]
-    waiting = (sum(times) / times[slow] - 1) * passing / layout.virtual_pipeline_stages
-    bubble = BUBBLES.get(layout.pipeline_schedule, 1.0) * waiting
+    waits = _bubble(layout) * (sum(times) / times[slow] - 1) / layout.virtual_pipeline_stages
     between = _between_stages(layout, work, c)
+    apart = waits * (times[slow] - sums[slow]) + between
+    eased = steady + apart / (1 + apart / AVERAGED_S)
+    clock = _clock(clocked, eased, core, rest, limit - idle + spared / (clocked + eased))
+    stretched = rounds * times[slow] + clocked / clock - clocked
+    bubble = waits * (stretched / rounds - sums[slow])
     offloading = upkeep.offloaded / c.offloaded_per_s
     step = stretched + updating + upkeep.exposed + bubble + between + offloading + c.step_s
 
@@ -128,6 +142,19 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     }
     ahead = computing[slow] / behind[slow]
     return Prediction(step, power, tokens_per_s, power * layout.num_gpus / tokens_per_s, parts, ahead)
+
+
+def _bubble(layout: Layout) -> float:
+    """In that of 1F1B (Narayanan et al. 2021)."""
+    if not layout.splits_backward:
+        return 1.0
+    return ZERO_BUBBLE_AGAIN if layout.recompute == "full" else ZERO_BUBBLE
+
+
+def _communicates_in_blocks(layout: Layout) -> bool:
+    """Whether ranks do so in every block of every microbatch."""
+    split = layout.tensor_parallel_size * layout.context_parallel_size * layout.expert_parallel_size
+    return split > 1 or (layout.shard_ranks > 1 and layout.zero_stage >= 2)
 
 
 def predicted_metrics(layout: Layout, work: Workload, calibration: Coefficients) -> dict[str, float]:

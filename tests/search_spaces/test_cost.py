@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from search_spaces.attention import CUDNN, FLASH_2, Kernel
 from search_spaces.blocks import Cut
 from search_spaces.coefficients import is_unproven
-from search_spaces.cost import PASSED_S, Coefficients, data_sheet, predict, predicted_metrics
+from search_spaces.cost import PASSED_S, SPARED_TOGETHER, Coefficients, data_sheet, predict, predicted_metrics
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.launches import ENDS, usual_s
 from search_spaces.layout import SCHEDULES, Layout
@@ -256,11 +256,12 @@ def test_what_recomputation_leaves_out_is_summed_over_no_ranks(sequence_parallel
         ({"pipeline_schedule": "gpipe"}, 3 / 32),
         ({"pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_stages": 2}, 3 / 64),
         ({"pipeline_schedule": "interleaved_zero_bubble", "virtual_pipeline_stages": 2}, 1 / 64),
-        ({"pipeline_schedule": "zbv_zero_bubble", "virtual_pipeline_stages": 2}, 0.0),
+        ({"pipeline_schedule": "zbv_zero_bubble", "virtual_pipeline_stages": 2}, 1 / 64),
+        ({"pipeline_schedule": "zbv_zero_bubble", "virtual_pipeline_stages": 2, "recompute": "full"}, 3 / 128),
     ],
 )
 def test_bubble_of_even_stages(settings: dict[str, Any], expected: float) -> None:
-    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m); zero bubble leaves a third of it, or none."""
+    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m); zero bubble leaves a third of it, or half."""
     headless = replace(WORK, model=replace(WORK.shape, vocab=8))
     layout = layout_of(pipeline_parallel_size=4, **settings)
     prediction = predict(layout, headless, IDEAL)
@@ -309,6 +310,35 @@ def test_gpus_that_wait_take_idle_power() -> None:
 def test_gpus_that_wait_for_the_cpu_take_less() -> None:
     waiting = replace(IDEAL, host_time=1e9, unlaunched_share=0.3)
     assert predict(ALONE, WORK, waiting).power_w == pytest.approx(0.3 * IDEAL.idle_w, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "spared"),
+    [
+        ({}, 0.7),
+        ({"zero_stage": 1}, 0.7),
+        ({"zero_stage": 3}, 0.7 * SPARED_TOGETHER),
+        ({"context_parallel_size": 2}, 0.7 * SPARED_TOGETHER),
+        ({"tensor_parallel_size": 2}, 0.7 * SPARED_TOGETHER),
+    ],
+)
+def test_they_spare_less_where_ranks_communicate_in_blocks(settings: dict[str, Any], spared: float) -> None:
+    waiting = replace(IDEAL, host_time=1e9, unlaunched_share=0.3)
+    drawn = predict(layout_of(**settings), WORK, waiting).power_w
+    assert drawn == pytest.approx((1 - spared) * IDEAL.idle_w, rel=1e-3)
+
+
+def test_clocks_rise_for_waits_as_long_as_a_limit_averages() -> None:
+    """Of shorter steps the same bubble counts for more."""
+    hungry = replace(IDEAL, joules_per_flop=1e-12)
+
+    def beside(work: Workload) -> float:
+        """What products take in two stages, in what they take in one, which has as many."""
+        one, two = (predict(layout_of(pipeline_parallel_size=ranks), work, hungry).parts["matmul"] for ranks in (1, 2))
+        return two / one
+
+    headless = replace(WORK, model=replace(WORK.shape, vocab=8))
+    assert beside(replace(headless, sequence_length=512)) < beside(headless) < 1
 
 
 def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
