@@ -76,7 +76,7 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
             return None
         return _replay_rank(model, tokens, _shortened(layout), rank)
     if layout.tensor_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
-        if layout.compile and model.num_experts:
+        if layout.async_tensor_parallel or (layout.compile and model.num_experts):
             return None
         return _replay_split(model, tokens, rounds, replace(layout, global_batch_size=0))
     if layout.num_gpus > 1:

@@ -9,8 +9,8 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.sharded import Sharded
 
-SUMMED = ("norm", "attention norm", "ffn norm", "wo bias", "down bias", "router")
-"""How the names begin of parameters that each rank has whole: none of them is multiplied with a part of a width."""
+WHOLE = ("norm", "attention norm", "ffn norm", "wo bias", "down bias", "router")
+"""How the names begin of parameters that each rank has whole, as wide as hidden states."""
 
 
 def share_of(model: ModelShape, ranks: int) -> ModelShape:
@@ -28,13 +28,13 @@ def share_of(model: ModelShape, ranks: int) -> ModelShape:
 class Split(Sharded):
     """One of the ranks that share all products (Shoeybi et al. 2019), as DTensor has them do it.
 
-    Under sequence parallelism (Korthikanti et al. 2022) it has its own tokens alone between products, gathers all for
-    the first ones, which keep them, and has its own of the sums of what the last ones came to. Tokens that are gathered
-    come rank after rank, and those to be scattered are put in this order: of several sequences that is a copy each. A
-    compiled block has no buffer for what was just used up, as long as there is one of that size.
+    Under sequence parallelism (Korthikanti et al. 2022) it has its own tokens alone where hidden states are added up
+    and normed, gathers all of them for the products that follow, which keep them, and has its own of the sums of what
+    the last products come to. They are gathered rank after rank, which of several sequences is not their order, and are
+    copied to be scattered.
 
     The loss is shared as well (`torch.distributed.tensor.parallel.loss_parallel`), and never compiled. DTensor makes
-    the gradient of the first table whole on each rank.
+    the gradients of what the embedding looks up whole on each rank, and FSDP2 sums these up as they are.
     """
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
@@ -44,7 +44,7 @@ class Split(Sharded):
 
     def make(self, group: str) -> None:
         """Whole, but for experts, and then a rank's part of each parameter."""
-        parts = [name for name in self.groups[group] if not (group.startswith("experts") or name.startswith(SUMMED))]
+        parts = [name for name in self.groups[group] if not (group.startswith("experts") or name.startswith(WHOLE))]
         for name, count in self.groups[group].items():
             self.take(f"whole {group} {name}", count * (self.ranks if name in parts else 1), 4)
         for name in parts:
@@ -53,7 +53,7 @@ class Split(Sharded):
             self.rename("part", f"whole {group} {name}")
 
     @property
-    def between(self) -> float:
+    def own_width(self) -> float:
         return self.model.hidden / (self.ranks if self.scatters else 1)
 
     def made(self, group: str, name: str) -> int:
@@ -70,26 +70,25 @@ class Split(Sharded):
 
     # Between a rank's own tokens and all
 
-    def take_hidden(self, name: str) -> None:
-        self.take(name, self.tokens * self.model.hidden)
-
-    def take_own(self, name: str) -> None:
-        self.take(name, self.tokens * self.between)
-
     def gather_tokens(self, name: str) -> None:
-        self.take_hidden(name)
+        self.take_all(name)
         if self.joins:
-            self.take_hidden("joined")
+            self.take_all("joined")
             self.give_back(name)
             self.rename("joined", name)
 
     def sum_tokens(self, name: str) -> None:
         """From summands to a rank's own part of the sum."""
+        self._add_up()
+        self.give_back(name)
+        self.rename("sum", name)
+
+    def _add_up(self) -> None:
         if self.scatters:
-            self.take_hidden("in order")
-        self.take_own("own")
-        self.give_back(name, *(["in order"] if self.scatters else []))
-        self.rename("own", name)
+            self.take_all("in order")
+        self.take_own("sum")
+        if self.scatters:
+            self.give_back("in order")
 
     def take_normed(self, name: str) -> None:
         if not self.scatters:
@@ -100,16 +99,18 @@ class Split(Sharded):
 
     def take_summands(self, name: str, norm: str) -> None:
         super().take_summands(name, norm)
-        if self.compiled and not self.scatters:
-            return
-        if self.selective:
-            self.take_hidden("summands")
-            self.sum_tokens("summands")
-            self.give_back("summands")
-        else:
+        if self.selective:  # the policy keeps what products come to
+            self._add_up()
+            self.give_back("sum")
+        elif self.scatters or not self.compiled:
             self.sum_tokens(name)
         if self.scatters:
             self.give_back(f"{norm} own")
+
+    def _recompute(self, layer: int) -> None:
+        super()._recompute(layer)
+        if self.scatters:
+            self._done(layer, *(() if self.whole_graph else ("n1 own",)), "n2 own")
 
     def spread(self, name: str) -> None:
         if self.scatters and not self.holds(f"{name} spread"):
@@ -142,7 +143,7 @@ class Split(Sharded):
 
     def _embed(self, group: str) -> None:
         self.gather(group)
-        self.take_hidden("x0")
+        self.take_all("x0")
         self.sum_tokens("x0")
         self.take_own("arrived")
         self.give_back("x0")

@@ -57,6 +57,14 @@ class Training:
     def take(self, name: str, values: float, width: int = 2, stream: int = MAIN) -> None:
         self.live[name] = self.allocator.take(values * width, stream)
 
+    def take_all(self, name: str) -> None:
+        """Hidden states of all tokens."""
+        self.take(name, self.tokens * self.model.hidden)
+
+    def take_own(self, name: str) -> None:
+        """A rank's own of hidden states."""
+        self.take(name, self.tokens * self.own_width)
+
     def give_back(self, *names: str) -> None:
         for name in names:
             self.allocator.give_back(self.live.pop(name))
@@ -85,26 +93,26 @@ class Training:
         raise NotImplementedError
 
     @property
-    def between(self) -> float:
-        """Values that are there of each token between products, where hidden states are added up and normed."""
+    def own_width(self) -> float:
+        """Values that a rank has of each token where hidden states are added up and normed."""
         return self.model.hidden
 
     def take_normed(self, name: str) -> None:
-        """What a norm comes to, as products need it."""
-        self.take(name, self.tokens * self.model.hidden)
+        """What a norm comes to, as products are given it."""
+        self.take_all(name)
 
     def take_summands(self, name: str, norm: str) -> None:
-        """What the product comes to that is the last of those that need `norm`, as it is added up."""
-        self.take(name, self.tokens * self.model.hidden)
+        """What a product comes to, as it is added to the hidden states; it is the last to need `norm`."""
+        self.take_all(name)
 
     def spread(self, name: str) -> None:
-        """Have a gradient of what `take_summands` made as that product needs it."""
+        """Have the gradient `name` of hidden states as the backward passes of such products are given it."""
 
     def spread_no_more(self, name: str) -> None:
         """Let go of what `spread` made."""
 
     def sum_gradients(self, name: str, *others: str) -> None:
-        """From gradients, by several products, of what `take_normed` made, to `name`, that of what the norm made."""
+        """From what products made of gradients of what a norm came to, to `name`, their sum."""
 
     def sum_up(self, group: str, is_last: bool) -> None:
         """What follows once all gradients of a group are there, of the last microbatch or another."""
@@ -211,7 +219,7 @@ class Training:
         if not self.model.tie_embeddings:
             self.gradient("head", "output")
         self.sum_gradients("dn")
-        self.take("dx", self.tokens * self.between)
+        self.take_own("dx")
         self.give_back("dn")
         self._norm_gradients(group, "norm")
         self.give_back(f"x{layer}")
@@ -274,7 +282,7 @@ class Training:
     def _forward(self, layer: int, again: bool = False) -> None:
         """From x to the next one, which is not made where the block is computed `again`."""
         model, selective, fused = self.model, self.selective, self.compiled
-        hidden, inner, queries, keys = model.hidden, model.ffn_hidden, model.query_width, model.key_width
+        inner, queries, keys = model.ffn_hidden, model.query_width, model.key_width
         self.take_normed(f"{layer} n1")
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
@@ -295,7 +303,7 @@ class Training:
         self.take_summands(f"{layer} wo", f"{layer} n1")
         self._past(layer, "n1", "attended", *(["exchanged"] if self.exchanges else []))
         if not fused or self.has_mixture:
-            self._keep(layer, "x2", self.between)
+            self._keep(layer, "x2", self.own_width)
             if not selective:
                 self._done(layer, "wo")
         self.take_normed(f"{layer} n2")
@@ -318,7 +326,7 @@ class Training:
             self._add_compiled(layer, again)
             return
         if not again:
-            self.take(f"x{layer + 1}", self.tokens * self.between)
+            self.take_own(f"x{layer + 1}")
         if selective:  # the policy keeps the last product, which nothing needs
             self._done(layer, "x2")
         if not selective or self.has_mixture:
@@ -428,10 +436,10 @@ class Training:
         self._done(layer, "n2")
         self.sum_gradients(f"{layer} d n2")
         self._norm_gradients(group, "ffn norm")
-        self._keep(layer, "d x2", self.between)
+        self._keep(layer, "d x2", self.own_width)
         self._done(layer, "d n2")
         if self.holds(f"{layer} x2"):
-            self._keep(layer, "both", self.between)
+            self._keep(layer, "both", self.own_width)
             self._done(layer, "d x2", "x2")
             self.rename(f"{layer} both", f"{layer} d x2")
         if self.holds(f"{layer} wo"):
@@ -473,7 +481,7 @@ class Training:
         self._done(layer, "d q", "d k", "d v", "n1")
         self.sum_gradients(*(f"{layer} d n1 of {name}" for name in ("wq", "wk", "wv")))
         self._norm_gradients(group, "attention norm")
-        self.take("dx", self.tokens * self.between)
+        self.take_own("dx")
         self.give_back(f"x{layer}")
         self._drop(layer)
 
@@ -481,15 +489,15 @@ class Training:
         """What selective recomputation does not keep; in one graph, what the next products need, and later the rest."""
         model = self.model
         if self.whole_graph:
-            self._keep(layer, "n2", model.hidden)
+            self.take_normed(f"{layer} n2")
             self._keep(layer, "activated", model.ffn_hidden)
             return
-        self._keep(layer, "n1", model.hidden)
+        self.take_normed(f"{layer} n1")
         if not self.is_gpt:
             for name, width in (("q", model.query_width), ("k", model.key_width)):
                 self._rotate(layer, name, width)
-        self._keep(layer, "x2", model.hidden)
-        self._keep(layer, "n2", model.hidden)
+        self._keep(layer, "x2", self.own_width)
+        self.take_normed(f"{layer} n2")
         if self.has_mixture:
             chosen = model.experts_per_token
             self._keep(layer, "rows", chosen * model.hidden)
