@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
@@ -45,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         known = len(self._storages)
         if all(returned.alias_info is None for returned in func._schema.returns):
             for tensor in tree_leaves(outputs):
-                if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not _has_no_bytes(tensor):
+                if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not is_wrapper(tensor):
                     storage = tensor.untyped_storage()
                     self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
         self._communicated |= "c10d" in func.namespace
@@ -60,11 +59,6 @@ class LiveBytes(TorchDispatchMode):
         live = {cdata: storage for cdata in self._storages if (storage := _of(cdata)) is not None}
         self._storages = {cdata: self._storages[cdata] for cdata in live}
         return sum(storage.nbytes() for storage in live.values())
-
-
-def _has_no_bytes(tensor: Tensor) -> bool:
-    """Of its own: it wraps others, or DTensor asks by it what an operator's result would look like."""
-    return is_wrapper(tensor) or isinstance(tensor, FakeTensor)
 
 
 def _of(reference: int) -> Any:
