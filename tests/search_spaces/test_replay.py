@@ -189,7 +189,7 @@ def test_zero_bubble_keeps_gradients_until_the_turn_of_the_weights() -> None:
 
 
 def test_tensor_ranks_that_were_measured() -> None:
-    """Of four models and of a sweep's, eager and compiled; one of the sweep reserved a tensor of logits more."""
+    """Of seven models, eager and compiled; one layout of the sweep reserved a tensor of logits more."""
     errors: dict[tuple[str, Layout], float] = {}
     measured = [
         (row["spec"], Layout.from_dict(row["config"]), row["full"]["metrics"].get("peak_memory_gib"))
