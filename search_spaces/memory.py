@@ -2,7 +2,7 @@
 
 The peak is at the start of a step's last backward pass: what ZeRO (Rajbhandari et al. 2020, section 3) and Korthikanti
 et al. 2022 (section 4) count is all there then. What torch's allocator reserves is more, as some of what this pass
-makes does not fit the pieces of what it gives free. On one GPU `search_spaces.replay` says by how much.
+makes does not fit the pieces of what it gives free. Of many layouts `search_spaces.replay` says by how much.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from search_spaces.replay.flat import Flat
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
+from search_spaces.replay.split import Split
 from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
 
@@ -74,6 +75,10 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
         if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
             return None
         return _replay_rank(model, tokens, _shortened(layout), rank)
+    if layout.tensor_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
+        if layout.async_tensor_parallel or (layout.compile and model.num_experts):
+            return None
+        return _replay_split(model, tokens, rounds, replace(layout, global_batch_size=0))
     if layout.num_gpus > 1:
         return None
     return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
@@ -100,6 +105,11 @@ def _shortened(layout: Layout) -> Layout:
 @lru_cache(maxsize=4096)
 def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> Replayed:
     return run(Pipelined(model, tokens, layout, rank))
+
+
+@lru_cache(maxsize=4096)
+def _replay_split(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
+    return run(Split(model, tokens, rounds, layout))
 
 
 @lru_cache(maxsize=4096)

@@ -21,11 +21,15 @@ class Sharded(Training):
         self.summed: set[str] = set()
         self.has_moments = self.is_sending = False
         for group, parameters in self.groups.items():
-            for name, count in parameters.items():
-                self.take(f"whole {group} {name}", count, 4)
+            self.make(group)
             for name, count in parameters.items():
                 self.take(f"shard {group} {name}", count, 4)
                 self.give_back(f"whole {group} {name}")
+
+    def make(self, group: str) -> None:
+        """What FSDP2 is given of a group's parameters."""
+        for name, count in self.groups[group].items():
+            self.take(f"whole {group} {name}", count, 4)
 
     def gather(self, group: str) -> None:
         if group in self.gathered:
@@ -37,7 +41,11 @@ class Sharded(Training):
             self.give_back("cast")
 
     def gradient(self, group: str, name: str) -> None:
-        self._make_gradient(group, name, self.groups[group][name])
+        self._make_gradient(group, name, self.made(group, name))
+
+    def made(self, group: str, name: str) -> int:
+        """Of how many values autograd makes a gradient."""
+        return self.groups[group][name]
 
     def sum_up(self, group: str, is_last: bool) -> None:
         parameters = self.groups[group]
@@ -45,8 +53,8 @@ class Sharded(Training):
         if group in self.summed:
             self.give_back(*new)
         elif not is_last:
-            for name, count in parameters.items():
-                self.take(f"sum {group} {name}", count, 4)
+            for name in parameters:
+                self.take(f"sum {group} {name}", self.made(group, name), 4)
                 self.give_back(f"gradient {group} {name}")
             self.summed.add(group)
         if is_last:

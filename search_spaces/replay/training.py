@@ -57,6 +57,14 @@ class Training:
     def take(self, name: str, values: float, width: int = 2, stream: int = MAIN) -> None:
         self.live[name] = self.allocator.take(values * width, stream)
 
+    def take_all(self, name: str) -> None:
+        """Hidden states of all tokens."""
+        self.take(name, self.tokens * self.model.hidden)
+
+    def take_own(self, name: str) -> None:
+        """A rank's own of hidden states."""
+        self.take(name, self.tokens * self.own_width)
+
     def give_back(self, *names: str) -> None:
         for name in names:
             self.allocator.give_back(self.live.pop(name))
@@ -83,6 +91,28 @@ class Training:
     def gradient(self, group: str, name: str) -> None:
         """Have one of a parameter, which autograd made."""
         raise NotImplementedError
+
+    @property
+    def own_width(self) -> float:
+        """Values that a rank has of each token where hidden states are added up and normed."""
+        return self.model.hidden
+
+    def take_normed(self, name: str) -> None:
+        """What a norm comes to, as products are given it."""
+        self.take_all(name)
+
+    def take_summands(self, name: str, norm: str) -> None:
+        """What a product comes to, as it is added to the hidden states; it is the last to need `norm`."""
+        self.take_all(name)
+
+    def spread(self, name: str) -> None:
+        """Have the gradient `name` of hidden states as the backward passes of such products are given it."""
+
+    def spread_no_more(self, name: str) -> None:
+        """Let go of what `spread` made."""
+
+    def sum_gradients(self, name: str, *others: str) -> None:
+        """From what products made of gradients of what a norm came to, to `name`, their sum."""
 
     def sum_up(self, group: str, is_last: bool) -> None:
         """What follows once all gradients of a group are there, of the last microbatch or another."""
@@ -147,7 +177,7 @@ class Training:
             self.sum_up(block_of(layer), is_last)
 
     def _logits(self) -> None:
-        self.take("n", self.tokens * self.model.hidden)
+        self.take_normed("n")
         self.take("logits", self.tokens * self.model.vocab)
 
     def _loss_forward(self) -> None:
@@ -188,7 +218,8 @@ class Training:
         self.give_back("dlogits", "n")
         if not self.model.tie_embeddings:
             self.gradient("head", "output")
-        self.take("dx", self.tokens * self.model.hidden)
+        self.sum_gradients("dn")
+        self.take_own("dx")
         self.give_back("dn")
         self._norm_gradients(group, "norm")
         self.give_back(f"x{layer}")
@@ -251,8 +282,8 @@ class Training:
     def _forward(self, layer: int, again: bool = False) -> None:
         """From x to the next one, which is not made where the block is computed `again`."""
         model, selective, fused = self.model, self.selective, self.compiled
-        hidden, inner, queries, keys = model.hidden, model.ffn_hidden, model.query_width, model.key_width
-        self._keep(layer, "n1", hidden)
+        inner, queries, keys = model.ffn_hidden, model.query_width, model.key_width
+        self.take_normed(f"{layer} n1")
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
         if not self.is_gpt:
@@ -269,13 +300,13 @@ class Training:
         self._past(layer, "v", *(("q", "k") if self.is_gpt else ("rotated q", "rotated k")), "sums")
         if self.exchanges:
             self._keep(layer, "exchanged", queries)
-        self._keep(layer, "wo", hidden)
+        self.take_summands(f"{layer} wo", f"{layer} n1")
         self._past(layer, "n1", "attended", *(["exchanged"] if self.exchanges else []))
         if not fused or self.has_mixture:
-            self._keep(layer, "x2", hidden)
+            self._keep(layer, "x2", self.own_width)
             if not selective:
                 self._done(layer, "wo")
-        self._keep(layer, "n2", hidden)
+        self.take_normed(f"{layer} n2")
         if self.has_mixture:
             self._experts_forward(layer)
         else:
@@ -288,21 +319,25 @@ class Training:
             self._past(layer, "up", *(() if self.is_gpt else ("gate",) if fused else ("gate", "silu")))
             if selective:
                 self._done(layer, "n2", *(("silu",) if self.holds(f"{layer} silu") else ()))
-            self._keep(layer, "down", hidden)
+            self.take_summands(f"{layer} down", f"{layer} n2")
             if selective:
                 self._done(layer, "activated")
-        if fused and not self.has_mixture:  # the sum is made in place of the last product
-            if again:
-                self._done(layer, "down")
-            else:
-                self.rename(f"{layer} down", f"x{layer + 1}")
+        if fused and not self.has_mixture:
+            self._add_compiled(layer, again)
             return
         if not again:
-            self.take(f"x{layer + 1}", self.tokens * hidden)
+            self.take_own(f"x{layer + 1}")
         if selective:  # the policy keeps the last product, which nothing needs
             self._done(layer, "x2")
         if not selective or self.has_mixture:
             self._done(layer, "down")
+
+    def _add_compiled(self, layer: int, again: bool) -> None:
+        """The sum is made in place of the last product."""
+        if again:
+            self._done(layer, "down")
+        else:
+            self.rename(f"{layer} down", f"x{layer + 1}")
 
     def _rotate(self, layer: int, name: str, width: int) -> None:
         """Eager ones are turned in fp32, step by step."""
@@ -342,11 +377,10 @@ class Training:
         self._keep(layer, "in order", hidden)
         if not selective:
             self._done(layer, "of experts")
-        if self.whole_graph:
-            self._keep(layer, "down", model.hidden)
-        else:
+        if not self.whole_graph:
             self._keep(layer, "weighted", hidden)
-            self._keep(layer, "down", model.hidden)
+        self.take_summands(f"{layer} down", f"{layer} n2")
+        if not self.whole_graph:
             self._done(layer, "weighted")
         if selective:
             self._done(layer, "in order", "n2")
@@ -356,6 +390,7 @@ class Training:
         hidden, inner, queries, keys = model.hidden, model.ffn_hidden, model.query_width, model.key_width
         in_graph = selective and self.whole_graph
         group = block_of(layer)
+        self.spread("dx")
         if selective:
             self._recompute(layer)
         if self.has_mixture:
@@ -366,6 +401,7 @@ class Training:
             if self.is_gpt:
                 self.gradient(group, "down bias")
             self._done(layer, "activated")
+            self.spread_no_more("dx")
             if fused:  # in place of what goes in, where that is the last to need it
                 self.rename(f"{layer} d activated", f"{layer} d up" if self.is_gpt else f"{layer} d gate")
                 if self.is_gpt:
@@ -398,20 +434,23 @@ class Training:
                 self._done(layer, "d n2 of gate", "d n2")
                 self.rename(f"{layer} both", f"{layer} d n2")
         self._done(layer, "n2")
+        self.sum_gradients(f"{layer} d n2")
         self._norm_gradients(group, "ffn norm")
-        self._keep(layer, "d x2", hidden)
+        self._keep(layer, "d x2", self.own_width)
         self._done(layer, "d n2")
         if self.holds(f"{layer} x2"):
-            self._keep(layer, "both", hidden)
+            self._keep(layer, "both", self.own_width)
             self._done(layer, "d x2", "x2")
             self.rename(f"{layer} both", f"{layer} d x2")
         if self.holds(f"{layer} wo"):
             self._done(layer, "wo")
         self.give_back("dx")
+        self.spread(f"{layer} d x2")
         self._keep(layer, "d attended", queries)
         self.gradient(group, "wo")
         if self.is_gpt:
             self.gradient(group, "wo bias")
+        self.spread_no_more(f"{layer} d x2")
         if self.exchanges:
             self._keep(layer, "d exchanged", queries)
             self._done(layer, "d attended", "exchanged")
@@ -440,8 +479,9 @@ class Training:
             for name in ("wv", "wk", "wq"):
                 self.gradient(group, f"{name} bias")
         self._done(layer, "d q", "d k", "d v", "n1")
+        self.sum_gradients(*(f"{layer} d n1 of {name}" for name in ("wq", "wk", "wv")))
         self._norm_gradients(group, "attention norm")
-        self.take("dx", self.tokens * hidden)
+        self.take_own("dx")
         self.give_back(f"x{layer}")
         self._drop(layer)
 
@@ -449,15 +489,15 @@ class Training:
         """What selective recomputation does not keep; in one graph, what the next products need, and later the rest."""
         model = self.model
         if self.whole_graph:
-            self._keep(layer, "n2", model.hidden)
+            self.take_normed(f"{layer} n2")
             self._keep(layer, "activated", model.ffn_hidden)
             return
-        self._keep(layer, "n1", model.hidden)
+        self.take_normed(f"{layer} n1")
         if not self.is_gpt:
             for name, width in (("q", model.query_width), ("k", model.key_width)):
                 self._rotate(layer, name, width)
-        self._keep(layer, "x2", model.hidden)
-        self._keep(layer, "n2", model.hidden)
+        self._keep(layer, "x2", self.own_width)
+        self.take_normed(f"{layer} n2")
         if self.has_mixture:
             chosen = model.experts_per_token
             self._keep(layer, "rows", chosen * model.hidden)
@@ -488,6 +528,7 @@ class Training:
         hidden, inner, group = chosen * model.hidden, chosen * model.ffn_hidden, experts_of(layer)
         if not self.whole_graph:
             self._keep(layer, "d weighted", hidden)
+        self.spread_no_more("dx")
         self._keep(layer, "d of experts", hidden)
         self._done(layer, "in order", *(() if self.whole_graph else ("d weighted",)))
         self._keep(layer, "d activated", inner)
