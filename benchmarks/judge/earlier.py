@@ -1,4 +1,4 @@
-"""What data-parallel ranks of the `deepspeed` engine reserved as it was when most of what is committed was measured.
+"""What ranks of the `deepspeed` engine reserved as it was when most of what is committed was measured.
 
 Until 2026-11-23 what the model was made in stayed reserved, ZeRO-1 had its moments made in the first step, and of steps
 of several microbatches it kept the gradients in bf16 of the one before. Until 2026-11-25 ZeRO-3 had its moments made in
@@ -8,7 +8,10 @@ the first step.
 from __future__ import annotations
 
 from search_spaces.layout import Layout
-from search_spaces.replay import fullest, rounds_of
+from search_spaces.models import ModelShape
+from search_spaces.replay import fullest, rounds_of, run
+from search_spaces.replay.flat_split import FlatSplit
+from search_spaces.replay.groups import groups_of
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
 from search_spaces.workload import Workload
 
@@ -19,7 +22,9 @@ class Leftovers(Shards):
     def start(self) -> None:
         whole = {f"whole {group} {name}": count for group, some in self.groups.items() for name, count in some.items()}
         for name, count in whole.items():
+            self.take("in fp32", count, 4)
             self.take(name, count)
+            self.give_back("in fp32")
         super().start()
         self.give_back(*whole)
 
@@ -58,7 +63,50 @@ EARLIER: dict[int, type[Shards]] = {1: EarlierWhole, 2: EarlierShare, 3: Earlier
 """By ZeRO stage."""
 
 
+class EarlierFlat(FlatSplit):
+    """Parameters were made whole, one by one, before a rank had its part of each; the first step had its moments made
+    at its end; gradients in bf16 were kept until the next microbatch's."""
+
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.whole = groups_of(model)
+        self.has_moments = False
+        super().__init__(model, tokens, rounds, layout)
+
+    def start(self) -> None:
+        self.waiting: list[tuple[str, int]] = []
+        parts = {f"part {group} {name}": count for group, some in self.groups.items() for name, count in some.items()}
+        whole = {f"whole {group} {name}": count for group, some in self.whole.items() for name, count in some.items()}
+        for name, count in whole.items():
+            self.take("in fp32", count, 4)
+            self.take(name, count)
+            self.give_back("in fp32")
+        for (name, count), made_of in zip(parts.items(), whole, strict=True):
+            self.take(name, count)
+            self.give_back(made_of)
+        self.count = sum(parts.values())
+        self.take("weights", self.count)
+        self.give_back(*parts)
+        self.take("copy", self.count)
+        self.take("master weights", self.count, 4)
+        self.give_back("copy")
+        self.take("sums of gradients", self.count, 4)
+
+    def arrive(self, name: str, count: int) -> None:
+        if self.rounds == 1 or self.holds(f"kept {name}"):
+            super().arrive(name, count)
+        else:
+            self.rename(name, f"kept {name}")
+
+    def end(self) -> None:
+        if not self.has_moments:
+            self.has_moments = True
+            self.take("first moments", self.count, 4)
+            self.take("second moments", self.count, 4)
+
+
 def reserved_then(layout: Layout, work: Workload) -> float:
-    """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards."""
+    """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards, or with products split."""
     tokens = layout.microbatch_tokens(work.sequence_length)
+    if layout.tensor_parallel_size == layout.num_gpus:
+        return run(EarlierFlat(work.shape, tokens, rounds_of(layout), layout)).reserved
     return fullest(EARLIER[layout.zero_stage], work.shape, tokens, rounds_of(layout), layout).reserved

@@ -105,10 +105,10 @@ class MeasuredMemory:
 def held_then(layout: Layout, work: Workload, rank: int) -> float:
     """Bytes that engines had when these points were measured, and have no more: `megatron` receive buffers of
     microbatches not in flight, and DeepSpeed, where it sums gradients apart, those in bf16 of the microbatch before;
-    its data-parallel ranks what is replayed (`benchmarks.judge.earlier`)."""
+    its ranks, where they are replayed, what `benchmarks.judge.earlier` has."""
     stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
     if layout.engine == "deepspeed":
-        now = replayed(layout, work) if layout.zero_stage else None
+        now = None if work.shape.num_experts else replayed(layout, work)
         if now is not None:
             return reserved_then(layout, work) - now.reserved
         return 2 * held(layout, work.shape, rank, False).whole if sums_apart(layout) and rounds > 1 else 0.0

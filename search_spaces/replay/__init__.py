@@ -17,7 +17,10 @@ from functools import lru_cache
 from search_spaces.engines import ENGINES
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.replay.context import ContextFullySharded, ContextSharded
 from search_spaces.replay.flat import Flat
+from search_spaces.replay.flat_split import FlatSplit
+from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
@@ -34,11 +37,17 @@ ROUNDS = 2
 FULL, LEAST = 2, 8
 """Microbatches of a step, in the pipeline's ranks, and in any case, after which all further ones are like the last."""
 
+GATHERED_ROUNDS = 3
+"""Microbatches of a step that differ where FSDP2 gathers anew in each: what one sends for in vain the next one has."""
+
 MOST = 16
 """Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
 
 RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
 """By what engines say of themselves (`EngineFacts.allocates`)."""
+
+SPLIT: dict[str, type[Split] | type[FlatSplit]] = {"sharded": Split, "flat": FlatSplit}
+"""Of ranks that split products, likewise."""
 
 SHARDED: dict[int, type[Shards]] = {1: SummedWhole, 2: SummedShare, 3: GatheredWhole}
 """Of DeepSpeed's data-parallel ranks, by ZeRO stage."""
@@ -69,16 +78,21 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
         if layout.shard_ranks < layout.num_gpus or model.num_experts:
             return None
         return _replay_shards(model, tokens, rounds, replace(layout, global_batch_size=0))
+    if facts.allocates == "sharded" and layout.shard_ranks == layout.num_gpus > 1:
+        in_parts = layout.context_parallel_size == 1 or facts.attention(work.accelerator, is_square=False).in_parts
+        if not in_parts or not _is_sharded_evenly(layout, model):
+            return None
+        return _replay_ranks(model, tokens, rounds, replace(layout, global_batch_size=0))
     if layout.zero_stage:
         return None
     if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
         if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
             return None
         return _replay_rank(model, tokens, _shortened(layout), rank)
-    if layout.tensor_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
-        if layout.async_tensor_parallel or (layout.compile and model.num_experts):
+    if layout.tensor_parallel_size == layout.num_gpus > 1:
+        if not _is_split_as_known(layout, model, facts.allocates):
             return None
-        return _replay_split(model, tokens, rounds, replace(layout, global_batch_size=0))
+        return _replay_split(facts.allocates, model, tokens, rounds, replace(layout, global_batch_size=0))
     if layout.num_gpus > 1:
         return None
     return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
@@ -86,7 +100,23 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
 
 def rounds_of(layout: Layout) -> int:
     """Microbatches of a step that are replayed without a pipeline."""
-    return min(ROUNDS, layout.gradient_accumulation_steps)
+    gathers_anew = layout.zero_stage == 3 and ENGINES[layout.engine].allocates == "sharded"
+    return min(GATHERED_ROUNDS if gathers_anew else ROUNDS, layout.gradient_accumulation_steps)
+
+
+def _is_sharded_evenly(layout: Layout, model: ModelShape) -> bool:
+    """Each parameter over all ranks, and experts as wholes."""
+    ranks = layout.shard_group_size
+    uneven = model.num_experts % ranks or layout.expert_parallel_size > 1
+    return ranks == (layout.num_gpus if layout.zero_stage else 1) and not uneven
+
+
+def _is_split_as_known(layout: Layout, model: ModelShape, allocates: str) -> bool:
+    """Whether it is known in which order ranks allocate that split products."""
+    if allocates == "flat":
+        in_graph = layout.compile and layout.recompute == "selective"
+        return model.family == "llama" and not model.num_experts and not in_graph
+    return not (layout.async_tensor_parallel or (layout.compile and model.num_experts))
 
 
 @lru_cache(maxsize=4096)
@@ -108,13 +138,23 @@ def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> R
 
 
 @lru_cache(maxsize=4096)
-def _replay_split(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
-    return run(Split(model, tokens, rounds, layout))
+def _replay_split(allocates: str, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
+    return run(SPLIT[allocates](model, tokens, rounds, layout))
 
 
 @lru_cache(maxsize=4096)
 def _replay_shards(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
     return fullest(SHARDED[layout.zero_stage], model, tokens, rounds, layout)
+
+
+@lru_cache(maxsize=4096)
+def _replay_ranks(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
+    if layout.context_parallel_size > 1:
+        kind = ContextFullySharded if layout.zero_stage else ContextSharded
+        return run(kind(model, tokens, rounds, layout))
+    if layout.zero_stage:
+        return run(FullySharded(model, tokens, rounds, layout))
+    return _replay("sharded", model, tokens, rounds, layout.compile, layout.recompute)
 
 
 def fullest(kind: type[Shards], model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:

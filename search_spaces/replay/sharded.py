@@ -15,6 +15,9 @@ class Sharded(Training):
     gradients of microbatches are summed in fp32 and copied to those of the shards after the last, and the first step
     ends with the moments of Adam."""
 
+    shards = 1
+    """Ranks that hold a part of each parameter."""
+
     def start(self) -> None:
         """Each part of the model is made whole, and then copied to what the rank holds of it."""
         self.gathered: set[str] = set()
@@ -23,7 +26,7 @@ class Sharded(Training):
         for group, parameters in self.groups.items():
             self.make(group)
             for name, count in parameters.items():
-                self.take(f"shard {group} {name}", count, 4)
+                self.take(f"shard {group} {name}", count / self.shards, 4)
                 self.give_back(f"whole {group} {name}")
 
     def make(self, group: str) -> None:
@@ -63,16 +66,26 @@ class Sharded(Training):
 
     def reduce(self, group: str, made: Sequence[str]) -> None:
         """Copy what was `made` of a group's gradients to those of the shard, and let go of its parameters."""
-        parameters = self.groups[group]
-        self.give_back(*(f"{group} {name}" for name in parameters))
+        self.let_go(group)
+        self.send(group, made)
+
+    def let_go(self, group: str) -> None:
+        """Of parameters in the width of products."""
+        self.give_back(*(f"{group} {name}" for name in self.groups[group]))
         self.gathered.remove(group)
+
+    def send(self, group: str, made: Sequence[str]) -> None:
+        """Put gradients together, in the place of those of the group before, and have those of the shard."""
         if self.is_sending:
             self.give_back("sent")
-        self.is_sending, whole = True, sum(parameters.values())
-        self.take("sent", whole, 4)
+        self.is_sending = True
+        self.take("sent", sum(self.groups[group].values()), 4)
         self.give_back(*made)
         self.summed.discard(group)
-        self.take(f"late {group}", whole, 4, REDUCING)
+        self.take_late(group)
+
+    def take_late(self, group: str) -> None:
+        self.take(f"late {group}", sum(self.groups[group].values()), 4, REDUCING)
 
     def step(self) -> None:
         self.give_back(*[name for name in self.live if name.startswith("late ")])
@@ -85,6 +98,6 @@ class Sharded(Training):
             self.has_moments = True
             for group, parameters in self.groups.items():
                 for name, count in parameters.items():
-                    self.take(f"first {group} {name}", count, 4)
-                    self.take(f"second {group} {name}", count, 4)
-        self.late = 4.0 * sum(sum(parameters.values()) for parameters in self.groups.values())
+                    self.take(f"first {group} {name}", count / self.shards, 4)
+                    self.take(f"second {group} {name}", count / self.shards, 4)
+        self.late = 4.0 * sum(sum(parameters.values()) for parameters in self.groups.values()) / self.shards

@@ -291,13 +291,7 @@ class Training:
                 self._rotate(layer, name, width)
                 if fused and not selective:
                     self._done(layer, name)
-        self._keep(layer, "attended", queries)
-        self._keep(layer, "sums", model.heads, 4)
-        if not fused and not selective and not self.is_gpt:  # names of theirs lived on
-            self._done(layer, "q", "k")
-        if selective:
-            self._done(layer, "n1", *(() if self.is_gpt else ("rotated q", "rotated k")))
-        self._past(layer, "v", *(("q", "k") if self.is_gpt else ("rotated q", "rotated k")), "sums")
+        self._attend(layer)
         if self.exchanges:
             self._keep(layer, "exchanged", queries)
         self.take_summands(f"{layer} wo", f"{layer} n1")
@@ -322,6 +316,8 @@ class Training:
             self.take_summands(f"{layer} down", f"{layer} n2")
             if selective:
                 self._done(layer, "activated")
+            if not fused:
+                self._past(layer, "n2", "activated")
         if fused and not self.has_mixture:
             self._add_compiled(layer, again)
             return
@@ -338,6 +334,16 @@ class Training:
             self._done(layer, "down")
         else:
             self.rename(f"{layer} down", f"x{layer + 1}")
+
+    def _attend(self, layer: int) -> None:
+        """What attention comes to, and what was needed for that alone."""
+        self._keep(layer, "attended", self.model.query_width)
+        self._keep(layer, "sums", self.model.heads, 4)
+        if not self.compiled and not self.selective and not self.is_gpt:  # names of theirs lived on
+            self._done(layer, "q", "k")
+        if self.selective:
+            self._done(layer, "n1", *(() if self.is_gpt else ("rotated q", "rotated k")))
+        self._past(layer, "v", *(("q", "k") if self.is_gpt else ("rotated q", "rotated k")), "sums")
 
     def _rotate(self, layer: int, name: str, width: int) -> None:
         """Eager ones are turned in fp32, step by step."""
@@ -387,7 +393,7 @@ class Training:
 
     def _backward(self, layer: int, is_last: bool) -> None:
         model, selective, fused = self.model, self.selective, self.compiled
-        hidden, inner, queries, keys = model.hidden, model.ffn_hidden, model.query_width, model.key_width
+        hidden, inner, queries = model.hidden, model.ffn_hidden, model.query_width
         in_graph = selective and self.whole_graph
         group = block_of(layer)
         self.spread("dx")
@@ -455,21 +461,7 @@ class Training:
             self._keep(layer, "d exchanged", queries)
             self._done(layer, "d attended", "exchanged")
             self.rename(f"{layer} d exchanged", f"{layer} d attended")
-        if in_graph and not self.is_gpt:
-            self._keep(layer, "rotated q", queries)
-            self._keep(layer, "rotated k", keys)
-        for name, width in (("d q", queries), ("d k", keys), ("d v", keys)):
-            self._keep(layer, name, width)
-        self._done(layer, "d attended", "attended", "sums", "v")
-        if self.is_gpt:
-            self._done(layer, "q", "k")
-        else:
-            self._done(layer, "rotated q", "rotated k")
-            if not fused:
-                self._rotate_back(layer, "d q", queries)
-                self._rotate_back(layer, "d k", keys)
-            if selective:
-                self._done(layer, "q", "k")
+        self._attend_back(layer)
         if in_graph:
             self._keep(layer, "n1", hidden)
         for name in ("wv", "wk", "wq"):
@@ -484,6 +476,25 @@ class Training:
         self.take_own("dx")
         self.give_back(f"x{layer}")
         self._drop(layer)
+
+    def _attend_back(self, layer: int) -> None:
+        """From the gradients of what attention came to, to those of queries, keys and values."""
+        queries, keys = self.model.query_width, self.model.key_width
+        if self.selective and self.whole_graph and not self.is_gpt:
+            self._keep(layer, "rotated q", queries)
+            self._keep(layer, "rotated k", keys)
+        for name, width in (("d q", queries), ("d k", keys), ("d v", keys)):
+            self._keep(layer, name, width)
+        self._done(layer, "d attended", "attended", "sums", "v")
+        if self.is_gpt:
+            self._done(layer, "q", "k")
+            return
+        self._done(layer, "rotated q", "rotated k")
+        if not self.compiled:
+            self._rotate_back(layer, "d q", queries)
+            self._rotate_back(layer, "d k", keys)
+        if self.selective:
+            self._done(layer, "q", "k")
 
     def _recompute(self, layer: int) -> None:
         """What selective recomputation does not keep; in one graph, what the next products need, and later the rest."""

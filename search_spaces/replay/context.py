@@ -1,0 +1,115 @@
+"""What the `megatron` engine's attention allocates where ranks have parts of each sequence, as cuDNN's kernels have it
+in parts (`trainables/engines/megatron/context.py`, `trainables/merged.py`)."""
+
+from __future__ import annotations
+
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.replay.fully_sharded import FullySharded
+from search_spaces.replay.sharded import Sharded
+from search_spaces.replay.training import Training
+
+
+class Context(Training):
+    """A rank gathers keys and values, which it keeps of whole sequences, and has its queries in two pieces, each of
+    whose results is merged of two parts."""
+
+    ranks: int
+
+    @property
+    def queries(self) -> str:
+        return "q" if self.is_gpt else "rotated q"
+
+    def _gather_keys(self, layer: int) -> None:
+        """Keys and values together, those of all ranks, and these in the order of the sequence."""
+        own = 2 * self.model.key_width
+        self._keep(layer, "own keys", own)
+        self._keep(layer, "of ranks", own * self.ranks)
+        self._keep(layer, "all keys", own * self.ranks)
+        self._done(layer, "own keys", "of ranks")
+
+    def _attend(self, layer: int) -> None:
+        half = self.model.query_width / 2
+        self._gather_keys(layer)
+        self._keep(layer, "attended", self.model.query_width)
+        self._keep(layer, "sums", self.model.heads, 4)
+        self._keep(layer, "within", half)
+        self._keep(layer, "before", half)
+        self._keep(layer, "weighed", half, 4)
+        self._done(layer, "within", "before", "weighed")
+        if self.selective:
+            self._done(layer, "n1", "all keys", *(() if self.is_gpt else ("rotated q", "rotated k")))
+        else:
+            self._let_go_of_keys(layer)
+        self._past(layer, self.queries, "all keys", "sums")
+
+    def _let_go_of_keys(self, layer: int) -> None:
+        """Of all but the queries that attention had, and the keys and values of all ranks."""
+        names = ("k", "v") if self.is_gpt else ("q", "k", "v", "rotated k")
+        self._done(layer, *(name for name in names if self.holds(f"{layer} {name}")))
+
+    def _recompute(self, layer: int) -> None:
+        super()._recompute(layer)
+        if not self.whole_graph:
+            self._gather_keys(layer)
+            if not self.is_gpt:
+                self._done(layer, "rotated k")
+
+    def _attend_back(self, layer: int) -> None:
+        model, own = self.model, 2 * self.model.key_width
+        if self.selective and self.whole_graph:
+            if not self.is_gpt:
+                self._keep(layer, "rotated q", model.query_width)
+            self._gather_keys(layer)
+        self._keep(layer, "d q", model.query_width)
+        self._keep(layer, "d all keys", own * self.ranks)
+        self._parts_back(layer)
+        self._done(layer, "d attended", "attended", "sums", "all keys")
+        if not self.is_gpt:
+            self._done(layer, "rotated q")
+        if not self.compiled:
+            pieces = [f"d keys of {rank}" for rank in range(self.ranks)]
+            for piece in pieces:
+                self._keep(layer, piece, own)
+            self._done(layer, "d all keys")
+        self._keep(layer, "d of ranks", own * self.ranks)
+        self._done(layer, *(["d all keys"] if self.compiled else pieces))
+        self._keep(layer, "d own keys", own)
+        self._done(layer, "d of ranks")
+        self._keep(layer, "d k", model.key_width)
+        self._keep(layer, "d v", model.key_width)
+        self._done(layer, "d own keys")
+        if not self.is_gpt and not self.compiled:
+            self._rotate_back(layer, "d q", model.query_width)
+            self._rotate_back(layer, "d k", model.key_width)
+        if self.selective:
+            self._let_go_of_keys(layer)
+        if self.is_gpt:
+            self._done(layer, "q")
+
+    def _parts_back(self, layer: int) -> None:
+        """Of the later piece's queries and the keys at their positions, and those before; then of the earlier one's."""
+        half = self.model.query_width / 2
+        piece = self.model.key_width  # of keys and values, half as many as a rank's own
+        before = ""
+        for part, keys in (("within", 1), ("before", 2 * self.ranks - 1), ("earlier", 1)):
+            self._keep(layer, f"d queries {part}", half)
+            self._keep(layer, f"d keys {part}", piece * keys)
+            if before:
+                self._done(layer, f"d queries {before}", f"d keys {before}")
+            before = part
+        self._done(layer, f"d queries {before}", f"d keys {before}")
+
+
+class ContextSharded(Context, Sharded):
+    """Where nothing is sharded."""
+
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.ranks = layout.context_parallel_size
+        super().__init__(model, tokens, rounds, layout.compile, layout.recompute)
+
+
+class ContextFullySharded(Context, FullySharded):
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.ranks = layout.context_parallel_size
+        super().__init__(model, tokens, rounds, layout)
