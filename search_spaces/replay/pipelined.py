@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +20,10 @@ STATES = (
 )
 """How the names begin of what is there once, whatever microbatch is under way."""
 
-ENDED = ("d n2 of ", "d n1 of w", "d activated", "d silu", "d attended")
+ENDED = (
+    *("d n2 of ", "d n1 of w", "d activated", "d silu", "d attended"),
+    *("d weighted", "d rows", "d copies"),
+)
 """Gradients that no product's weights need, in a backward pass that is split."""
 
 
@@ -42,7 +45,6 @@ class Pipelined(Sharded):
         self.under_way = ""
         self.is_split = False
         self.kept: dict[str, list[Piece]] = {}
-        self.names: dict[str, list[str]] = defaultdict(list)  # of each block's tensors, of each microbatch
         self.output = ""
         self.is_past = False
         super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
@@ -57,21 +59,6 @@ class Pipelined(Sharded):
     def named(self, name: str) -> str:
         return name if name.startswith(STATES) else self.under_way + name
 
-    def holds(self, name: str) -> bool:
-        return super().holds(self.named(name))
-
-    def take(self, name: str, values: float, width: int = 2, stream: int = 0) -> None:
-        super().take(self.named(name), values, width, stream)
-        self._note(name)
-
-    def rename(self, name: str, other: str) -> None:
-        super().rename(self.named(name), self.named(other))
-        self._note(other)
-
-    def _note(self, name: str) -> None:
-        if name[0].isdigit():
-            self.names[self.named(name.partition(" ")[0])].append(name)
-
     def give_back(self, *names: str) -> None:
         if self.is_split and "log-softmax" in names:  # as all that the loss needed
             names = tuple(name for name in names if name != "log-softmax")
@@ -80,7 +67,7 @@ class Pipelined(Sharded):
             if self.is_split and not (self._is_ended(name) or (summed and name.endswith(" d n2"))):
                 self.kept[self.under_way].append(self.live.pop(self.named(name)))
             else:
-                super().give_back(self.named(name))
+                super().give_back(name)
 
     @staticmethod
     def _is_ended(name: str) -> bool:
@@ -88,9 +75,7 @@ class Pipelined(Sharded):
         return name.startswith(STATES) or own.startswith(ENDED) or own in ("d x2", "dn", "of chosen", "of copy")
 
     def _drop(self, layer: int) -> None:
-        for name in dict.fromkeys(self.names.pop(self.named(f"{layer}"), [])):
-            if not self.holds(name):
-                continue
+        for name in self._left_of(layer):
             piece = self.live.pop(self.named(name))
             if self.is_split and name.endswith((" d x2", " d n1 of wq")):
                 self.kept[self.under_way].append(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from search_spaces.models import MOST_LOGITS, ModelShape
@@ -40,6 +41,7 @@ class Training:
         # what they keep of eager blocks.
         self.whole_graph = compiled and not (self.has_mixture and self.selective)
         self.live: dict[str, Piece] = {}
+        self.noted: defaultdict[str, list[str]] = defaultdict(list)  # the names of each block's tensors
         self.drops = False
         self.groups = groups_of(model)
         self.late = 0.0
@@ -54,8 +56,13 @@ class Training:
         self.take("cache", L2_CACHE, 1)
         self.give_back("cache")
 
+    def named(self, name: str) -> str:
+        """What a tensor is called among all that live."""
+        return name
+
     def take(self, name: str, values: float, width: int = 2, stream: int = MAIN) -> None:
-        self.live[name] = self.allocator.take(values * width, stream)
+        self.live[self.named(name)] = self.allocator.take(values * width, stream)
+        self._note(name)
 
     def take_all(self, name: str) -> None:
         """Hidden states of all tokens."""
@@ -67,13 +74,23 @@ class Training:
 
     def give_back(self, *names: str) -> None:
         for name in names:
-            self.allocator.give_back(self.live.pop(name))
+            self.allocator.give_back(self.live.pop(self.named(name)))
 
     def rename(self, name: str, other: str) -> None:
-        self.live[other] = self.live.pop(name)
+        self.live[self.named(other)] = self.live.pop(self.named(name))
+        self._note(other)
 
     def holds(self, name: str) -> bool:
-        return name in self.live
+        return self.named(name) in self.live
+
+    def _note(self, name: str) -> None:
+        if name[0].isdigit():
+            self.noted[self.named(name.partition(" ")[0])].append(name)
+
+    def _left_of(self, layer: int) -> list[str]:
+        """What lives yet of a block, those first that were made first; once it is gone it is noted anew."""
+        latest = dict.fromkeys(reversed(self.noted.pop(self.named(f"{layer}"), [])))
+        return [name for name in reversed(latest) if self.holds(name)]
 
     # What engines do in ways of their own
 
@@ -277,7 +294,7 @@ class Training:
             self._done(layer, *names)
 
     def _drop(self, layer: int) -> None:
-        self.give_back(*[name for name in self.live if name.startswith(f"{layer} ")])
+        self.give_back(*self._left_of(layer))
 
     def _forward(self, layer: int, again: bool = False) -> None:
         """From x to the next one, which is not made where the block is computed `again`."""

@@ -125,14 +125,16 @@ def test_a_program_without_a_known_model_has_rules_and_no_predictions() -> None:
     assert work.speed(1000.0, 8) == {"tokens_per_s": 1000.0, "tokens_per_s_per_gpu": 125.0, "mfu": None}
 
 
-def test_axes_of_wattune_s_meaning_have_its_models_as_a_prior() -> None:
-    """What is predicted does not depend on the user's own axes, and fits no layout out of the space."""
+def test_axes_of_wattune_s_meaning_have_its_models_as_a_prior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is predicted does not depend on the user's own axes, and fits no layout out of the space. In which order a
+    program allocates nobody knows, so that the formula alone is taken for its memory."""
     sheet = data_sheet("h200")
     assert sheet is not None
     space = enumerated(micro_batch_size=[1, 2, 8], zero_stage=[0, 3])
     shares = {layout: memory.estimate(layout, WORK).share for layout in space.layouts}
     predicted = {layout: predicted_metrics(layout, WORK, sheet) for layout in space.layouts}
     assert max(share or 0.0 for share in shares.values()) > 1
+    monkeypatch.setattr(memory, "replayed", lambda *_: None)
     for layout in space.layouts:
         plain = layout.having("nccl_algo", "Ring").having("buckets", 1)
         assert (shares[layout], predicted[layout]) == (shares[plain], predicted[plain])

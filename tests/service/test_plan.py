@@ -119,7 +119,8 @@ def test_what_breaks_a_constraint_is_not_promising() -> None:
 
 def test_what_is_predicted_not_to_fit_is_not_promising() -> None:
     """Selective recomputation was never measured, so that more is let in than is believed to fit."""
-    plan = planned(space={"recompute": "selective", "micro_batch_size": [1, 2, 4, 8], "zero_stage": [1, 2, 3]})
+    space = {"recompute": "selective", "micro_batch_size": [1, 2, 4, 8], "zero_stage": [1, 2, 3]}
+    plan = planned(sequence_length=8704, space=space)
     doubtful = [forecast for forecast in plan.forecasts if forecast.share is not None and forecast.share > 1]
     assert doubtful
     assert not [forecast for forecast in doubtful if forecast in plan.promising]
