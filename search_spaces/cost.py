@@ -55,7 +55,7 @@ AUTOCAST_BYTES = 14
 
 AVERAGED_S = 0.04
 """Seconds over which a limit is taken to hold the mean power: of the time that a GPU waits for other pipeline stages in
-a step no more lets its clock rise. Fitted to 71 layouts in stages on up to four GPUs."""
+a step no more lets its clock rise. Fitted to some sixty layouts in stages on up to four GPUs."""
 
 ZERO_BUBBLE = 1 / 3
 """The bubble of schedules that take backward passes apart, in that of 1F1B, for forward, backward and weight-gradient
