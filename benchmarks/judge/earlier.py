@@ -7,24 +7,33 @@ the first step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay import fullest, rounds_of, run
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.groups import groups_of
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
+from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
+
+
+def make_whole(training: Training, groups: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Have parameters made one by one, by way of fp32; their names."""
+    whole = {f"whole {group} {name}": count for group, some in groups.items() for name, count in some.items()}
+    for name, count in whole.items():
+        training.take("in fp32", count, 4)
+        training.take(name, count)
+        training.give_back("in fp32")
+    return list(whole)
 
 
 class Leftovers(Shards):
     """Parameters were made one by one, and then copied to what is flat."""
 
     def start(self) -> None:
-        whole = {f"whole {group} {name}": count for group, some in self.groups.items() for name, count in some.items()}
-        for name, count in whole.items():
-            self.take("in fp32", count, 4)
-            self.take(name, count)
-            self.give_back("in fp32")
+        whole = make_whole(self, self.groups)
         super().start()
         self.give_back(*whole)
 
@@ -75,12 +84,7 @@ class EarlierFlat(FlatSplit):
     def start(self) -> None:
         self.waiting: list[tuple[str, int]] = []
         parts = {f"part {group} {name}": count for group, some in self.groups.items() for name, count in some.items()}
-        whole = {f"whole {group} {name}": count for group, some in self.whole.items() for name, count in some.items()}
-        for name, count in whole.items():
-            self.take("in fp32", count, 4)
-            self.take(name, count)
-            self.give_back("in fp32")
-        for (name, count), made_of in zip(parts.items(), whole, strict=True):
+        for (name, count), made_of in zip(parts.items(), make_whole(self, self.whole), strict=True):
             self.take(name, count)
             self.give_back(made_of)
         self.count = sum(parts.values())
@@ -105,7 +109,7 @@ class EarlierFlat(FlatSplit):
 
 
 def reserved_then(layout: Layout, work: Workload) -> float:
-    """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards, or with products split."""
+    """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards, with products split, or on one GPU."""
     tokens = layout.microbatch_tokens(work.sequence_length)
     if layout.tensor_parallel_size == layout.num_gpus:
         return run(EarlierFlat(work.shape, tokens, rounds_of(layout), layout)).reserved

@@ -111,6 +111,13 @@ def test_what_memory_was_short_for_beside_models_is_measured_once_these_are_gone
     assert report.problems == ()
 
 
+def test_two_processes_measure_kernels_and_launches_in_what_time_these_leave(tiny: None) -> None:
+    kernel_half, launch_half = Operators((SMALL,), (LAUNCH,), 20.0, 60.0).apart()
+    assert [row.operator for row in report_of(kernel_half).operators] == [SMALL]
+    assert [row.operator for row in report_of(launch_half).operators] == [LAUNCH]
+    assert (kernel_half.kernels_s, launch_half.launches_s) == (20.0, 40.0)
+
+
 def test_what_is_too_large_for_all_memory_is_told_once(tiny: None) -> None:
     report = report_of(both(LARGE, SMALL))
     assert [row.operator for row in report.operators] == [SMALL, LAUNCH]

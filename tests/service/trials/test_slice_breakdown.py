@@ -14,7 +14,7 @@ from search_spaces.network import Network
 from search_spaces.schedules import orders
 from search_spaces.workload import Workload
 from service.trials.figures import breakdown_metrics
-from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, unprofiled
+from service.trials.slice_breakdown import USUAL_PRODUCTS, by_pipeline_rank, exposed_s, products, unprofiled
 from trainables.breakdown import Breakdown
 
 NETWORK = Network("by hand", 8, 1e11, 1e10, 1e-6, 1e-5)
@@ -37,6 +37,11 @@ def test_what_the_profiler_adds_to_a_step_is_idle() -> None:
 def test_exposed_communication_keeps_its_share_of_the_step() -> None:
     assert exposed_s(None, 5.0) == {}
     assert {name: seconds for name, seconds in exposed_s(PROFILED, 5.0).items() if seconds} == {"all_reduce": 1.5}
+
+
+def test_a_rank_that_was_not_profiled_has_the_usual_share_of_products() -> None:
+    assert products(PROFILED) == pytest.approx(0.6)
+    assert products(None) == USUAL_PRODUCTS > 0
 
 
 def test_ranks_of_a_pipeline_wait_for_each_other_as_in_send_recv() -> None:
