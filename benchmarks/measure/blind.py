@@ -81,7 +81,9 @@ def draw(layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
 
 
 def _settings(layout: Layout) -> list[tuple[str, Any]]:
-    return [(name, getattr(layout, name)) for name in (*AXES, "data_parallel_size")]
+    """A schedule says something of pipelines alone."""
+    of_layout = [(name, getattr(layout, name)) for name in (*AXES, "data_parallel_size")]
+    return [one for one in of_layout if one[0] != "pipeline_schedule" or layout.pipeline_parallel_size > 1]
 
 
 def predict(

@@ -340,6 +340,28 @@ def test_kernels_on_a_gpu_bear_the_names_of_their_collectives() -> None:
     assert found == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "other_communication"}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
+def test_the_allocator_waits_for_messages_on_a_gpu() -> None:
+    """As with NCCL: even for one that was waited for, as long as the GPU has not come so far."""
+    device = torch.device("cuda", 0)
+    join(RANK, SIZE, no_time, device)
+    torch.cuda.empty_cache()
+    free, sent = (torch.empty(5_000_000, device=device) for _ in range(2))
+    places = free.data_ptr(), sent.data_ptr()
+    torch.cuda._sleep(1_000_000_000)
+    message = dist.isend(sent, 0)
+    assert message is not None
+    message.wait()
+    del free, sent, message
+    again = [torch.empty(5_000_000, device=device).data_ptr() for _ in range(2)]
+    torch.cuda.synchronize()
+    after = torch.empty(5_000_000, device=device), torch.empty(5_000_000, device=device)
+    dist.destroy_process_group()
+    assert again == [places[0], places[0]]
+    assert places[1] in [tensor.data_ptr() for tensor in after]
+
+
 def written(model: ModelShape, layout: Layout, alone: int | None = None) -> TrialRequest:
     trial = request(layout, model)
     program = Written(model, SEQUENCE_LENGTH, alone)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from packaging.version import Version
 from torch import Tensor
 from torch.futures import Future
 from triton.language.extra.cuda import globaltimer
@@ -60,6 +61,9 @@ ALIGNED, INT32 = 16, 2**31 - 1
 
 _forms: dict[tuple[Any, ...], Callable[..., None]] = {}
 
+MESSAGES_HOLD = Version(torch.__version__) >= Version("2.12")
+"""Whether what a message returns holds its tensor. Up to 2.11 torch's pipelines send batches, which hold none."""
+
 WALL_CLOCK_HZ = 100_000_000
 """Of AMD's GPUs, in whose ticks `torch.cuda._sleep` counts there."""
 
@@ -69,8 +73,9 @@ class DeviceLane:
 
     As with NCCL, what is not asynchronous runs on the caller's stream, and all of a group one after the other, whatever
     their streams. Tensors are kept until their collective is waited for, or is over when another comes, in place of
-    `record_stream`: so torch has it with NCCL, and the allocator takes as much memory. What lies on the host goes as it
-    does without a GPU.
+    `record_stream`; those of messages are recorded, so that the allocator has their memory once the GPU has come so far:
+    so torch has it with NCCL (`ProcessGroupNCCL::pointToPoint`), and the allocator takes as much memory. What lies on
+    the host goes as it does without a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,6 +96,10 @@ class DeviceLane:
         if self._latest is not None and self._latest.stream != stream:
             stream.wait_event(self._latest.event)
         transfer(kind, moves, seconds, stream)
+        if kind is Collective.SEND:
+            for move in moves:
+                move.target.record_stream(stream)
+            moves = moves if MESSAGES_HOLD else ()
         self._latest = DeviceWork(stream, stream.record_event(), moves if asynchronous else ())
         if asynchronous:
             self._keeping.append(self._latest)

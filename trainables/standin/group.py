@@ -144,8 +144,7 @@ class StandIn(dist.ProcessGroup):
         return self._call(Collective.ALL_TO_ALL, _size(inputs), moves, opts)
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int) -> dist.Work:
-        kept = [Move(t, t) for t in tensors]  # as NCCL does, until it is waited for: a schedule may do so late
-        return self._message(tensors, (self._rank, receiver), kept)
+        return self._message(tensors, (self._rank, receiver), [Move(t, t) for t in tensors])
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> dist.Work:
         return self._message(tensors, (sender, self._rank), [Move(t, None) for t in tensors])
