@@ -22,9 +22,11 @@ from search_spaces.playing import Played, play
 from search_spaces.schedules import Action, Pass
 from search_spaces.workload import Workload
 
-CONTENTION = 0.33
-"""By what share of the time in which a message is under way, or awaited, matrix products beside it take longer, as
-NCCL's kernels keep their processors for as long: 0.31 to 0.35 on two H100 (`benchmarks.measure.contention`)."""
+CONTENTION, MOST_CONTENTION, LAST_TILES = 0.18, 0.45, 2.2e6
+"""Of `contention`: for products of endless size, for those of experts and the smallest ones, and what a smaller one
+adds, times its elements. Fitted to passes of 18 pipelines on two H100 and H200, of which
+`benchmarks/results/blind5_2xh200.txt` tells. Of square products of 4096 it makes 0.31, where
+`benchmarks.measure.contention` finds 0.31 to 0.35."""
 
 SETTLED, ROUNDS = 1e-3, 8
 
@@ -132,7 +134,7 @@ def compose(
     what GPUs do on average is an even share, and by that goes the energy. Raises KeyError if a kind or a pass is
     missing.
     """
-    ranks = [_Rank(layout, measured, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
+    ranks = [_Rank(layout, work, measured, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
     every = scripts(layout)
     played, slowed, step = _step(every, ranks, transfers(layout, work, network, fleet.links))
     busy = tuple(rank.busy_s + seconds for rank, seconds in zip(ranks, slowed, strict=True))
@@ -165,7 +167,10 @@ def compose(
 class _Rank:
     """One pipeline rank, by the kind that stands for it: `times` tell how long it takes, `usual` what GPUs do."""
 
-    def __init__(self, layout: Layout, measured: Mapping[RankKind, RankTimes], fleet: Fleet, rank: int) -> None:
+    def __init__(
+        self, layout: Layout, work: Workload, measured: Mapping[RankKind, RankTimes], fleet: Fleet, rank: int
+    ) -> None:
+        self.contention = contention(layout, work) if layout.pipeline_parallel_size > 1 else 0.0
         by_share = {kind.share: kind for kind in measured if rank in kind.stands_for}
         if Share.EVEN not in by_share:
             raise KeyError(f"no measured kind stands for pipeline rank {rank}")
@@ -198,7 +203,7 @@ class _Rank:
 
     def slowed_s(self, played: Played, rank: int) -> dict[Action, float]:
         """Seconds by which passes take longer for what their rank sends and receives beside them."""
-        share = CONTENTION * self.times.products
+        share = self.contention * self.times.products
         return {action: share * seconds for action, seconds in _beside(played, rank)} if share else {}
 
     def seconds(self, action: Action) -> float:
@@ -210,6 +215,19 @@ class _Rank:
         measured = usual.busy_s + usual.waited_s + slowed
         worked = [measured * slow for slow in self.slow] + [measured] * (self.gpus - len(self.slow))
         return sum(usual.busy_power_w * busy + usual.waiting_power_w * (step - busy) for busy in worked)
+
+
+def contention(layout: Layout, work: Workload) -> float:
+    """By what share of the time in which a message is under way, or awaited, matrix products beside it take longer.
+
+    NCCL's kernels keep some of the GPU's processors for as long, so that the others have more tiles of a product each.
+    A small product, of few tiles for all, feels it more: its last tiles wait until others are done. So do grouped
+    products of experts.
+    """
+    if work.shape.num_experts:
+        return MOST_CONTENTION
+    elements = layout.microbatch_tokens(work.sequence_length) * work.shape.hidden / layout.tensor_parallel_size
+    return min(MOST_CONTENTION, CONTENTION + LAST_TILES / elements)
 
 
 def _beside(played: Played, rank: int) -> Iterator[tuple[Action, float]]:
