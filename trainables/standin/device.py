@@ -73,7 +73,7 @@ class DeviceLane:
 
     As with NCCL, what is not asynchronous runs on the caller's stream, and all of a group one after the other, whatever
     their streams. Tensors are kept until their collective is waited for, or is over when another comes, in place of
-    `record_stream`; those of messages are recorded, so that the allocator has their memory once the GPU is past them: so
+    `record_stream`; those of messages are recorded, and the allocator has their memory once the GPU is past them: so
     torch has it with NCCL (`ProcessGroupNCCL::pointToPoint`), and the allocator takes as much memory. What lies on the
     host goes as it does without a GPU.
     """
