@@ -60,7 +60,7 @@ from service.spec import load_spec
 SHOWN = ("step_time_s", "mean_power_w", "joules_per_token", "peak_memory_gib")
 
 IDLE = 0.1
-"""Share of a step in which a GPU has nothing to do, from which on its layout is told to wait for the CPU."""
+"""Share of a step in which a GPU waits for a CPU, from which on that is told of its layout."""
 
 Row = dict[str, Any]
 """A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `calibrated`
@@ -235,20 +235,36 @@ def _key(row: Row) -> tuple[str, Layout]:
 def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
     """What was foretold and measured, by layout: `error`, as `benchmarks.measure.off.errors` has it, of slices or of
     the cost model where it was foretold by that, `beside` the same of what else was foretold, by its heading, and the
-    share of a step that a GPU was `idle`: by what it does in the profiled one, of which only waits are longer."""
+    share of a step that a GPU was `idle`."""
     full = {_key(row): TrialResult.from_dict(row["full"]).metrics for row in measured}
     found = []
     for row in foretold:
         if (metrics := full.get(_key(row))) is not None:
-            span_s, idle_s, step_s = map(metrics.get, ("breakdown_span_s", "breakdown_idle_s", "step_time_s"))
             first, beside = _foretold(row)
             found.append(
                 {name: row[name] for name in ("spec", "layout")}
                 | {"error": errors(first, metrics)}
                 | {"beside": {told: errors(figures, metrics) for told, figures in beside.items()}}
-                | {"idle": 1 - (span_s - idle_s) / step_s if span_s and step_s and idle_s is not None else None}
+                | {"idle": _idle(metrics, first)}
             )
     return found
+
+
+def _idle(metrics: Mapping[str, Any], foretold: Mapping[str, Any]) -> float | None:
+    """Share of a step in which a GPU waits for a CPU, by what it does in the profiled one, of which only waits are
+    longer: its own, or another rank's, for which it waits in a collective that would be over by what slices
+    foretold."""
+    span_s, idle_s, step_s = map(metrics.get, ("breakdown_span_s", "breakdown_idle_s", "step_time_s"))
+    if not span_s or not step_s or idle_s is None:
+        return None
+    awaited_s = max(0.0, _exposed_s(metrics) - _exposed_s(foretold)) if "breakdown_span_s" in foretold else 0.0
+    return float(1 - (span_s - idle_s - awaited_s) / step_s)
+
+
+def _exposed_s(metrics: Mapping[str, Any]) -> float:
+    """Seconds of a step in which a GPU does nothing but communicate, and not with other stages of a pipeline."""
+    exposed = metrics.get("breakdown_exposed_communication_s", 0.0) - metrics.get("breakdown_exposed_send_recv_s", 0.0)
+    return float(exposed)
 
 
 def _foretold(row: Row) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:

@@ -129,6 +129,19 @@ def test_every_point_is_told_worst_first_with_means_and_largest() -> None:
     assert [line[line.index("largest") + 3] for line in largest] == ["25.00%", "2.00%", "25.00%"]
 
 
+def test_a_collective_that_waits_for_the_other_ranks_cpu_counts_as_idle() -> None:
+    """By what is exposed in full and not by slices, but for pipelines' messages, which wait for passes."""
+
+    def exposed(seconds: float, sent: float) -> dict[str, float]:
+        named = {"span": 2.0, "idle": 0.1, "exposed_communication": seconds, "exposed_send_recv": sent}
+        return {f"breakdown_{name}_s": value for name, value in named.items()}
+
+    foretold = [row(ONE, slices=result(ONE, 1.5, **exposed(0.2, 0.1)), seconds=9.0, foretold={})]
+    for sent, idle in ((0.1, 0.3), (0.5, 0.1)):
+        (point,) = points(foretold, [row(ONE, full=result(ONE, 2.0, **exposed(0.7, sent)))])
+        assert point["idle"] == pytest.approx(idle)
+
+
 def test_what_is_not_measured_yet_has_no_point_and_what_failed_is_named() -> None:
     assert [point["layout"] for point in points(FORETOLD, MEASURED[1:])] == [OTHER.label]
     failed = row(ONE, full=result(ONE, None))
