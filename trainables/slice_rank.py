@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from search_spaces.composition import pauses
-from search_spaces.engines import engine_of
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
 from trainables.breakdown import Profile
@@ -51,8 +50,7 @@ class StandInWorld(World):
             place.platform.limit_memory(self.device, program.usable_bytes)
         if request.layout.compile:
             tell_compiler()
-        in_place = engine_of(request.layout).keeps_parameters(request.layout)
-        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share, in_place)
+        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share)
 
     def slowest(self, seconds: float) -> float:
         return seconds
