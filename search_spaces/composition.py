@@ -24,7 +24,7 @@ from search_spaces.workload import Workload
 
 CONTENTION, MOST_CONTENTION, LAST_TILES = 0.18, 0.45, 2.2e6
 """Of `contention`: for products of endless size, for those of experts and the smallest ones, and what a smaller one
-adds, times its elements. Fitted to passes of 18 pipelines on two H100 and H200, of which
+adds, times its elements. Fitted to passes of 20 pipelines on two H100 and H200, of which
 `benchmarks/results/blind5_2xh200.txt` tells. Of square products of 4096 it makes 0.31, where
 `benchmarks.measure.contention` finds 0.31 to 0.35."""
 
