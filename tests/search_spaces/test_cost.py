@@ -66,7 +66,7 @@ AXES: dict[str, list[Any]] = {
     "expert_parallel_size": [1, 2],
     "pipeline_schedule": list(SCHEDULES),
     "virtual_pipeline_stages": [1, 2],
-    "stage_layers": [None, (7, 9)],
+    "stage_layers": [None, (7, 9), (15, 17)],
     "zero_stage": [0, 1, 2, 3],
     "data_parallel_replicate_size": [1, 2],
     "micro_batch_size": [1, 2],
