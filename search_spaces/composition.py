@@ -170,6 +170,7 @@ class _Rank:
     def __init__(
         self, layout: Layout, work: Workload, measured: Mapping[RankKind, RankTimes], fleet: Fleet, rank: int
     ) -> None:
+        # Of a trainer's model, which has no pipeline, nothing need be known.
         self.contention = contention(layout, work) if layout.pipeline_parallel_size > 1 else 0.0
         by_share = {kind.share: kind for kind in measured if rank in kind.stands_for}
         if Share.EVEN not in by_share:
