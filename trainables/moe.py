@@ -149,8 +149,8 @@ class MoE(nn.Module):
         self.kept: Tensor | None = None  # a plain attribute: no state of the model's
 
     def keep_routing(self, dtype: torch.dtype) -> None:
-        """Route by the router as it is now, in the `dtype` of its products, whatever becomes of its weight, which is
-        trained as if nothing were."""
+        """Route by the router as it is now, in the `dtype` of its products, whatever is gathered of its weight, which
+        gets its gradient all the same."""
         self.kept = self.router.weight.detach().to(dtype, copy=True)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from search_spaces.composition import pauses
+from search_spaces.engines import engine_of
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
 from trainables.breakdown import Profile
@@ -50,7 +51,8 @@ class StandInWorld(World):
             place.platform.limit_memory(self.device, program.usable_bytes)
         if request.layout.compile:
             tell_compiler()
-        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share)
+        in_place = engine_of(request.layout).keeps_parameters(request.layout)
+        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share, in_place)
 
     def slowest(self, seconds: float) -> float:
         return seconds

@@ -215,6 +215,11 @@ class EngineFacts(ABC):
         """Whether hidden states are on their way between pipeline ranks while these compute."""
         return False
 
+    def keeps_parameters(self, layout: Layout) -> bool:
+        """Whether each rank keeps all of its model's parameters in one tensor, where it gathers those that others have
+        updated."""
+        return False
+
     def autocasts(self, layout: Layout) -> bool:
         """Whether weights and gradients are in fp32 and products in bf16."""
         return False

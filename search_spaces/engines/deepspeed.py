@@ -125,6 +125,9 @@ class DeepSpeed(EngineFacts):
     releases_gradients = False
     update_bytes = 70  # it scales and copies gradients in between
 
+    def keeps_parameters(self, layout: Layout) -> bool:
+        return layout.zero_stage < 3
+
     def autocasts(self, layout: Layout) -> bool:
         """Without ZeRO, DeepSpeed sums the microbatches' gradients in bf16 and takes a first step of Adam on no
         gradients. Torch's autocast has fp32 weights and gradients instead."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
+from search_spaces.engines import engine_of
 from search_spaces.kinds import Share
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
@@ -98,7 +99,7 @@ class Written(RankProgram):
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         layout, rank = request.layout, place.rank
-        ledger = self._together(request, place) if self.alone is None else self._alone(place, layout.num_gpus)
+        ledger = self._together(request, place) if self.alone is None else self._alone(place, layout)
         alone = self.alone is not None
         engine = build_engine(Job(layout, self.model, self.sequence_length, 0, rank, CPU, alone=alone))
         stream = open_tokens(SYNTHETIC, self.model.vocab)
@@ -119,9 +120,10 @@ class Written(RankProgram):
             environment={"calls": json.dumps(calls)},
         )
 
-    def _alone(self, place: Place, size: int) -> Ledger:
-        os.environ.update(RANK=str(place.rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
-        return join(place.rank, size, no_time, place.platform.take(0), self.share)
+    def _alone(self, place: Place, layout: Layout) -> Ledger:
+        os.environ.update(RANK=str(place.rank), LOCAL_RANK="0", WORLD_SIZE=str(layout.num_gpus))
+        in_place = engine_of(layout).keeps_parameters(layout)
+        return join(place.rank, layout.num_gpus, no_time, place.platform.take(0), self.share, in_place)
 
     @staticmethod
     def _together(request: TrialRequest, place: Place) -> Ledger:

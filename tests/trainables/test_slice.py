@@ -18,6 +18,7 @@ from tests.trainables.test_parity import (
     INTERLEAVED,
     LLAMA,
     ROWS,
+    STEPS,
     V_SHAPED,
     ZERO_BUBBLE,
     cases,
@@ -214,6 +215,16 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
     for rank in (first_rank(layout, stage) for stage in range(layout.pipeline_parallel_size)):
         (own,) = reports(run_ranks(counted(alone(trial, rank))))
         assert own.peak_memory_gib == among[rank].peak_memory_gib
+
+
+def test_a_rank_alone_keeps_the_model_as_it_was_drawn(run_ranks: RunRanks) -> None:
+    """DeepSpeed's gathers the parameters of others in place."""
+    layouts = megatron(2), deepspeed(2, zero=1), deepspeed(2, zero=2)
+    found = [report for layout in layouts for report in reports(run_ranks(alone(request(layout, LLAMA), 0)))]
+    first, *others = (report.losses for report in found)
+    assert len(set(first)) == STEPS
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-5)
 
 
 def test_gradients_of_a_tensor_rank_alone_stay_bounded(run_ranks: RunRanks) -> None:

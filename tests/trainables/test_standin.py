@@ -253,6 +253,21 @@ def test_the_share_of_tokens(share: Share, counts: list[int]) -> None:
     assert received.tolist() == counts
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_gathered_in_place_may_be_there_already(in_place: bool) -> None:
+    """As DeepSpeed's parameters are, whose ranks keep them all and update a part."""
+    join(RANK, SIZE, no_time, CPU, in_place=in_place)
+    kept, gathered = numbers(2 * SIZE), torch.empty(2 * SIZE)
+    mine = kept[2 * RANK : 2 * RANK + 2].mul_(10)
+    before = kept.clone()
+    dist.all_gather_into_tensor(gathered, mine)
+    dist.all_gather_into_tensor(kept, mine)
+    dist.destroy_process_group()
+    copies = mine.repeat(SIZE)
+    torch.testing.assert_close(gathered, copies)
+    torch.testing.assert_close(kept, before if in_place else copies)
+
+
 def test_a_groups_collectives_take_their_time_one_after_the_other() -> None:
     asked = []
 

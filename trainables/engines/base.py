@@ -48,8 +48,13 @@ class Job:
     alone: bool = False
 
     @property
+    def learning_rate(self) -> float:
+        """A rank alone has no gradients of the model, by which it could learn: its weights stay as they were drawn."""
+        return 0.0 if self.alone else learning_rate(self.model)
+
+    @property
     def keeps_routing(self) -> bool:
-        """Whether tokens are to go where the routers, as they were drawn, send them, whatever the weights become.
+        """Whether tokens are to go where the routers, as they were drawn, send them, whatever is gathered of these.
 
         A rank alone gathers its own rows of a sharded router in every place. All experts would look alike then, and the
         ranks that hold them come out equally full.

@@ -2,7 +2,7 @@
 
 Nothing is left as it was allocated: the time and the power of what is computed from it depend on the values.
 
-- Gathered: this rank's piece in every place.
+- Gathered: this rank's piece in every place, or, where ranks keep what they gather in place, what was there.
 - Summed: N times this rank's where the ranks agree, as they do on counts and on norms (integers, and tensors of one
   element); else sqrt(N) times, which is the scale that sums of N independent data have, such as the parts of a matrix
   product or the gradients of other tokens. Averages, largest and smallest: this rank's.

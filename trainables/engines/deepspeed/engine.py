@@ -41,7 +41,6 @@ from trainables.engines.base import (
     Microbatch,
     StepOutput,
     TrainingEngine,
-    learning_rate,
 )
 from trainables.engines.deepspeed.configuration import configuration
 from trainables.engines.deepspeed.ulysses import Ulysses
@@ -176,7 +175,7 @@ class DeepSpeedEngine:
         model = self._pipeline(parts, job.model) if self.pipelined else self._whole(parts, job.model)
         optimizer = torch.optim.AdamW(
             self._parameter_groups(model),
-            lr=learning_rate(job.model),
+            lr=job.learning_rate,
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             fused=True,

@@ -37,7 +37,6 @@ from trainables.engines.base import (
     Microbatch,
     StepOutput,
     TrainingEngine,
-    learning_rate,
 )
 from trainables.engines.megatron.context import positions
 from trainables.engines.megatron.mesh import Mesh
@@ -89,7 +88,7 @@ class MegatronEngine:
         self.groups = self._parameter_groups()
         self.optimizer = torch.optim.AdamW(
             [{"params": group.parameters} for group in self.groups],
-            lr=learning_rate(job.model),
+            lr=job.learning_rate,
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             fused=True,
