@@ -31,6 +31,7 @@ def test_only_a_launch_can_run_out(status: Status, cause: str | None, told: str)
     assert verdict(TrialResult("t", LAYOUT, status, cause)) == told
 
 
+@pytest.mark.slow
 def test_layouts_are_near_the_edge_and_of_each_spec_in_turns() -> None:
     specs = {name: load_spec(SPECS / f"edge_{name}.yaml") for name in ("llama", "moe")}
     drawn = list(itertools.islice(at_the_edge(specs, seed=3), 40))

@@ -34,6 +34,7 @@ def test_each_mode_is_there_once_and_those_of_several_ranks_take_more() -> None:
         assert of_ranks or launch.form[3:4] == ("tensor",)
 
 
+@pytest.mark.slow
 def test_a_row_a_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     monkeypatch.setattr("sys.argv", ["launches", str(tmp_path / "spec.yaml")])

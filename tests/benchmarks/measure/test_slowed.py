@@ -152,6 +152,7 @@ def test_draws_are_their_seeds_and_hidden_windows_have_clean_ones_among_them() -
     )
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_halted_most_of_the_time_is_found(
     ray_session: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,7 +206,7 @@ def test_a_short_trial_times_two_batches_in_one_go(axes: dict[str, Any], gang: G
         assert "bubble_ratio" not in result.metrics
 
 
-@pytest.mark.parametrize(("batch", "short_trials"), [(640, True), (96, False)])
+@pytest.mark.parametrize(("batch", "short_trials"), [(640, True), pytest.param(96, False, marks=pytest.mark.slow)])
 def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(
     batch: int, short_trials: bool, gang: Gang, telemetry: Any
 ) -> None:
@@ -340,6 +340,7 @@ def test_a_program_of_a_user_s_is_measured_by_its_log_and_ends_with_its_trial(ga
     wait_until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or ())])
 
 
+@pytest.mark.slow
 def test_a_program_of_a_user_s_on_more_gpus_than_there_are_runs_by_slices(gang: Gang, telemetry: Any) -> None:
     problem = load_spec(Path(__file__).parents[3] / "examples/plain_pytorch.yaml")
     problem = replace(
@@ -648,6 +649,7 @@ def test_a_mailbox_killed_between_trials_is_lent_again(gang: Gang, telemetry: Fl
     assert run_trial(Bench(SPEC, mailbox, telemetry, {}), "d", LONGER).status == "ok"
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_at_once_is_not_started_again_in_a_rush(
     ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
