@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean
 
+from search_spaces.contention import contention
 from search_spaces.kinds import RankKind, Share, first_rank
 from search_spaces.layout import Layout
 from search_spaces.memory import hidden_between
@@ -21,12 +22,6 @@ from search_spaces.network import Collective, Network
 from search_spaces.playing import Played, play
 from search_spaces.schedules import Action, Pass
 from search_spaces.workload import Workload
-
-CONTENTION, MOST_CONTENTION, LAST_TILES = 0.18, 0.45, 2.2e6
-"""Of `contention`: for products of endless size, for those of experts and the smallest ones, and what a smaller one
-adds, times its elements. Fitted to passes of 20 pipelines on two H100 and H200, of which
-`benchmarks/results/blind5_2xh200.txt` tells. Of square products of 4096 it makes 0.31, where
-`benchmarks.measure.contention` finds 0.31 to 0.35."""
 
 SETTLED, ROUNDS = 1e-3, 8
 
@@ -216,19 +211,6 @@ class _Rank:
         measured = usual.busy_s + usual.waited_s + slowed
         worked = [measured * slow for slow in self.slow] + [measured] * (self.gpus - len(self.slow))
         return sum(usual.busy_power_w * busy + usual.waiting_power_w * (step - busy) for busy in worked)
-
-
-def contention(layout: Layout, work: Workload) -> float:
-    """By what share of the time in which a message is under way, or awaited, matrix products beside it take longer.
-
-    NCCL's kernels keep some of the GPU's processors for as long, so that the others have more tiles of a product each.
-    A small product, of few tiles for all, feels it more: its last tiles wait until others are done. So do grouped
-    products of experts.
-    """
-    if work.shape.num_experts:
-        return MOST_CONTENTION
-    elements = layout.microbatch_tokens(work.sequence_length) * work.shape.hidden / layout.tensor_parallel_size
-    return min(MOST_CONTENTION, CONTENTION + LAST_TILES / elements)
 
 
 def _beside(played: Played, rank: int) -> Iterator[tuple[Action, float]]:

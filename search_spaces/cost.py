@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from search_spaces.blocks import Cut, Places, update_of
 from search_spaces.coefficients import IDLE_SHARE, POWER_SHARE, Coefficients, data_sheet
+from search_spaces.contention import contention
 from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
 from search_spaces.launches import ENDS, TRUSTED, is_usual, launch_of, specimen_of, usual_s
@@ -198,7 +199,11 @@ def _loads(layout: Layout, work: Workload, layers: list[int], c: Coefficients) -
     first, last = layout.end_ranks
     loads[first] = loads[first].plus(through.embedding)
     loads[last] = loads[last].plus(through.head)
-    return loads
+    if layout.pipeline_parallel_size == 1:
+        return loads
+    beside = facts_of(layout, work).beside_messages.get(layout.pipeline_schedule, 0.0)
+    slower = 1 + beside * contention(layout, work)
+    return [load._replace(matmul=slower * load.matmul, attention=slower * load.attention) for load in loads]
 
 
 def _together(gpu: float, cpu: float, exponent: int) -> float:

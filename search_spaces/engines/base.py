@@ -120,6 +120,10 @@ class EngineFacts(ABC):
     sends_one_by_one: ClassVar[bool] = False
     """Whether a rank of a pipeline waits for each message that it sends or receives before it goes on."""
 
+    beside_messages: ClassVar[Mapping[str, float]] = {}
+    """Share of a pipeline rank's passes, by schedule, in which NCCL's kernels have a message of it under way or await
+    one; 0 of a schedule that is not named, as where messages come between passes."""
+
     fills_experts: ClassVar[bool] = False
     """Whether experts, computed one after the other, all make room for as many tokens as the fullest needs."""
 

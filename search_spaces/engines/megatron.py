@@ -41,6 +41,15 @@ class Megatron(EngineFacts):
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {"async_tensor_parallel": (megatron_overlaps_no_casts,)}
     fp8 = True
     allocates = "sharded"
+    beside_messages: ClassVar[Mapping[str, float]] = {
+        "gpipe": 0.05,
+        "interleaved_1f1b": 0.25,
+        "interleaved_zero_bubble": 0.24,
+        "zbv_zero_bubble": 0.21,
+    }
+    """torch's schedules post messages ahead. The medians of pipelines of two ranks that were measured, as
+    `search_spaces.composition` plays them; played with passes of one length, four to sixteen ranks have up to half as
+    much again."""
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         """torch leaves attention that is not square to FlashAttention-2; from Hopper on, ranks have it in parts

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from search_spaces.composition import Fleet, RankTimes, compose, contention, pauses
+from search_spaces.composition import Fleet, RankTimes, compose, pauses
+from search_spaces.contention import contention
+from search_spaces.engines import engine_of
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import ONE_STAGE_SCHEDULES, SCHEDULES, Layout
 from search_spaces.models import PRESETS
@@ -187,6 +189,25 @@ def test_passes_beside_messages_take_longer_by_their_products(schedule: str) -> 
     assert after.energy_j > before.energy_j
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_known_of_schedules_is_near_what_playing_them_gives(schedule: str) -> None:
+    """Messages of a fiftieth of a forward pass; backward passes of twice as much, or as much where they are apart."""
+    backward = 1.0 if "zero_bubble" in schedule else 2.0
+    stages = 1 if schedule in ONE_STAGE_SCHEDULES else 2
+    layout = Layout(
+        "megatron", 2, 32, pipeline_parallel_size=2, virtual_pipeline_stages=stages, pipeline_schedule=schedule
+    )
+    times = {}
+    for kind in kinds(layout, WORK):
+        order = orders(layout)[kind.pipeline_rank]
+        passes = {action: backward if action.step is Pass.BACKWARD else 1.0 for action in order}
+        times[kind] = RankTimes(passes, 1.0, 500.0, 100.0, 8.0, products=1e-6)
+    network = replace(NETWORK, measured=(replace(QUARTER, seconds=(0.02,), beside_s=(0.02,)),))
+    played = compose(layout, WORK, times, network)
+    share = sum(played.slowed_s) / sum(played.busy_s) / (1e-6 * contention(layout, WORK))
+    assert share == pytest.approx(engine_of(layout).beside_messages.get(schedule, 0.0), abs=0.1)
+
+
 def test_small_products_and_those_of_experts_feel_messages_most() -> None:
     """As was measured of a Llama's products of 32 Ki and 16 Ki tokens, of GPT-3's of 8 Ki, and of a mixture's."""
     llama = replace(WORK, model=replace(WORK.shape, hidden=2560), sequence_length=4096)
@@ -198,6 +219,14 @@ def test_small_products_and_those_of_experts_feel_messages_most() -> None:
     ]
     assert shares == pytest.approx([0.21, 0.23, 0.31, 0.45], abs=0.01)
     assert contention(PIPELINE, WORK) == pytest.approx(0.45), "and no product more than those of experts"
+
+
+def test_messages_between_nodes_cost_products_nothing() -> None:
+    """NCCL has one or two channels for them, and for all others of the same group."""
+    assert contention(PIPELINE, replace(WORK, gpus_per_node=4)) > 0
+    assert contention(PIPELINE, replace(WORK, gpus_per_node=2)) == 0
+    paired = replace(PIPELINE, rank_order=(0, 2, 1, 3))
+    assert contention(paired, replace(WORK, gpus_per_node=2)) > 0, "both stages of a replica are on one node"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from search_spaces.attention import CUDNN, FLASH_2, Kernel
 from search_spaces.blocks import Cut
 from search_spaces.coefficients import is_unproven
+from search_spaces.contention import contention
 from search_spaces.cost import PASSED_S, SPARED_TOGETHER, Coefficients, data_sheet, predict, predicted_metrics
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.launches import ENDS, usual_s
@@ -302,6 +303,22 @@ def test_a_layouts_own_power_limit_counts_if_it_is_the_lower_one() -> None:
     assert lower.step_time_s / held.step_time_s == pytest.approx((600 / 294) ** (1 / 3))
     assert lower.joules_per_token < held.joules_per_token
     assert predict(replace(ALONE, power_limit_w=50), WORK, hungry).power_w == pytest.approx(0.985 * 50, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "beside"),
+    [
+        ({}, 0.0),
+        ({"pipeline_schedule": "gpipe"}, 0.05),
+        ({"pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_stages": 2}, 0.25),
+        ({"pipeline_schedule": "zbv_zero_bubble", "virtual_pipeline_stages": 2}, 0.21),
+    ],
+)
+def test_products_beside_messages_take_longer(settings: dict[str, Any], beside: float) -> None:
+    layout = layout_of(pipeline_parallel_size=2, **settings)
+    plain = layout_of(pipeline_parallel_size=2)
+    slower = predict(layout, WORK, IDEAL).parts["matmul"] / predict(plain, WORK, IDEAL).parts["matmul"]
+    assert slower == pytest.approx(1 + beside * contention(layout, WORK))
 
 
 def test_gpus_that_wait_take_idle_power() -> None:
