@@ -3,8 +3,9 @@
 As NCCL does it under torch, in whose groups each rank has one stream for all that it sends and receives: batches go one
 after another in the order in which a rank posted them, and a message is on its way when both its ends are there (so
 with a group bound to its device: pytorch/pytorch issues 154132 and 175225). What waits in line holds up what is behind
-it, which schedules of several stages a rank feel on more than two ranks. The four ways of posting are those of torch's
-`ScheduleGPipe`, `Schedule1F1B` and `_PipelineScheduleRuntime`, 2.11 to 2.13, and of DeepSpeed's `TrainSchedule`.
+it, which schedules of several stages a rank would feel on more than two ranks: `megatron` has groups of their own for
+theirs (`trainables/engines/megatron/links.py`). The four ways of posting are those of torch's `ScheduleGPipe`,
+`Schedule1F1B` and `_PipelineScheduleRuntime`, 2.11 to 2.13, and of DeepSpeed's `TrainSchedule`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ class Message(NamedTuple):
 Batch = tuple[Message, ...]
 """Messages that a rank posts at once, to send or to receive."""
 
+Line = tuple[int, ...]
+"""What goes one after another: what one rank sends another, or all that a rank sends and receives, which is ()."""
+
 
 class Run(NamedTuple):
     action: Action
 
 
 class Post(NamedTuple):
-    """Begin to send and receive once all that ran before is over."""
+    """Begin to send and receive once all that ran before is over, and what was posted before on the line."""
 
     batch: Batch
+    line: Line = ()
 
 
 class Wait(NamedTuple):
@@ -144,8 +149,8 @@ def _exchanging(order: Order, ends: _Ends) -> _Steps:
 
 
 def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
-    """Receiving is posted where the rank would be, when something is sent to it, if all took turns. What is sent is
-    waited for at the end of the step."""
+    """Receiving is posted where the rank would be, when something is sent to it, if all took turns. What one rank sends
+    another has a line of its own, and is waited for at the end of the step."""
     steps: list[_Steps] = [[] for _ in order]
     sends: list[_Steps] = [[] for _ in order]
     announced: set[Batch] = {()}
@@ -161,8 +166,9 @@ def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
             if sent := ends.sent(action):
                 announced.add(sent)
                 sends[rank].append(Wait(sent))
-                for end in (rank, sent[0].receiver):
-                    steps[end].append(Post(sent))
+                line = rank, sent[0].receiver
+                for end in line:
+                    steps[end].append(Post(sent, line))
     return [[*ran, *reversed(waits)] for ran, waits in zip(steps, sends, strict=True)]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from search_spaces.messages import Batch, Message, Post, Run, Script
+from search_spaces.messages import Batch, Line, Message, Post, Run, Script
 from search_spaces.schedules import Action, PassTime
 
 
@@ -57,14 +57,13 @@ class Played:
 
 
 class _Stream:
-    """What one rank sends and receives, batch after batch."""
+    """What one rank sends and receives on a line, batch after batch."""
 
     def __init__(self) -> None:
         self.posted: deque[tuple[float, Batch]] = deque()
         self.left = 0
         self.begin = self.end = 0.0
         self.busy: list[tuple[float, float]] = []
-        self.over: dict[Batch, float] = {}
 
 
 def play(
@@ -83,16 +82,18 @@ def play(
     begun = tuple(begins or [0.0] * len(scripts))
     clocks, places = list(begun), [0] * len(scripts)
     spans: list[list[Span]] = [[] for _ in scripts]
-    streams = [_Stream() for _ in scripts]
+    streams: defaultdict[tuple[int, Line], _Stream] = defaultdict(_Stream)
+    over: list[dict[Batch, float]] = [{} for _ in scripts]
     met: dict[Message, float] = {}
     """Since when one end of a message has been there."""
     transfer = cache(transfer)
     runnable = deque(range(len(scripts)))
 
-    def communicate(opened: list[int]) -> None:
-        """Begin with the first batch of each of these ranks, and with what that lets begin."""
+    def communicate(opened: list[tuple[int, Line]]) -> None:
+        """Begin with the first batch of each of these ranks on a line, and with what that lets begin."""
         while opened:
-            stream = streams[opened.pop()]
+            rank, line = opened.pop()
+            stream = streams[rank, line]
             posted, batch = stream.posted[0]
             stream.left, stream.begin = len(batch), max(posted, stream.end)
             ready = stream.begin
@@ -102,23 +103,23 @@ def play(
                     continue
                 end = max(ready, other) + transfer(message.sender, message.receiver)
                 for rank in (message.sender, message.receiver):
-                    opened += arrived(rank, end)
+                    opened += arrived(rank, line, end)
 
-    def arrived(rank: int, end: float) -> list[int]:
-        """Count a message of a rank's batch, and return the rank if it can begin with another one."""
-        stream = streams[rank]
+    def arrived(rank: int, line: Line, end: float) -> list[tuple[int, Line]]:
+        """Count a message of a rank's batch, and return the rank and the line if it can begin with another one."""
+        stream = streams[rank, line]
         stream.left, stream.end = stream.left - 1, max(stream.end, end)
         if stream.left:
             return []
         _, batch = stream.posted.popleft()
-        stream.over[batch] = stream.end
+        over[rank][batch] = stream.end
         stream.busy.append((stream.begin, stream.end))
         runnable.append(rank)
-        return [rank] if stream.posted else []
+        return [(rank, line)] if stream.posted else []
 
     while runnable:
         rank = runnable.popleft()
-        script, stream = scripts[rank], streams[rank]
+        script = scripts[rank]
         while places[rank] < len(script):
             step = script[places[rank]]
             if isinstance(step, Run):
@@ -126,18 +127,32 @@ def play(
                 clocks[rank] += seconds(rank, step.action)
                 spans[rank].append(Span(step.action, begin, clocks[rank]))
             elif isinstance(step, Post):
+                stream = streams[rank, step.line]
                 stream.posted.append((clocks[rank], step.batch))
                 if len(stream.posted) == 1:
-                    communicate([rank])
-            elif step.batch in stream.over:
-                clocks[rank] = max(clocks[rank], stream.over.pop(step.batch))
+                    communicate([(rank, step.line)])
+            elif step.batch in over[rank]:
+                clocks[rank] = max(clocks[rank], over[rank].pop(step.batch))
             else:
                 break
             places[rank] += 1
     if places != [len(script) for script in scripts]:
         raise ValueError("the ranks of the pipeline wait for each other")
-    messages = tuple(tuple(stream.busy) for stream in streams)
-    return Played(tuple(map(tuple, spans)), messages, begun, tuple(clocks))
+    busy: list[list[tuple[float, float]]] = [[] for _ in scripts]
+    for (rank, _), stream in streams.items():
+        busy[rank] += stream.busy
+    return Played(tuple(map(tuple, spans)), tuple(map(_united, busy)), begun, tuple(clocks))
+
+
+def _united(spans: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The times that any of the spans covers."""
+    united: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if united and begin < united[-1][1]:
+            united[-1] = united[-1][0], max(end, united[-1][1])
+        else:
+            united.append((begin, end))
+    return tuple(united)
 
 
 def play_passes(scripts: Sequence[Script], passes: Iterable[PassTime]) -> Played:

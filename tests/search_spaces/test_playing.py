@@ -46,23 +46,29 @@ def test_bubble_of_one_stage_a_rank(engine: str, schedule: str, ranks: int) -> N
     assert step.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    ("schedule", "bubble"),
+    ("schedule", "passes"),
     [
-        ("interleaved_1f1b", (2 - 1) / 2 * 3.0),  # Narayanan et al. 2021, section 2.2.2: (p - 1) / v passes each way
-        ("interleaved_zero_bubble", (2 - 1) / 2 * 1.0),  # Qi et al. 2023, table 1: forward + inputs - weights
-        ("zbv_zero_bubble", (2 - 1) / 2 * 1.0),  # the last rank begins a pass later
+        ("interleaved_1f1b", 3.0),  # Narayanan et al. 2021, section 2.2.2: (p - 1) / v passes each way
+        ("interleaved_zero_bubble", 1.0),  # Qi et al. 2023, table 1: forward + inputs - weights
+        ("zbv_zero_bubble", 1.0),  # the last rank begins a pass later
     ],
 )
-def test_bubble_of_several_stages_a_rank(schedule: str, bubble: float) -> None:
-    step = played(layout_of(schedule, 2, 16))
-    assert step.seconds == pytest.approx(3.0 * 16 + bubble)
+def test_bubble_of_several_stages_a_rank(schedule: str, passes: float, ranks: int) -> None:
+    step = played(layout_of(schedule, ranks, 8 * ranks))
+    assert step.seconds == pytest.approx(3.0 * 8 * ranks + (ranks - 1) / 2 * passes)
 
 
-def test_a_rank_receives_from_one_side_at_a_time() -> None:
-    """With more than two ranks what is awaited from one side keeps waiting what has come from the other."""
-    step = played(layout_of("interleaved_1f1b", 4, 8))
-    assert step.seconds > 3.0 * 8 + (4 - 1) / 2 * 3.0
+def test_in_one_line_what_is_awaited_from_one_side_would_hold_up_what_has_come_from_the_other() -> None:
+    """As with one group for all messages of more than two ranks."""
+    layout = layout_of("interleaved_1f1b", 4, 8)
+    together = [
+        tuple(step._replace(line=()) if isinstance(step, Post) else step for step in script)
+        for script in scripts(layout)
+    ]
+    held_up = play(together, lambda rank, action: PASSES[action.step] / 2, lambda sender, receiver: 0.0)
+    assert held_up.seconds > 1.05 * played(layout).seconds
 
 
 def test_gpipe_hides_no_message_that_is_awaited() -> None:

@@ -98,10 +98,12 @@ class RecordingStage:
 
 def torch_script(layout: Layout, rank: int, monkeypatch: pytest.MonkeyPatch) -> Script:
     steps: list[Any] = []
+    one = layout.pipeline_schedule in _ONE_STAGE
 
     def post(operations: Sequence[Any], desc: str | None = None) -> list[Any]:
         batch = tuple(operation.message for operation in operations)
-        steps.extend([Post(batch)] if batch else [])
+        line = () if one or not batch else (batch[0].sender, batch[0].receiver)
+        steps.extend([Post(batch, line)] if batch else [])
         return [batch]
 
     def wait(works: Sequence[Any]) -> None:
@@ -111,7 +113,6 @@ def torch_script(layout: Layout, rank: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch_schedules, "_wait_batch_p2p", wait)
     stages: Any = [RecordingStage(layout, stage, rank, steps) for stage in layout.stages_of(rank)]
     classes: dict[str, Any] = {**_ONE_STAGE, **_MANY_STAGES}
-    one = layout.pipeline_schedule in _ONE_STAGE
     schedule = classes[layout.pipeline_schedule](stages[0] if one else stages, layout.gradient_accumulation_steps)
     monkeypatch.setattr(schedule, "_initialize_stage" if one else "_initialize_stages", lambda *args: None)
     schedule._step_microbatches()

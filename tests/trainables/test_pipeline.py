@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from search_spaces.layout import ONE_STAGE_SCHEDULES, SCHEDULES, Layout
+from trainables.engines.megatron.links import Links
 from trainables.engines.megatron.pipeline import Pipeline
 
 RANKS, WIDTH = 2, 8
@@ -78,7 +79,8 @@ def count_buffers(rank: int, schedule: str, microbatches: int) -> dict[str, list
     with pytest.MonkeyPatch.context() as monkeypatch:
         buffers.watch(monkeypatch)
         hidden = torch.empty(1, WIDTH, device="meta", requires_grad=True)
-        pipeline = Pipeline(layout, stages, group, nn.functional.mse_loss, hidden, torch.device("cpu"))
+        links = None if schedule in ONE_STAGE_SCHEDULES else Links([range(RANKS)], torch.device("cpu"))
+        pipeline = Pipeline(layout, stages, group, links, nn.functional.mse_loss, hidden, torch.device("cpu"))
         for _ in range(2):
             pipeline.step(torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH))
     return {kind: [buffers.most[kind], buffers.alive(kind)] for kind in KINDS}

@@ -120,6 +120,7 @@ class MegatronEngine:
             self.layout,
             self.stages,
             self.mesh.pipeline_group,
+            self.mesh.pipeline_links,
             self.loss_function,
             self._hidden_states(),
             self.mesh.device,

@@ -6,7 +6,8 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from search_spaces.layout import Layout
+from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
+from trainables.engines.megatron.links import Links
 
 
 class Mesh:
@@ -28,6 +29,9 @@ class Mesh:
         shards = layout.shard_ranks // copies
         self.hybrid = copies > 1
         self.dense = self._mesh(pp=pp, replicate=copies, shard=shards, tp=tp)
+        self.pipeline_links = None
+        if layout.pipeline_schedule not in ONE_STAGE_SCHEDULES:
+            self.pipeline_links = Links(self.dense.mesh.view(pp, -1).T.tolist(), device)
         self.context = self._mesh(outer=layout.num_gpus // (cp * tp), cp=cp, tp=tp) if cp > 1 else None
         self.experts = None
         if ep > 1 and shards > 1:

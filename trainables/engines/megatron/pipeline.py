@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
 from search_spaces.schedules import Action, Pass
+from trainables.engines.megatron.links import Links
 from trainables.passes import Moment, Observer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -57,16 +58,18 @@ class LeanStage(PipelineStage):
         stages: int,
         hidden: Tensor,
         group: ProcessGroup,
+        links: Links | None,
         device: torch.device,
         observe: Observer | None,
     ) -> None:
-        """Stage `index` of `stages`, between which go tensors like `hidden`, of one microbatch.
+        """Stage `index` of `stages`, between which go tensors like `hidden`, of one microbatch, by `links` if there are
+        any, and else by `group`, which has the pipeline's ranks.
 
         `observe` is told of passes as they begin and are done, and that all are before gradients are reduced.
         """
         # Not told, stages would try their modules and tell each other, before the first step.
         super().__init__(module, index, stages, device, input_args=hidden, output_args=hidden, group=group)
-        self.observe = observe
+        self.links, self.observe = links, observe
 
     def _validate_fwd_input(self, *_: Any) -> None:
         """torch before 2.12 would find that tokens are not like hidden states."""
@@ -87,17 +90,20 @@ class LeanStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         _put_buffers(self.args_recv_info[fwd_chunk_id], self.device, requires_grad=True)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._linked(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         _put_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._linked(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         for op in ops:
             op.tensor = op.tensor.detach()  # as from torch 2.12 on: what is sent must not hold the stage's graph
-        return ops
+        return self._linked(ops)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._linked(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._begin(Pass.FORWARD, fwd_chunk_id)
@@ -124,6 +130,13 @@ class LeanStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._tell(Moment.PASSED)
         super().perform_reduce_grad(grad_scale_factor)
+
+    def _linked(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if self.links is not None:
+            for op in ops:
+                ends = (self.group_rank, op.group_peer) if op.op is dist.isend else (op.group_peer, self.group_rank)
+                op.group = self.links.group(*ends)
+        return ops
 
     def _begin(self, step: Pass, microbatch: int) -> None:
         self._tell(Action(self.stage_index, step, microbatch))
@@ -155,6 +168,7 @@ class Pipeline:
         layout: Layout,
         stages: Mapping[int, nn.Module],
         group: ProcessGroup,
+        links: Links | None,
         loss: Loss,
         hidden: Tensor,
         device: torch.device,
@@ -165,7 +179,7 @@ class Pipeline:
         last = layout.pipeline_stages - 1
         self.first, self.last = 0 in stages, last in stages
         parts: list[Any] = [
-            LeanStage(stage, i, last + 1, hidden, group, device, observe) for i, stage in stages.items()
+            LeanStage(stage, i, last + 1, hidden, group, links, device, observe) for i, stage in stages.items()
         ]
         rounds = layout.gradient_accumulation_steps
 
