@@ -3,7 +3,8 @@
 NCCL's kernels keep some of the GPU's processors for as long as a message is under way, or awaited, so that the others
 have more tiles of a product each. A channel has a processor: over NVLink, messages have two for each link; where stages
 are on several nodes, all messages between them have one or two (`ncclTopoComputeP2pChannels` in NCCL's
-`src/graph/paths.cc`), which is taken to cost nothing.
+`src/graph/paths.cc`), which is taken to cost nothing. That was not measured: within a node, links of 4
+channels take 0.8% off a step, not all that is counted here (`benchmarks/results/links_2xh100.txt`).
 """
 
 from __future__ import annotations
