@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from search_spaces.models import ModelShape
+from trainables.tensor_ranks import TensorRanks
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,15 @@ class ExpertLayout:
     """With whom a rank shares the experts of a block; the default is a single process.
 
     - `expert_group`: ranks with the same parameters but for experts, of which each holds an equal run.
-    - `tensor_mesh`: ranks among which the width of each expert is split; they are given the same sequences, with
-      `sequence_parallel` one consecutive piece each.
+    - `tensor_ranks`: those among which the width of each expert is split; they are given the same sequences, or the
+      pieces of them that they have.
     - `context_group`: ranks that hold the other tokens of the same sequences.
     - `loss_scale`: what the cross-entropy of a microbatch is multiplied by before its backward pass.
     """
 
     expert_group: ProcessGroup | None = None
-    tensor_mesh: DeviceMesh | None = None
+    tensor_ranks: TensorRanks | None = None
     context_group: ProcessGroup | None = None
-    sequence_parallel: bool = False
     loss_scale: float = 1.0
 
     @property
@@ -45,7 +43,7 @@ class ExpertLayout:
 
     @property
     def tensor_size(self) -> int:
-        return 1 if self.tensor_mesh is None else self.tensor_mesh.size()
+        return 1 if self.tensor_ranks is None else self.tensor_ranks.size
 
     @property
     def context_size(self) -> int:
@@ -58,7 +56,7 @@ class ExpertLayout:
 
     def local_width(self, width: int) -> slice:
         """Which part of an expert's width this rank holds."""
-        share, rank = width // self.tensor_size, 0 if self.tensor_mesh is None else self.tensor_mesh.get_local_rank()
+        share, rank = width // self.tensor_size, 0 if self.tensor_ranks is None else self.tensor_ranks.rank
         return slice(rank * share, (rank + 1) * share)
 
 
@@ -92,7 +90,7 @@ def balance_loss(probabilities: Tensor, experts: Tensor, context_group: ProcessG
     return probabilities.shape[-1] * (shares * means).sum(dim=-1).mean()
 
 
-@torch.compiler.disable  # for the reason that `MoE._whole` is
+@torch.compiler.disable  # for the reason that `_whole` is
 def attach_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
     """`x` itself, whose backward pass also goes through `scale * loss`: so a part of the loss needs no way to the end
     of the model."""
@@ -136,7 +134,7 @@ class MoE(nn.Module):
     """A mixture of experts in place of a feed-forward network: (batch, sequence, hidden) to the same shape.
 
     With tensor parallelism each rank computes one summand of everything between the input and the output, so that
-    gradients are summands too; `_whole` and `_summed` mark where.
+    gradients are summands too; `TensorRanks.whole` and `summed` mark where.
     """
 
     def __init__(self, shape: ModelShape, layout: ExpertLayout) -> None:
@@ -155,13 +153,15 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router.weight if self.kept is None else _in_place_of(self.router.weight, self.kept)
-        if self.layout.tensor_mesh is not None:
-            x, scores = self._whole(x, self._outside), self._whole(scores, Replicate())
+        ranks = self.layout.tensor_ranks
+        if ranks is not None:
+            x, scores = _whole(x, ranks), ranks.shared(scores)
         logits = F.linear(x, scores)
         probabilities, gates, experts = choose_experts(logits, self.experts_per_token)
         loss = balance_loss(probabilities, experts, self.layout.context_group) if self.balance_scale else None
         outs = self._chosen(x.flatten(0, 1), experts.flatten(0, 1), loss).unflatten(0, x.shape[:2])
-        return self._summed((outs * gates.type_as(outs).unsqueeze(-1)).sum(dim=2))
+        out = (outs * gates.type_as(outs).unsqueeze(-1)).sum(dim=2)
+        return out if ranks is None else ranks.summed(out)
 
     @torch.compiler.disable
     def _chosen(self, tokens: Tensor, experts: Tensor, loss: Tensor | None) -> Tensor:
@@ -194,27 +194,12 @@ class MoE(nn.Module):
         rows = self.experts(_take(rows, order, inverse, 1), received.sum(dim=0).cumsum(dim=0, dtype=torch.int32))
         return _exchange(_take(rows, inverse, order, 1), sends, receives, group)
 
-    @property
-    def _outside(self) -> Placement:
-        return Shard(1) if self.layout.sequence_parallel else Replicate()
 
-    # Where nothing is gathered the result is a view of `x`, and a compiled graph that returns a view of what it was
-    # given forgets the sum in its backward pass (seen with torch 2.13).
-    @torch.compiler.disable
-    def _whole(self, x: Tensor, placement: Placement) -> Tensor:
-        """All of `x`, of which this rank has what `placement` says; its gradient is summed over the tensor mesh."""
-        mesh = self.layout.tensor_mesh
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [placement], run_check=False)
-        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-
-    def _summed(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the tensor mesh, as the module's input was laid out."""
-        mesh = self.layout.tensor_mesh
-        if mesh is None:
-            return x
-        summands = DTensor.from_local(x, mesh, [Partial()], run_check=False)
-        return summands.redistribute(placements=[self._outside]).to_local()
+# Where nothing is gathered the result is a view of `x`, and a compiled graph that returns a view of what it was given
+# forgets the sum in its backward pass (seen with torch 2.13).
+@torch.compiler.disable
+def _whole(x: Tensor, ranks: TensorRanks) -> Tensor:
+    return ranks.whole(x)
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

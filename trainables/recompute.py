@@ -26,8 +26,10 @@ KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.wattune.merged_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-"""Matrix products and attention: most of the time of a block, in a fraction of its memory."""
+"""Matrix products, attention, and what ranks summed: most of the time of a block, in a fraction of its memory."""
 
 
 # FSDP2 names its steps to the profiler in a first forward pass, and not in the one for the backward pass.

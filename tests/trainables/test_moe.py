@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from search_spaces.models import ModelShape
 from trainables.model import Parts, SwiGLU
 from trainables.moe import ONE_PROCESS, ExpertLayout, MoE, balance_loss, choose_experts
+from trainables.tensor_ranks import TensorRanks
 
 SHAPE = ModelShape(
     "llama", 2, 16, 4, 2, 24, 64, 16, num_experts=4, experts_per_token=2, router_aux_loss=0.5
@@ -187,9 +188,8 @@ def check_spread(spread: Spread) -> None:
     experts = init_device_mesh("cpu", (replicas // spread.ep, spread.ep, spread.tp), mesh_dim_names=("dp", "ep", "tp"))
     layout = ExpertLayout(
         expert_group=experts.get_group("ep") if spread.ep > 1 else None,
-        tensor_mesh=mesh["tp"] if spread.tp > 1 else None,
+        tensor_ranks=TensorRanks.of(mesh.get_group("tp"), spread.sp) if spread.tp > 1 else None,
         context_group=mesh.get_group("cp") if spread.cp > 1 else None,
-        sequence_parallel=spread.sp,
     )
 
     def mine(whole: Tensor) -> Tensor:

@@ -177,9 +177,8 @@ class MegatronEngine:
         layout, mesh = self.layout, self.mesh
         return ExpertLayout(
             expert_group=mesh.expert_group,
-            tensor_mesh=mesh.tensor if layout.tensor_parallel_size > 1 else None,
+            tensor_ranks=mesh.tensor_ranks,
             context_group=mesh.context_group,
-            sequence_parallel=layout.sequence_parallel,
             loss_scale=1.0 if layout.pipeline_parallel_size > 1 else 1 / layout.gradient_accumulation_steps,
         )
 

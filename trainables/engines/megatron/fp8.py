@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from trainables.engines.megatron.fp8_casts import FORWARD, GRADIENT, quantize, transposed
-from trainables.engines.megatron.fp8_ranks import TensorRanks
+from trainables.engines.megatron.fp8_casts import FORWARD, GRADIENT, cast, magnitude, quantize, transposed
+from trainables.engines.megatron.tensor import SplitLinear, WholeInput, local
+from trainables.tensor_ranks import TensorRanks
 
 COMPILER_OPTIONS = {"triton.mix_order_reduction": False}
 """For compiled blocks with these layers and RMS norms. torch 2.11 to 2.13 would join the two sums of a norm's backward
@@ -49,13 +47,13 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x8, scale, w8, w_scale)
         ctx.ranks, ctx.dtype = ranks, source.dtype
         y = _multiply(x8, w8.t(), scale, w_scale, source.dtype).unflatten(0, values.shape[:-1])
-        return y if ranks is None else ranks.summed(y)
+        return y if ranks is None else ranks.reduced(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         (gradient,) = gradients
-        whole, g_scale = (quantize if ctx.ranks is None else ctx.ranks.whole)(gradient, GRADIENT)
+        whole, g_scale = _quantized(gradient, GRADIENT, ctx.ranks)
         g8 = whole.flatten(0, -2)
         for_x = _multiply(g8, _by_columns(w8), g_scale, w_scale, ctx.dtype).unflatten(0, whole.shape[:-1])
         for_weight = _multiply(transposed(g8), _by_columns(x8), g_scale, x_scale, ctx.dtype)
@@ -72,7 +70,7 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.summed(gradients[0]), None
+        return ctx.ranks.reduced(gradients[0]), None
 
 
 _product: Callable[[Tensor, Tensor, Tensor, Tensor, TensorRanks | None], Tensor] = _Product.apply
@@ -88,34 +86,33 @@ def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: tor
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
 
 
-class Float8Linear(nn.Linear):
-    """`nn.Linear` in 8-bit floats; widths and the number of tokens must be multiples of 16.
+def _quantized(x: Tensor, dtype: torch.dtype, ranks: TensorRanks | None) -> tuple[Tensor, Tensor]:
+    """x (batch, tokens, width), or what `ranks` have of it together, in 8 bits, and the fp32 scalar that undoes the
+    scaling.
 
-    `ranks`: those that each compute a summand of the result; None where this rank has all of it.
+    Tokens that are split have one scale, by the largest magnitude among the ranks, and are gathered in 8 bits. Those
+    that all ranks have they cast alike.
     """
+    if ranks is None or not ranks.sequence_parallel:
+        return quantize(x, dtype)
+    part, scale = cast(x, ranks.largest(magnitude(x)), dtype)
+    # As bytes, since not every process group knows floats of 8 bits.
+    return ranks.gathered(part.view(torch.uint8)).view(dtype), scale
 
-    ranks: TensorRanks | None = None
+
+class Float8Linear(SplitLinear):
+    """`nn.Linear` in 8-bit floats, whole or split; widths and the number of tokens must be multiples of 16."""
 
     def forward(self, x: Tensor | Scaled) -> Tensor:
         given = x if isinstance(x, Scaled) else _scaled(x, None)
-        y = _product(*given, _local(self.weight), self.ranks)
-        if self.bias is None:
-            return y
-        # Where a rank adds it to its own tokens alone, so is its gradient of them alone.
-        own = self.ranks is not None and self.ranks.sequence_parallel
-        return y + _local(self.bias, Partial() if own else None)
+        return self.with_bias(_product(*given, local(self.weight), self.ranks))
 
 
 def _scaled(x: Tensor, ranks: TensorRanks | None) -> Scaled:
     """Of x (batch, tokens, width), or of what `ranks` have of it together."""
     with torch.no_grad():
-        values, scale = quantize(x, FORWARD) if ranks is None else ranks.whole(x, FORWARD)
+        values, scale = _quantized(x, FORWARD, ranks)
     return Scaled(values, scale, x if ranks is None else _source(x, ranks))
-
-
-def _local(x: Tensor, gradient: Placement | None = None) -> Tensor:
-    """This rank's part of what is a DTensor where ranks split it; its gradient is laid out likewise, or as said."""
-    return x.to_local(grad_placements=None if gradient is None else [gradient]) if isinstance(x, DTensor) else x
 
 
 def use_fp8(module: nn.Module) -> None:
@@ -125,38 +122,8 @@ def use_fp8(module: nn.Module) -> None:
             child.__class__ = Float8Linear
 
 
-class WholeInput(ParallelStyle):
+class WholeScaledInput(WholeInput):
     """Gives a module `Scaled` what `ranks` have of its input together, cast once for all of its products."""
 
-    def __init__(self, ranks: TensorRanks) -> None:
-        super().__init__()
-        self.ranks = ranks
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks = self.ranks
-
-        def gather(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Scaled]:
-            return (_scaled(_local(inputs[0]), ranks),)
-
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-class Columns(ColwiseParallel):
-    """A `Float8Linear` whose outputs are split over ranks, given what all of them have."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._partition_linear_fn)
-
-
-class Rows(RowwiseParallel):
-    """A `Float8Linear` whose inputs are split over `ranks`, which sum what comes out."""
-
-    def __init__(self, ranks: TensorRanks) -> None:
-        super().__init__()
-        self.ranks = ranks
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Float8Linear)
-        module.ranks = self.ranks
-        return distribute_module(module, device_mesh, self._partition_linear_fn)
+    def given(self, x: Tensor) -> Scaled:
+        return _scaled(x, self.ranks)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
 from trainables.engines.megatron.links import Links
+from trainables.tensor_ranks import TensorRanks
 
 
 class Mesh:
@@ -32,6 +33,9 @@ class Mesh:
         self.pipeline_links = None
         if layout.pipeline_schedule not in ONE_STAGE_SCHEDULES:
             self.pipeline_links = Links(self.dense.mesh.view(pp, -1).T.tolist(), device)
+        self.tensor_ranks = None
+        if tp > 1:
+            self.tensor_ranks = TensorRanks.of(self.tensor.get_group(), layout.sequence_parallel)
         self.context = self._mesh(outer=layout.num_gpus // (cp * tp), cp=cp, tp=tp) if cp > 1 else None
         self.experts = None
         if ep > 1 and shards > 1:

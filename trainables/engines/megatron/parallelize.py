@@ -9,23 +9,17 @@ from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from search_spaces.layout import Layout
 from trainables.engines.megatron.context import GatheredAttention
-from trainables.engines.megatron.fp8 import COMPILER_OPTIONS, Columns, Rows, WholeInput, use_fp8
-from trainables.engines.megatron.fp8_ranks import TensorRanks
+from trainables.engines.megatron.fp8 import COMPILER_OPTIONS, WholeScaledInput, use_fp8
 from trainables.engines.megatron.mesh import Mesh
+from trainables.engines.megatron.tensor import Columns, OwnTokens, Rows, WholeInput
 from trainables.model import Block, Embedding, Head
 from trainables.moe import Experts, MoE
 from trainables.recompute import recomputed
+from trainables.tensor_ranks import TensorRanks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -59,7 +53,8 @@ class Parallelizer:
             block.attention.attend = self.attend
         if self.layout.precision == "fp8":
             use_fp8(block)
-        self._tensor_parallel(block, self._block_plan(block))
+        if self.mesh.tensor_ranks is not None:
+            self._tensor_parallel(block, self._block_plan(block, self.mesh.tensor_ranks))
         if isinstance(block.ffn, MoE):
             self._shard_experts(block.ffn.experts)
         module = recomputed(block, self.layout.recompute, self.layout.splits_backward)
@@ -101,8 +96,9 @@ class Parallelizer:
         if self.mesh.device.type == "cuda" and not (layout.overlap_grad_reduce and layout.overlap_param_gather):
             _serialize(module, gradients=not layout.overlap_grad_reduce, parameters=not layout.overlap_param_gather)
 
-    def _block_plan(self, block: Block) -> dict[str, Any]:
-        whole, columns, rows = self._product_styles()
+    def _block_plan(self, block: Block, ranks: TensorRanks) -> dict[str, Any]:
+        whole = (WholeScaledInput if self.layout.precision == "fp8" else WholeInput)(ranks)
+        columns, rows = Columns(), Rows(ranks)
         plan: dict[str, Any] = {
             "attention": whole,
             "attention.wq": columns,
@@ -114,18 +110,9 @@ class Parallelizer:
             plan |= {"ffn": whole, "ffn.up": columns, "ffn.down": rows}
             if hasattr(block.ffn, "gate"):
                 plan["ffn.gate"] = columns
-        if self.layout.sequence_parallel:
-            plan["attention_norm"] = plan["ffn_norm"] = SequenceParallel()
+        if ranks.sequence_parallel:
+            plan["attention_norm"] = plan["ffn_norm"] = OwnTokens()
         return plan
-
-    def _product_styles(self) -> tuple[ParallelStyle, ParallelStyle, ParallelStyle]:
-        """Of what several products are given, of these, and of the one whose results are summed."""
-        if self.layout.precision == "fp8":
-            group = self.mesh.tensor.get_group()
-            ranks = TensorRanks(group.group_name, group.size(), self.layout.sequence_parallel)
-            return WholeInput(ranks), Columns(), Rows(ranks)
-        whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
-        return whole, ColwiseParallel(), RowwiseParallel(output_layouts=self.hidden)
 
     def _shard_experts(self, experts: Experts) -> None:
         """Over the ranks that hold the same experts: whole ones each where there are enough, else a part of each."""
