@@ -423,9 +423,13 @@ def _block_activations(
     if layout.recompute == "full":
         return tokens * layout.width * outside, whole
     # Autograd needs no result of a dense network's last product, which the policy keeps none the less of what is not
-    # compiled into one graph; that of experts is among their products. Of split blocks that was not counted.
-    sums = 2 if model.num_experts or (layout.compile and tensor == 1) else 3
-    return min(whole, tokens * layout.width * (sums * outside + attention + products)), whole
+    # compiled into one graph; that of experts is among their products. Of what ranks sum it keeps the sums, and where
+    # nothing is compiled, what they are of.
+    last = 0 if model.num_experts or layout.compile else 1
+    kept = (2 + last) * outside
+    if tensor > 1 and not layout.compile:
+        kept += (1 + last) * hidden + (outside if model.num_experts else 0)
+    return min(whole, tokens * layout.width * (kept + attention + products)), whole
 
 
 def _logits(layout: Layout, model: ModelShape, engine: EngineFacts, tokens: int) -> tuple[float, float, float]:

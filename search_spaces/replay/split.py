@@ -26,7 +26,7 @@ def share_of(model: ModelShape, ranks: int) -> ModelShape:
 
 
 class Split(Sharded):
-    """One of the ranks that share all products (Shoeybi et al. 2019), as DTensor has them do it.
+    """One of the ranks that share all products (Shoeybi et al. 2019).
 
     Under sequence parallelism (Korthikanti et al. 2022) it has its own tokens alone where hidden states are added up
     and normed, gathers all of them for the products that follow, which keep them, and has its own of the sums of what
@@ -99,9 +99,9 @@ class Split(Sharded):
 
     def take_summands(self, name: str, norm: str) -> None:
         super().take_summands(name, norm)
-        if self.selective:  # the policy keeps what products come to
+        if self.selective and not self.whole_graph:  # the policy keeps what products come to, and their sums
             self._add_up()
-            self.give_back("sum")
+            self.rename("sum", f"{name} summed")
         elif self.scatters or not self.compiled:
             self.sum_tokens(name)
         if self.scatters:
@@ -109,6 +109,8 @@ class Split(Sharded):
 
     def _recompute(self, layer: int) -> None:
         super()._recompute(layer)
+        if not self.whole_graph:
+            self._done(layer, "wo summed")
         if self.scatters:
             self._done(layer, *(() if self.whole_graph else ("n1 own",)), "n2 own")
 
@@ -133,11 +135,10 @@ class Split(Sharded):
         super()._forward(layer, again)
 
     def _add_compiled(self, layer: int, again: bool) -> None:
-        """The sum is made apart. The policy of selective recomputation keeps the last product too."""
+        """The sum is made apart."""
         if not again:
             self.take_own(f"x{layer + 1}")
-        if not self.selective:
-            self._done(layer, "down")
+        self._done(layer, "down")
 
     # The ends
 
