@@ -16,7 +16,8 @@ _ops = torch.ops._c10d_functional
 @dataclass(frozen=True)
 class TensorRanks:
     """The `size` ranks of the process group named `group`, which split the products of a block, and with
-    `sequence_parallel` the tokens between them, a consecutive piece each. `rank` is this one's number.
+    `sequence_parallel` the tokens between them, a consecutive piece each. `rank` is this one's number. `asynchronous`:
+    whether the compiler is to split the products beside a gather or a scatter, which it knows by their form.
 
     What is whole forward is summed backward, and the other way round (Shoeybi et al. 2019, Korthikanti et al. 2022).
     Tensors are (batch, tokens, width).
@@ -26,10 +27,11 @@ class TensorRanks:
     size: int
     rank: int
     sequence_parallel: bool
+    asynchronous: bool = False
 
     @classmethod
-    def of(cls, group: ProcessGroup, sequence_parallel: bool) -> TensorRanks:
-        return cls(group.group_name, group.size(), group.rank(), sequence_parallel)
+    def of(cls, group: ProcessGroup, sequence_parallel: bool, asynchronous: bool = False) -> TensorRanks:
+        return cls(group.group_name, group.size(), group.rank(), sequence_parallel, asynchronous)
 
     def whole(self, x: Tensor) -> Tensor:
         """`gathered`, for products of which each rank computes a part: their gradients are summands of that of `x`."""
@@ -52,9 +54,9 @@ class TensorRanks:
         """All ranks' tokens of `x`, which autograd does not follow."""
         if not self.sequence_parallel:
             return x.view_as(x)
-        # The compiler knows these forms, and splits the products beside them (async tensor parallelism).
-        if x.shape[0] == 1:
-            return _wait(_ops.all_gather_into_tensor(x[0].contiguous(), self.size, self.group)).unsqueeze(0)
+        if x.shape[0] == 1 and not self.asynchronous:
+            rows = x.flatten(0, 1).contiguous()
+            return _wait(_ops.all_gather_into_tensor(rows, self.size, self.group)).unflatten(0, (1, -1))
         pieces = _wait(_ops.all_gather_into_tensor(x.contiguous(), self.size, self.group))
         return torch.cat(pieces.chunk(self.size), dim=1)
 
@@ -64,7 +66,8 @@ class TensorRanks:
         if not self.sequence_parallel:
             return _wait(_ops.all_reduce(x.contiguous(), "sum", self.group))
         if x.shape[0] == 1:
-            return _wait(_ops.reduce_scatter_tensor(x[0].contiguous(), "sum", self.size, self.group)).unsqueeze(0)
+            rows = x.flatten(0, 1).contiguous()
+            return _wait(_ops.reduce_scatter_tensor(rows, "sum", self.size, self.group)).unflatten(0, (1, -1))
         pieces = torch.cat(x.chunk(self.size, dim=1))
         return _wait(_ops.reduce_scatter_tensor(pieces, "sum", self.size, self.group))
 

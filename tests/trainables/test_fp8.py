@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from search_spaces import memory
-from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective
 from search_spaces.workload import Workload
-from tests.trainables.ledgers import CPU, no_time
+from tests.trainables.one_rank import calls_of_a_step, kept_bytes
 from tests.trainables.test_parity import GLOBAL_BATCH_SIZE, GPT, SEQUENCE_LENGTH, WIDER, megatron, wide
-from trainables.engines.base import Job
-from trainables.engines.megatron.engine import MegatronEngine
 from trainables.engines.megatron.fp8 import Float8Linear, use_fp8
 from trainables.engines.megatron.fp8_casts import FORWARD, GRADIENT, quantize
-from trainables.standin.join import join
-from trainables.standin.ledger import Call, Ledger
+from trainables.standin.ledger import Call
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -99,25 +89,6 @@ def test_a_cast_outside_a_compiled_block_is_a_few_kernels(dtype: torch.dtype) ->
     assert 1 <= len(kernels) <= 4
 
 
-@contextmanager
-def one_rank(model: ModelShape, layout: Layout) -> Iterator[tuple[MegatronEngine, Ledger]]:
-    """The first rank of a layout, alone, and what it calls the others for."""
-    ledger = join(0, layout.num_gpus, no_time, CPU)
-    yield MegatronEngine(Job(layout, model, SEQUENCE_LENGTH, seed=0, rank=0, device=CPU, alone=True)), ledger
-    dist.destroy_process_group()
-
-
-def tokens(layout: Layout, model: ModelShape) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.vocab, (layout.micro_batch_size, SEQUENCE_LENGTH), generator=generator)
-
-
-def calls_of_a_step(model: ModelShape, layout: Layout) -> Counter[Call]:
-    with one_rank(model, layout) as (engine, ledger):
-        engine.step(iter([(tokens(layout, model),) * 2] * layout.gradient_accumulation_steps))
-        return Counter(ledger)
-
-
 def test_ranks_gather_in_8_bits_and_sum_in_bf16() -> None:
     layout = megatron(2, tp=2, sp=True, precision="bf16")
     plain = calls_of_a_step(WIDER, layout)
@@ -137,28 +108,6 @@ def test_whole_sequences_need_no_scale_in_common() -> None:
     assert calls_of_a_step(WIDER, layout) == calls_of_a_step(WIDER, replace(layout, precision="fp8"))
 
 
-def kept_bytes(model: ModelShape, layout: Layout) -> int:
-    """What the last block keeps of a microbatch for its backward pass, besides its parameters."""
-    with one_rank(model, layout) as (engine, _):
-        stage, kept = engine.stages[0], []
-
-        def keep(x: Tensor) -> Tensor:
-            kept.append(x._local_tensor if isinstance(x, DTensor) else x)
-            return x
-
-        x = stage.embedding(tokens(layout, model))  # type: ignore[misc]
-        for before in stage.blocks[:-1]:
-            x = before(x)
-        block = stage.blocks[-1]
-        with saved_tensors_hooks(keep, lambda x: x):
-            block(x)
-        sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-        for parameter in block.parameters():
-            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-            sizes.pop(local.untyped_storage().data_ptr(), None)
-        return sum(sizes.values())
-
-
 @pytest.mark.parametrize("model", [WIDER, wide(WIDER), GPT])
 @pytest.mark.parametrize(("ranks", "splits_sequence"), [(1, False), (2, False), (2, True)])
 def test_blocks_keep_beyond_those_in_bf16_what_the_memory_model_counts(
@@ -171,13 +120,3 @@ def test_blocks_keep_beyond_those_in_bf16_what_the_memory_model_counts(
     more = kept_bytes(model, rough) - kept_bytes(model, layout)
     # The model takes norms and biases for weights, and counts no scales.
     assert more == pytest.approx((estimate - plain_estimate) / model.layers, abs=16 * model.hidden)
-
-
-@pytest.mark.parametrize("model", [GPT, wide(GPT)])
-@pytest.mark.parametrize(("ranks", "splits_sequence"), [(1, False), (2, False), (2, True)])
-def test_blocks_keep_in_bf16_what_the_memory_model_counts(model: ModelShape, ranks: int, splits_sequence: bool) -> None:
-    """But for what norms and attention keep of each token. A llama's norms keep copies on CPUs."""
-    layout = megatron(ranks, tp=ranks, sp=splits_sequence, precision="bf16")
-    work = Workload(model, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE)
-    counted = memory.estimate(layout, work).ranks[0].activations / model.layers
-    assert kept_bytes(model, layout) == pytest.approx(counted, abs=32 * layout.micro_batch_size * SEQUENCE_LENGTH)

@@ -35,7 +35,8 @@ class Mesh:
             self.pipeline_links = Links(self.dense.mesh.view(pp, -1).T.tolist(), device)
         self.tensor_ranks = None
         if tp > 1:
-            self.tensor_ranks = TensorRanks.of(self.tensor.get_group(), layout.sequence_parallel)
+            group = self.tensor.get_group()
+            self.tensor_ranks = TensorRanks.of(group, layout.sequence_parallel, layout.async_tensor_parallel)
         self.context = self._mesh(outer=layout.num_gpus // (cp * tp), cp=cp, tp=tp) if cp > 1 else None
         self.experts = None
         if ep > 1 and shards > 1:
