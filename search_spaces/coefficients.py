@@ -33,8 +33,7 @@ class Coefficients:
     - `memory_bytes_per_s`: of compiled kernels that only move memory; `eager_bytes_per_s`: of those that are not
       compiled; `states_bytes_per_s`: of the kernels that update parameters and add up gradients.
     - `host_time`: what the CPU takes to launch a block, forward and backward, in what engines say of it
-      (`launched_ms`); `tensor_launch_s`: in addition for an eager block of DTensors, `fp8_launch_s`: for one with
-      products in fp8.
+      (`launched_ms`); `fp8_launch_s`: in addition for an eager block with products in fp8.
     - `step_s`: what a step takes whatever the layout.
     - `link_bytes_per_s`, `link_latency_s`: of collectives within a node, by GPU and by hop; `network_bytes_per_s`,
       `network_latency_s`: of a GPU's adapter, between nodes; see `search_spaces.network.Network`. By default, the
@@ -67,7 +66,6 @@ class Coefficients:
     joules_per_link_byte: float = 2e-10
     matmul_half: float = 48.0
     host_time: float = 0.9
-    tensor_launch_s: float = 8.5e-3
     fp8_launch_s: float = 7.6e-3
     step_s: float = 0.02
     link_latency_s: float = 3.4e-6

@@ -27,8 +27,8 @@ from search_spaces.workload import Workload
 __all__ = ["Coefficients", "Prediction", "data_sheet", "predict", "predicted_metrics"]
 
 ADDED_AGAIN = 1.8
-"""Time of the CPU for what tensor parallelism or fp8 add to a block of which some is computed again, in that for one of
-which nothing is. Measured of GPT's blocks, by both engines, on a host of H100 (benchmarks/results/README.md)."""
+"""Time of the CPU for what fp8 adds to a block of which some is computed again, in that for one of which nothing is.
+Measured of GPT's blocks on a host of H100 (benchmarks/results/README.md)."""
 
 PASSED_S = 3.5e-3
 """Time of the CPU on usual hosts to have a microbatch come from the stage before, and go to the next, and back: by five

@@ -52,7 +52,7 @@ class Specimen(NamedTuple):
 
 
 def usual_s(layout: Layout, work: Workload) -> float:
-    """Seconds of the CPU for a block on usual hosts, without what DTensors or fp8 add to eager ones."""
+    """Seconds of the CPU for a block on usual hosts, without what fp8 adds to eager ones."""
     model, engine = work.shape, facts_of(layout, work)
     block = "experts" if model.num_experts else model.family
     once = {"gathers"} if engine.recomputes_in_graphs(layout, model) else set()

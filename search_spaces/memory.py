@@ -415,6 +415,8 @@ def _block_activations(
         # itself, as they do in one piece and not compiled, they keep it each.
         given *= (5 if model.family == "llama" else 4) / 4 if tensor == 1 and not layout.compile else 1 / 2
         given += (0 if layout.compile else heads) - inner
+        if layout.compile and tensor > 1:  # all is cast again, but for what was gathered
+            given = layout.width * ((hidden if layout.splits_sequence else 0) - inner)
         cast = 0.0 if layout.compile else model.block_parameters / tensor
     scores = 5.0 * tokens * sequence * model.heads / tensor if engine.scores_traffic else 0.0
     whole = tokens * (layout.width * (2 * outside + attention + gathered + network) + given + routing) + scores + cast

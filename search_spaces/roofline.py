@@ -126,7 +126,8 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
         block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
         if cut.engine.selects_products:
             block = block.plus(_total((priced(one, cut, c)[0], 1) for one in selected_of(cut, model, sequence_length)))
-            block = block.plus(_gathers(cut, model, tokens, c) if cut.sequence_parallel else Load())
+        if cut.sequence_parallel and not cut.engine.gathers_again:
+            block = block.plus(_gathers(cut, model, tokens, c))
     embedding, head = (
         _total((load, count) for operator, count in part for load in priced(operator, cut, c)) for part in parts[1:]
     )

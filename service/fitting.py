@@ -41,7 +41,6 @@ SPREADS = {
     "joules_per_link_byte": 0.7,
     "matmul_half": 0.7,
     "host_time": 0.3,
-    "tensor_launch_s": 0.7,
     "fp8_launch_s": 0.7,
     "step_s": 0.7,
     "link_latency_s": 0.7,

@@ -56,7 +56,7 @@ class TensorRanks:
             return x.view_as(x)
         if x.shape[0] == 1 and not self.asynchronous:
             rows = x.flatten(0, 1).contiguous()
-            return _wait(_ops.all_gather_into_tensor(rows, self.size, self.group)).unflatten(0, (1, -1))
+            return _wait(_ops.all_gather_into_tensor(rows, self.size, self.group)).unsqueeze(0)
         pieces = _wait(_ops.all_gather_into_tensor(x.contiguous(), self.size, self.group))
         return torch.cat(pieces.chunk(self.size), dim=1)
 
@@ -67,7 +67,7 @@ class TensorRanks:
             return _wait(_ops.all_reduce(x.contiguous(), "sum", self.group))
         if x.shape[0] == 1:
             rows = x.flatten(0, 1).contiguous()
-            return _wait(_ops.reduce_scatter_tensor(rows, "sum", self.size, self.group)).unflatten(0, (1, -1))
+            return _wait(_ops.reduce_scatter_tensor(rows, "sum", self.size, self.group)).unsqueeze(0)
         pieces = torch.cat(x.chunk(self.size, dim=1))
         return _wait(_ops.reduce_scatter_tensor(pieces, "sum", self.size, self.group))
 

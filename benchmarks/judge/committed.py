@@ -35,9 +35,9 @@ FAULT_LAYERS = {"oom in the optimizer": 40}
 
 
 def as_it_ran(layout: Layout) -> Layout:
-    """A row's layout with the engine that trained it: all that were committed with context parallelism are of the one
-    before `megatron` had attention in parts."""
-    earlier = layout.engine == Megatron.name and layout.context_parallel_size > 1
+    """A row's layout with the engine that trained it: all that were committed with context or tensor parallelism are of
+    the one before `megatron` had attention in parts, and split blocks without DTensors."""
+    earlier = layout.engine == Megatron.name and max(layout.context_parallel_size, layout.tensor_parallel_size) > 1
     return replace(layout, engine=EarlierMegatron.name) if earlier else layout
 
 

@@ -128,12 +128,17 @@ def measured_memory() -> list[MeasuredMemory]:
 def tabled(path: Path) -> list[MeasuredMemory]:
     """The points of a table that ran or ran out of memory."""
     work = load_spec(path.with_suffix(".yaml")).workload
-    results = {as_it_ran(layout): result for layout, result in Table(path).results.items()}
+    results = {_as_it_held(layout): result for layout, result in Table(path).results.items()}
     fitted = Table(FITTED_TABLE).results if load_spec(FITTED_TABLE.with_suffix(".yaml")).shape == work.shape else {}
     ran = {layout: result.metrics.get("peak_memory_gib") for layout, result in results.items() if result.status == "ok"}
     fitting = [MeasuredMemory(layout, work, None, gib, layout in fitted) for layout, gib in ran.items()]
     out = [layout for layout, result in results.items() if result.status == "oom"]
     return fitting + [MeasuredMemory(layout, work, None, None, layout in fitted, ran_out=True) for layout in out]
+
+
+def _as_it_held(layout: Layout) -> Layout:
+    """Blocks that ranks split hold what they held, where they are not recomputed in part, as none of a table is."""
+    return as_it_ran(layout) if layout.context_parallel_size > 1 else layout
 
 
 def _by_rank(measured: Measurement) -> Iterator[MeasuredMemory]:

@@ -36,7 +36,7 @@ def launches_of(problems: Iterable[Problem]) -> list[Operator]:
 
 
 def usual_ms(launch: Operator) -> float:
-    """What the engine says that a block of such a launch takes, without what DTensors or fp8 add to eager ones."""
+    """What the engine says that a block of such a launch takes, without what fp8 adds to eager ones."""
     specimen = specimen_of(launch)
     return 1e3 * usual_s(specimen.layout, specimen.workload)
 

@@ -108,8 +108,7 @@ class EngineFacts(ABC):
     """Whether backward passes gather inputs of split products again, where sequence parallelism splits them."""
 
     selects_products: ClassVar[bool] = False
-    """Whether selective recomputation computes every other product of a block again, of those in fp8 all, and gathers
-    again what sequence parallelism splits."""
+    """Whether selective recomputation computes every other product of a block again, of those in fp8 all."""
 
     sequence_first: ClassVar[bool] = False
     """Whether tokens come before sequences in hidden states, whose parts then are gathered and scattered in place."""
@@ -138,16 +137,18 @@ class EngineFacts(ABC):
     launch differs by that is measured again (benchmarks/results/README.md)."""
 
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "tensor": (0.0, 3.9),
+        "tensor": (4.0, 2.4),
+        "sequence": (1.5, 1.5),
         "context": (2.0, 1.1),
         "experts": (1.0, 1.9),
         "reduces": (0.9, 1.0),
         "gathers": (3.3, 3.5),
     }
-    """Milliseconds of the CPU more for a block, eager and compiled, that is tensor-parallel (`launch_s` has what eager
-    ones take), whose sequence or experts are spread, whose gradients are reduced with each microbatch (ZeRO-2), or
-    whose parameters are gathered as well (ZeRO-3). As tiny models have it on a CPU, where these add up within 5%, times
-    two, as blocks on one GPU take the hosts of GPUs (benchmarks/results/README.md), unless an engine says otherwise."""
+    """Milliseconds of the CPU more for a block, eager and compiled, that is tensor-parallel, with its tokens split or
+    not, whose sequence or experts are spread, whose gradients are reduced with each microbatch (ZeRO-2), or whose
+    parameters are gathered as well (ZeRO-3). As tiny models have it on a CPU, where these add up within 5%, times two,
+    as blocks on one GPU take the hosts of GPUs, and what tensor parallelism takes as on two hosts of H100
+    (benchmarks/results/README.md), unless an engine says otherwise."""
 
     routes_evenly: ClassVar[bool] = False
     """Whether all experts have as many tokens, as benchmarks make routers deal them out."""

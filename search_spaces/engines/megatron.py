@@ -59,12 +59,8 @@ class Megatron(EngineFacts):
         return CUDNN_IN_PARTS if accelerator.fp8 else flash_2(accelerator)
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
-        """DTensors take their time in eager blocks, and so do casts to fp8, whose products are of no DTensors."""
-        if layout.compile:
-            return 0.0
-        if layout.precision == "fp8":
-            return calibration.fp8_launch_s
-        return calibration.tensor_launch_s if layout.tensor_parallel_size > 1 else 0.0
+        """Casts to fp8 take their time in eager blocks."""
+        return calibration.fp8_launch_s if layout.precision == "fp8" and not layout.compile else 0.0
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """A compiled block is computed again as a whole, and a product in fp8 keeps its casts only once it is done."""

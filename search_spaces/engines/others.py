@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from search_spaces.attention import Kernel
+from search_spaces.coefficients import Coefficients
 from search_spaces.engines.base import Condition, Rule, Same, States, flash_2
 from search_spaces.engines.megatron import Megatron
 from search_spaces.hardware import Accelerator
@@ -36,11 +37,22 @@ COMPLEX_ROTARY = 20 / 3
 """Values of rotary positions as complex numbers, for which torch compiles nothing (pytorch/torchtitan, issue 15): each
 way 20 bytes, of a copy in fp32, the product, and a copy in bf16."""
 
+OF_DTENSORS = {"tensor": (0.0, 3.9), "sequence": (0.0, 0.0)}
+"""Milliseconds of the CPU more for a block that computes with DTensors, eager and compiled, as `launched_more_ms`."""
+
+EAGER_DTENSORS_S = 8.5e-3
+"""Seconds of the CPU more for an eager one, whose recomputation takes as much more as that of fp8 does."""
+
 BUCKET = 2**29
 """Gradients of one of InternEvo's sums."""
 
 TENSORS = 9
 """Of a block of InternLM: two products of attention with biases, three of the feed-forward network, two norms."""
+
+
+def _of_dtensors_s(layout: Layout) -> float:
+    eager = layout.tensor_parallel_size > 1 and not layout.compile and layout.precision != "fp8"
+    return EAGER_DTENSORS_S if eager else 0.0
 
 
 def _in_8_bits(whole: float, layout: Layout, layers: int, held: Held) -> float:
@@ -49,11 +61,19 @@ def _in_8_bits(whole: float, layout: Layout, layers: int, held: Held) -> float:
 
 
 class EarlierMegatron(Megatron):
-    """The `megatron` engine before 2026-11-24: context-parallel ranks had FlashAttention-2 and, for it, a key and a
-    value for each head of queries, on Hopper, too, and their blocks were compiled in parts."""
+    """The `megatron` engine as it was. Before 2026-11-24 context-parallel ranks had FlashAttention-2 and, for it, a key
+    and a value for each head of queries, on Hopper, too, and their blocks were compiled in parts. Before 2026-11-27
+    blocks that ranks split computed with DTensors."""
 
-    name = "megatron-flash-2"
-    launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {**Megatron.launched_more_ms, "context": (2.0, 2.9)}
+    name = "megatron-earlier"
+    launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **Megatron.launched_more_ms,
+        "context": (2.0, 2.9),
+        **OF_DTENSORS,
+    }
+
+    def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
+        return super().launch_s(layout, calibration) + _of_dtensors_s(layout)
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         return super().attention(accelerator, is_square) if is_square else flash_2(accelerator)
@@ -83,7 +103,8 @@ class MegatronLM(Megatron):
     shared_loss_traffic = 40
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
         **Megatron.launched_more_ms,
-        "tensor": (0.0, 0.0),  # its ranks multiply plain tensors
+        "tensor": (0.0, 0.0),
+        "sequence": (0.0, 0.0),
     }
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
@@ -154,6 +175,7 @@ class Torchtitan(Megatron):
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_experts, fp8_gain = True, FP8_ALONE
+    launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {**Megatron.launched_more_ms, **OF_DTENSORS}
     selects_products = True  # `_save_list` of torchtitan/parallelisms/parallelize_llama.py, commit 9dec370
     rings_keys = True
     shared_loss_traffic = 16
@@ -161,6 +183,9 @@ class Torchtitan(Megatron):
     read for its gradient (`build_cross_entropy_loss` of torchtitan/components/loss.py, commit 820504e)."""
     rotary_values = compiled_rotary_values = COMPLEX_ROTARY
     rings_heads = True  # `repeat_kv` of torchtitan/models/llama/model.py, before attention
+
+    def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
+        return super().launch_s(layout, calibration) + _of_dtensors_s(layout)
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         return flash_2(accelerator)

@@ -233,7 +233,7 @@ def test_a_block_takes_the_cpu_what_its_engine_says() -> None:
     [
         ({"context_parallel_size": 2}, False, {"megatron": 2.0, "deepspeed": 3.2}),
         ({"context_parallel_size": 2}, True, {"megatron": 1.1, "deepspeed": 3.4}),
-        ({"context_parallel_size": 2}, True, {"megatron-flash-2": 2.9}),
+        ({"context_parallel_size": 2}, True, {"megatron-earlier": 2.9}),
         ({"zero_stage": 1}, False, {"megatron": 0.0, "deepspeed": 0.0}),
         ({"zero_stage": 2}, False, {"megatron": 0.9, "deepspeed": 1.3}),
         ({"zero_stage": 3}, True, {"megatron": 3.5, "deepspeed": 6.0}),

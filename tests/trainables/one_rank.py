@@ -25,16 +25,18 @@ from trainables.standin.ledger import Call, Ledger
 
 
 @contextmanager
-def one_rank(model: ModelShape, layout: Layout) -> Iterator[tuple[MegatronEngine, Ledger]]:
+def one_rank(
+    model: ModelShape, layout: Layout, sequence: int = SEQUENCE_LENGTH
+) -> Iterator[tuple[MegatronEngine, Ledger]]:
     """The first rank of a layout, alone, and what it calls the others for."""
     ledger = join(0, layout.num_gpus, no_time, CPU)
-    yield MegatronEngine(Job(layout, model, SEQUENCE_LENGTH, seed=0, rank=0, device=CPU, alone=True)), ledger
+    yield MegatronEngine(Job(layout, model, sequence, seed=0, rank=0, device=CPU, alone=True)), ledger
     dist.destroy_process_group()
 
 
-def tokens(layout: Layout, model: ModelShape) -> Tensor:
+def tokens(layout: Layout, model: ModelShape, sequence: int = SEQUENCE_LENGTH) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.vocab, (layout.micro_batch_size, SEQUENCE_LENGTH), generator=generator)
+    return torch.randint(model.vocab, (layout.micro_batch_size, sequence), generator=generator)
 
 
 def calls_of_a_step(model: ModelShape, layout: Layout) -> Counter[Call]:
@@ -47,17 +49,17 @@ def local_of(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def kept_bytes(model: ModelShape, layout: Layout) -> int:
+def kept_bytes(model: ModelShape, layout: Layout, sequence: int = SEQUENCE_LENGTH) -> int:
     """What the last block keeps of a microbatch for its backward pass, besides its parameters: of what autograd is
     given, or else, as the policy of selective recomputation keeps what it keeps to itself, all that is there."""
-    with one_rank(model, layout) as (engine, _):
+    with one_rank(model, layout, sequence) as (engine, _):
         stage, kept = engine.stages[0], []
 
         def keep(x: Tensor) -> Tensor:
             kept.append(local_of(x))
             return x
 
-        x = stage.embedding(tokens(layout, model))  # type: ignore[misc]
+        x = stage.embedding(tokens(layout, model, sequence))  # type: ignore[misc]
         for before in stage.blocks[:-1]:
             x = before(x)
         block = stage.blocks[-1]

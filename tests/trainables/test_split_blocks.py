@@ -105,3 +105,18 @@ def test_products_beside_what_is_sent_are_found_by_the_compiler(
     torch.compiler.reset()
     calls_of_a_step(wide(WIDER), split(compile=True, async_tensor_parallel=True, micro_batch_size=sequences))
     assert found == [([3, 2], [True, True]), ([1, 1], [False, False])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [wide(WIDER), wide(GPT)])
+@pytest.mark.parametrize("splits_sequence", [False, True])
+def test_compiled_blocks_keep_in_8_bits_what_they_gathered_alone(family: ModelShape, splits_sequence: bool) -> None:
+    """Of so many tokens that weights, which a few keep in 8 bits as well, count for little."""
+    torch.compiler.reset()
+    sequence = 1024
+    model = replace(family, max_sequence_length=sequence)
+    layout = split(compile=True, precision="fp8", sequence_parallel=splits_sequence)
+    tokens = layout.micro_batch_size * sequence
+    facts = facts_of(layout, Workload(model, sequence, GLOBAL_BATCH_SIZE))
+    counted, _ = memory._block_activations(layout, model, facts, tokens, sequence, False)
+    assert kept_bytes(model, layout, sequence) == pytest.approx(counted, abs=40 * tokens)
