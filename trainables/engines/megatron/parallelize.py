@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from search_spaces.layout import Layout
 from trainables.engines.megatron.context import GatheredAttention
-from trainables.engines.megatron.fp8 import COMPILER_OPTIONS, WholeScaledInput, use_fp8
+from trainables.engines.megatron.fp8 import WholeScaledInput, compiler_options, use_fp8
 from trainables.engines.megatron.mesh import Mesh
 from trainables.engines.megatron.tensor import Columns, OwnTokens, Rows, WholeInput
 from trainables.model import Block, Embedding, Head
@@ -61,8 +61,8 @@ class Parallelizer:
         if self.layout.compile:
             # Selective recomputation is for the compiler to see. Full recomputation goes around what it made: a graph
             # that recomputes fails to keep the device mesh of sequence parallelism (seen with torch 2.13).
-            scaled = self.layout.precision == "fp8" and isinstance(block.attention_norm, nn.RMSNorm)
-            options = COMPILER_OPTIONS if scaled else None
+            is_fp8 = self.layout.precision == "fp8"
+            options = compiler_options(block, self.layout.sequence_parallel) if is_fp8 else None
             (block if self.layout.recompute == "full" else module).compile(options=options)
         fully_shard(module, **self.sharding)
         return module
