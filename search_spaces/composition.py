@@ -14,13 +14,14 @@ from functools import cache
 from statistics import fmean
 
 from search_spaces.contention import contention
+from search_spaces.disturbances import undisturbed
 from search_spaces.kinds import RankKind, Share, first_rank
 from search_spaces.layout import Layout
 from search_spaces.memory import hidden_between
 from search_spaces.messages import Script, scripts
 from search_spaces.network import Collective, Network
 from search_spaces.playing import Played, play
-from search_spaces.schedules import Action, Pass
+from search_spaces.schedules import Action, Pass, order
 from search_spaces.workload import Workload
 
 SETTLED, ROUNDS = 1e-3, 8
@@ -129,7 +130,8 @@ def compose(
     what GPUs do on average is an even share, and by that goes the energy. Raises KeyError if a kind or a pass is
     missing.
     """
-    ranks = [_Rank(layout, work, measured, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
+    typical = {kind: _typical(times, layout, kind.pipeline_rank) for kind, times in measured.items()}
+    ranks = [_Rank(layout, work, typical, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
     every = scripts(layout)
     played, slowed, step = _step(every, ranks, transfers(layout, work, network, fleet.links))
     busy = tuple(rank.busy_s + seconds for rank, seconds in zip(ranks, slowed, strict=True))
@@ -157,6 +159,10 @@ def compose(
         memory_gib=memory,
         played=played,
     )
+
+
+def _typical(times: RankTimes, layout: Layout, pipeline_rank: int) -> RankTimes:
+    return replace(times, passes=undisturbed(times.passes, order(layout, pipeline_rank)))
 
 
 class _Rank:
