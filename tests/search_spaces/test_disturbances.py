@@ -24,9 +24,7 @@ def step_s(late: Action, seconds: float) -> float:
     """Of a pipeline in which the rank that stands for the six in the middle was late once."""
     times = {}
     for kind in kinds(PIPELINE, WORK):
-        passes = {
-            action: 1.0 if action.step is Pass.FORWARD else 2.0 for action in order(PIPELINE, kind.pipeline_rank)
-        }
+        passes = {action: 1.0 if action.step is Pass.FORWARD else 2.0 for action in order(PIPELINE, kind.pipeline_rank)}
         if len(kind.stands_for) > 1:
             passes[late] += seconds
         times[kind] = RankTimes(passes, 1.0, 500.0, 100.0, 20.0)
