@@ -32,8 +32,9 @@ class RankTimes:
     """What one rank did in a step in which nobody let it wait.
 
     - `head_s`: from the step's begin to the first pass. `passes`: seconds of every action, from its begin to that of
-      the next on this rank. `tail_s`: from there to the step's end; `update_s` of it comes after the gradients' norm is
-      agreed on. Without a pipeline the whole step is in the tail.
+      the next on this rank, or until the gradients of its stage are reduced. `reduces`: seconds of that, by the action
+      that it follows, where the rank goes on with another stage. `tail_s`: from the last pass to the step's end;
+      `update_s` of it comes after the gradients' norm is agreed on. Without a pipeline the whole step is in the tail.
     - `exposed_s`: of all these seconds, those in which the rank did nothing but communicate, by kind of collective.
     - `waited_s`: in addition to all these, seconds in which it paused where a pipeline would let it wait (`pauses`).
     - `busy_power_w`: its GPU's mean power over the step, pauses among it; `waiting_power_w`: while it waits for others.
@@ -53,10 +54,11 @@ class RankTimes:
     exposed_s: Mapping[str, float] = field(default_factory=dict)
     products: float = 0.0
     slower: float = 1.0
+    reduces: Mapping[Action, float] = field(default_factory=dict)
 
     @property
     def busy_s(self) -> float:
-        return self.head_s + sum(self.passes.values()) + self.tail_s
+        return self.head_s + sum(self.passes.values()) + sum(self.reduces.values()) + self.tail_s
 
     def on_slower(self, slower: float) -> RankTimes:
         """On a GPU that takes `slower` times as long for all but communication, which is taken to be spread evenly, at
@@ -69,6 +71,7 @@ class RankTimes:
             head_s=longer * self.head_s,
             update_s=longer * self.update_s,
             slower=slower,
+            reduces={action: longer * seconds for action, seconds in self.reduces.items()},
         )
 
 
@@ -211,6 +214,9 @@ class _Rank:
     def seconds(self, action: Action) -> float:
         return self.longer * self.times.passes[action._replace(stage=self.stage[action.stage])]
 
+    def reducing(self, action: Action) -> float:
+        return self.longer * self.times.reduces.get(action._replace(stage=self.stage[action.stage]), 0.0)
+
     def energy_j(self, step: float, slowed: float) -> float:
         """Of the rank's GPUs, which work as long as each needs, `slowed` seconds more than alone, and then wait."""
         usual = self.usual
@@ -249,7 +255,7 @@ def _step(
         return ranks[rank].seconds(action) + longer[rank].get(action, 0.0)
 
     for _ in range(ROUNDS):
-        played = play(every, seconds, transfer, begins)
+        played = play(every, seconds, transfer, begins, lambda rank, action: ranks[rank].reducing(action))
         before, longer = longer, [rank.slowed_s(played, number) for number, rank in enumerate(ranks)]
         changes = [
             sum(abs(now[action] - then.get(action, 0.0)) for action in now)

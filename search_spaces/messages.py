@@ -39,6 +39,12 @@ class Run(NamedTuple):
     action: Action
 
 
+class Reduce(NamedTuple):
+    """What a stage's gradients are reduced by, once the last of its actions has run and what came out is on its way."""
+
+    action: Action
+
+
 class Post(NamedTuple):
     """Begin to send and receive once all that ran before is over, and what was posted before on the line."""
 
@@ -52,10 +58,10 @@ class Wait(NamedTuple):
     batch: Batch
 
 
-Script = tuple[Run | Post | Wait, ...]
+Script = tuple[Run | Reduce | Post | Wait, ...]
 """All that one rank does in a step, in its order."""
 
-_Steps = list[Run | Post | Wait]
+_Steps = list[Run | Reduce | Post | Wait]
 
 GATHERED = 3
 """Stages of a rank whose parameters torch's schedules gather ahead."""
@@ -159,11 +165,11 @@ def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
         for rank, left in enumerate(turns):
             if not left or left[0][1] not in announced:
                 continue
-            action, needed = left.popleft()
-            if action is None:
+            step, needed = left.popleft()
+            if step is None:
                 continue
-            steps[rank] += [Wait(needed), Run(action)] if needed else [Run(action)]
-            if sent := ends.sent(action):
+            steps[rank] += [Wait(needed), step] if needed else [step]
+            if isinstance(step, Run) and (sent := ends.sent(step.action)):
                 announced.add(sent)
                 sends[rank].append(Wait(sent))
                 line = rank, sent[0].receiver
@@ -172,10 +178,10 @@ def _posting_ahead(order: Sequence[Order], ends: _Ends) -> list[_Steps]:
     return [[*ran, *reversed(waits)] for ran, waits in zip(steps, sends, strict=True)]
 
 
-def _turns(order: Order, ends: _Ends) -> deque[tuple[Action | None, Batch]]:
-    """Each action and what it needs, and nothing for the turns that torch takes for gathering the parameters of the
-    next stages, releasing those of others, and reducing the gradients of a stage after its last action."""
-    turns: deque[tuple[Action | None, Batch]] = deque()
+def _turns(order: Order, ends: _Ends) -> deque[tuple[Run | Reduce | None, Batch]]:
+    """Each action and what it needs, with a turn for reducing the gradients of a stage after its last action, and
+    nothing for those that torch takes for gathering the parameters of the next stages and releasing those of others."""
+    turns: deque[tuple[Run | Reduce | None, Batch]] = deque()
     later: list[int] = []
     """The stages still to come, in the order in which they do."""
     for action in reversed(order):
@@ -183,7 +189,7 @@ def _turns(order: Order, ends: _Ends) -> deque[tuple[Action | None, Batch]]:
         if later:
             turns.extendleft([(None, ())] * len(set(soon[:GATHERED]) ^ set(later[:GATHERED])))
         if action.stage not in later:
-            turns.appendleft((None, ()))
-        turns.appendleft((action, ends.awaited(action)))
+            turns.appendleft((Reduce(action), ()))
+        turns.appendleft((Run(action), ends.awaited(action)))
         later = soon
     return turns

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from search_spaces.messages import Batch, Line, Message, Post, Run, Script
+from search_spaces.messages import Batch, Line, Message, Post, Reduce, Run, Script
 from search_spaces.schedules import Action, PassTime
 
 
@@ -71,11 +71,13 @@ def play(
     seconds: Callable[[int, Action], float],
     transfer: Callable[[int, int], float],
     begins: Sequence[float] | None = None,
+    reducing: Callable[[int, Action], float] = lambda rank, action: 0.0,
 ) -> Played:
     """Play the `scripts` of all pipeline ranks.
 
     `seconds(rank, action)` is how long an action takes, `transfer(sender, receiver)` how long a message between two
-    ranks does, `begins` when each rank is at its first action, 0 where left out.
+    ranks does, `begins` when each rank is at its first action, 0 where left out, and `reducing(rank, action)` how long
+    gradients are reduced after the last action of a stage.
 
     Raises ValueError if ranks wait for each other forever.
     """
@@ -126,6 +128,8 @@ def play(
                 begin = clocks[rank]
                 clocks[rank] += seconds(rank, step.action)
                 spans[rank].append(Span(step.action, begin, clocks[rank]))
+            elif isinstance(step, Reduce):
+                clocks[rank] += reducing(rank, step.action)
             elif isinstance(step, Post):
                 stream = streams[rank, step.line]
                 stream.posted.append((clocks[rank], step.batch))

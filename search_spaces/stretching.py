@@ -92,6 +92,10 @@ def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int) -> 
         busy_power_w=watt_seconds / times.busy_s,
         waited_s=0.0,
         exposed_s={kind: longer * seconds for kind, seconds in times.exposed_s.items()},
+        reduces={
+            action._replace(microbatch=action.microbatch + found.longer): seconds
+            for action, seconds in times.reduces.items()
+        },
     )
 
 

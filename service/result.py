@@ -168,17 +168,23 @@ class SliceRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        passes = [[*action, seconds] for action, seconds in self.times.passes.items()]
+        passes, reduces = (
+            [[*action, seconds] for action, seconds in of.items()] for of in (self.times.passes, self.times.reduces)
+        )
         times = {field.name: getattr(self.times, field.name) for field in fields(self.times)}
-        return {"kind": asdict(self.kind), "times": times | {"passes": passes, "exposed_s": dict(self.times.exposed_s)}}
+        told = {"passes": passes, "reduces": reduces, "exposed_s": dict(self.times.exposed_s)}
+        return {"kind": asdict(self.kind), "times": times | told}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SliceRecord:
         kind, times = values["kind"], values["times"]
-        passes = {Action(stage, Pass(step), number): seconds for stage, step, number, seconds in times["passes"]}
+        passes, reduces = (
+            {Action(stage, Pass(step), number): seconds for stage, step, number, seconds in times.get(name, ())}
+            for name in ("passes", "reduces")
+        )
         return cls(
             RankKind(**{**kind, "stands_for": tuple(kind["stands_for"]), "share": Share(kind["share"])}),
-            RankTimes(**{**times, "passes": passes}),
+            RankTimes(**{**times, "passes": passes, "reduces": reduces}),
         )
 
 

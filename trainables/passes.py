@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice, pairwise
 from typing import NamedTuple
@@ -34,6 +34,7 @@ class PassTimes:
     """Seconds of one step on one rank.
 
     `head_s` is from the step's begin to its first pass, `passes_s` each pass, from its begin to that of the next one,
+    or until the gradients of its stage are reduced, `reduces_s` that, by the pass that it follows, but for the last,
     and `tail_s` from the end of the last pass to the step's; `update_s` of it comes after ranks agreed on the norm of
     the gradient, 0 where the engine does not tell. Without a pipeline the whole step is in the tail. `waited_s` are the
     pauses besides.
@@ -44,6 +45,7 @@ class PassTimes:
     tail_s: float
     update_s: float
     waited_s: float
+    reduces_s: dict[Action, float] = field(default_factory=dict)
 
 
 class _Event(NamedTuple):
@@ -101,6 +103,9 @@ class PassClock:
             tail_s=statistics.fmean(step.tail_s for step in times),
             update_s=statistics.fmean(step.update_s for step in times),
             waited_s=statistics.fmean(step.waited_s for step in times),
+            reduces_s={
+                action: statistics.fmean(step.reduces_s[action] for step in times) for action in times[0].reduces_s
+            },
         )
 
     def computing(self, steps: int) -> tuple[PassTime, ...]:
@@ -138,7 +143,9 @@ def _times(step: _Step) -> PassTimes:
     waited_s = sum(_seconds(event.ended, event.begun) for event in events if event.begun is not event.ended)
     if not passes:
         return PassTimes(0.0, {}, _seconds(step.start, step.end) - waited_s, 0.0, waited_s)
-    over = events[events.index(passes[-1]) + 1]
+    last = events.index(passes[-1])
+    over = events[last + 1]
+    within = list(pairwise(events[: last + 2]))
     agreed = next((event for event in events if event.what == Moment.AGREED), None)
     update_s = 0.0 if agreed is None else _seconds(agreed.begun, step.end)
     reduced_s = 0.0 if agreed is None else _seconds(over.begun, agreed.ended)
@@ -146,12 +153,17 @@ def _times(step: _Step) -> PassTimes:
         head_s=_seconds(step.start, passes[0].ended),
         passes_s={
             before.what: _seconds(before.begun, after.ended)
-            for before, after in pairwise([*passes, over])
+            for before, after in within
             if isinstance(before.what, Action)
         },
         tail_s=_seconds(over.begun, step.end) if agreed is None else reduced_s + update_s,
         update_s=update_s,
         waited_s=waited_s,
+        reduces_s={
+            before.what: _seconds(between.begun, after.ended)
+            for (before, between), (_, after) in pairwise(within)
+            if between.what is Moment.PASSED and isinstance(before.what, Action)
+        },
     )
 
 

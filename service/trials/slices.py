@@ -178,7 +178,7 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes
     profiled = breakdown_of(one)
     measured = RankTimes(
         passes=times.passes_s,
-        tail_s=busy - times.head_s - sum(times.passes_s.values()),
+        tail_s=busy - times.head_s - sum(times.passes_s.values()) - sum(times.reduces_s.values()),
         busy_power_w=run.metrics.get("mean_power_w") or 0.0,
         waiting_power_w=one.waiting_w or run.metrics.get("mean_power_w") or 0.0,
         memory_gib=report.peak_memory_gib or 0.0,
@@ -187,6 +187,7 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes
         waited_s=times.waited_s,
         exposed_s=exposed_s(profiled, busy),
         products=products(profiled),
+        reduces=times.reduces_s,
     )
     return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1))
 

@@ -229,6 +229,28 @@ def test_messages_between_nodes_cost_products_nothing() -> None:
     assert contention(paired, replace(WORK, gpus_per_node=2)) > 0, "both stages of a replica are on one node"
 
 
+@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if schedule not in ONE_STAGE_SCHEDULES])
+def test_what_a_stage_sends_leaves_before_its_gradients_are_reduced(schedule: str) -> None:
+    """All of them hold up their own rank. Were they a part of the passes that they follow, which are all backward
+    passes that send or weights' passes after them, ranks before would wait for those as well."""
+    layout = replace(PIPELINE, pipeline_schedule=schedule, virtual_pipeline_stages=2)
+    alone, apart, within = pipeline_times(layout), {}, {}
+    for kind, times in alone.items():
+        *others, last = times.passes
+        lasts = {action.stage: action for action in others}
+        reduces = {action: 3.0 for stage, action in lasts.items() if stage != last.stage}
+        apart[kind] = replace(times, reduces=reduces)
+        within[kind] = replace(times, passes={a: s + reduces.get(a, 0.0) for a, s in times.passes.items()})
+    before, after, held_up = (compose(layout, WORK, times, NETWORK) for times in (alone, apart, within))
+    for rank in range(2):
+        assert after.busy_s[rank] == held_up.busy_s[rank] == before.busy_s[rank] + 3.0
+    assert before.step_time_s < after.step_time_s
+    if schedule == "interleaved_1f1b":
+        assert after.step_time_s < held_up.step_time_s
+    else:
+        assert after.step_time_s <= held_up.step_time_s, "weights' passes have nothing to send"
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pauses_are_where_a_pipeline_of_ranks_alike_waits(schedule: str) -> None:
     stages = 1 if schedule in ONE_STAGE_SCHEDULES else 2

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from search_spaces.layout import Layout
-from search_spaces.messages import Message, Post, Run, Script, Wait, scripts
+from search_spaces.messages import Message, Post, Reduce, Run, Script, Wait, scripts
 from search_spaces.schedules import Action, Pass, orders
 from trainables.engines.megatron.pipeline import _MANY_STAGES, _ONE_STAGE
 
@@ -90,10 +90,15 @@ class RecordingStage:
         message = Message(self.rank_of[action.stage], self.rank_of[to], action)
         return [SimpleNamespace(message=message, peer=message.sender + message.receiver - self.group_rank)]
 
-    def _hand_over(self, *args: Any) -> None:
-        """Reducing gradients, and what stages on one rank give each other, is no message."""
+    def perform_reduce_grad(self, *args: Any) -> None:
+        ran = [step.action for step in self.steps if isinstance(step, Run)]
+        if self.group_size < self.num_stages:  # else it is the end of the step
+            self.steps.append(Reduce(next(action for action in reversed(ran) if action.stage == self.stage_index)))
 
-    perform_reduce_grad = set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _hand_over
+    def _hand_over(self, *args: Any) -> None:
+        """What stages on one rank give each other is no message."""
+
+    set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _hand_over
 
 
 def torch_script(layout: Layout, rank: int, monkeypatch: pytest.MonkeyPatch) -> Script:

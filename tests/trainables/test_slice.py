@@ -76,12 +76,13 @@ def times(steps: list[list[Marked]], latest: int, pauses: dict[Action | Moment, 
     return clocked(steps, pauses).mean(latest)
 
 
-def test_a_pass_lasts_until_the_next_begins() -> None:
+def test_a_pass_lasts_until_the_next_begins_or_its_stage_is_reduced() -> None:
     first, second, third = Action(0, Pass.FORWARD, 0), Action(0, Pass.BACKWARD, 0), Action(1, Pass.FORWARD, 0)
     marks: list[Marked] = [(0, None), (5, first), (15, second), (18, Moment.PASSED), (20, third), (50, Moment.PASSED)]
     step = times([[*marks, (60, Moment.PASSED), (64, Moment.AGREED), (71, None)]], 1)
     assert (step.head_s, step.tail_s, step.update_s) == pytest.approx((5e-9, 21e-9, 7e-9))
-    assert step.passes_s == pytest.approx({first: 10e-9, second: 5e-9, third: 30e-9})
+    assert step.passes_s == pytest.approx({first: 10e-9, second: 3e-9, third: 30e-9})
+    assert step.reduces_s == pytest.approx({second: 2e-9}), "that of the last pass is in the tail"
 
 
 def test_pauses_are_no_part_of_the_passes() -> None:

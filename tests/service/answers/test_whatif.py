@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from search_spaces.composition import Fleet, RankTimes, compose
 from search_spaces.kinds import kinds
 from search_spaces.layout import Layout
 from search_spaces.network import Network
-from search_spaces.schedules import orders
+from search_spaces.schedules import Action, Pass, orders
 from service.answers.whatif import Change, parse_change, text, whatif
 from service.errors import InputError, NoAnswerError
 from service.metrics import Direction, Method
@@ -137,10 +138,17 @@ def test_what_a_record_lacks_is_one_line() -> None:
         whatif(search(objectives=OBJECTIVES), PROBLEM, Change(slow_gpu=0.1), read)
 
 
-def test_records_from_before_the_network_was_kept_are_read() -> None:
-    values = sliced("a", PIPELINE).to_dict()
+def test_records_from_before_the_network_and_reducing_were_kept_are_read() -> None:
+    action = Action(1, Pass.BACKWARD, 0)
+    kept = sliced("a", PIPELINE, reduces={action: 0.5})
+    assert TrialResult.from_dict(json.loads(json.dumps(kept.to_dict()))).slices == kept.slices
+    values = kept.to_dict()
     del values["network"]
-    assert TrialResult.from_dict(values).network is None
+    for one in values["slices"]:
+        del one["times"]["reduces"]
+    before = TrialResult.from_dict(values)
+    assert before.network is None
+    assert [one.times.reduces for one in before.slices] == [{}, {}]
 
 
 @pytest.mark.parametrize(
