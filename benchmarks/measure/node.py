@@ -9,8 +9,9 @@ Each part starts programs that are there for themselves, and has a limit of its 
     doctor     whether the GPUs are well, and how fast each is, by which slices are corrected
     models     what cost and memory model foretell of every layout of the specs below
     search     the search over Llama-3-8B of examples/, with finalists, report and archive
-    best       the fastest layouts of the same model, in bf16 and in fp8
-    slices     16 layouts of each number of GPUs from four on, or of two, foretold by slices on one GPU each
+    best       the layout of the same model that is foretold to be the fastest, in bf16 and in fp8
+    slices     18 layouts of each number of GPUs from four on, or of two, foretold by slices on one GPU each: six of a
+               Llama, a GPT-3 and a mixture of experts each
     full       the same layouts by all their ranks
     missing    the layouts that benchmarks/data/llama3_12l_4xh200.csv lacks, likewise; from four GPUs on
     telemetry  what it costs a training on all GPUs
@@ -50,6 +51,18 @@ SEARCHED: Fields = {
     "finalists": {"count": 3, "repeats": 3, "window_s": 12},
 }
 SEARCHED_ON_CPU: Fields = {"budget": {"trials": 2}, "finalists": {"count": 1, "repeats": 2, "window_s": 0.3}}
+FAMILIES = "llama", "gpt", "moe"
+"""Of what is foretold by slices."""
+
+FITTING: dict[str, dict[str, Fields]] = {
+    "h100": {
+        "search": {"recompute": ["none", "selective"]},
+        "best": {"zero_stage": 2, "micro_batch_size": 1, "recompute": "selective"},
+        "telemetry": {"recompute": "selective"},
+    }
+}
+"""What the specs of an H200's memory try in that of others."""
+
 MIXED_ON_CPU: Fields = {
     "measurement": {"window_s": 3, "window_min_steps": 3, "steady_steps": 2, "warmup_max_s": 1, "deadline_s": 15}
 }
@@ -67,6 +80,7 @@ class Specs:
         """Write one like `source` but for `changes`, of layouts of so many GPUs alone, and return its path."""
         fields = of_size(read(source), layouts_of or self.gpus)
         fields["cluster"] |= {"gpus_per_node": self.gpus, "accelerator": self.accelerator}
+        fields["space"] |= FITTING.get(self.accelerator, {}).get(name, {})
         if layouts_of is not None:
             fields["space"]["num_gpus"] = layouts_of
         if fields["data"] != "synthetic":
@@ -110,14 +124,18 @@ def parts_of(folder: Path, gpus: int, accelerator: str) -> list[Part]:
     example = ROOT / "examples" / f"llama3_8b_{8 if gpus > 4 else 4}xh200.yaml"
     pacing = SPECS / f"pacing_{4 if gpus >= 4 else 2}gpu.yaml"
     search = specs.add("search", example, **(SEARCHED_ON_CPU if cpu else SEARCHED))
-    best = specs.add("best", SPECS / "llama3_8b_fp8.yaml", global_batch_size=8 * gpus)
+    best = specs.add("best", SPECS / "llama3_8b_fp8.yaml", global_batch_size=16 * gpus)
     sizes = [size for size in (8, 4) if size <= gpus] or [gpus]
-    drawn = [specs.add(f"blind_{size}", SPECS / "blind_12l.yaml", size) for size in sizes]
+    drawn = [
+        specs.add(f"blind_{family}_{size}", SPECS / f"blind_{family}_node.yaml", size)
+        for size in sizes
+        for family in FAMILIES
+    ]
     table = [specs.add("table", TABLE.with_suffix(".yaml"))] if gpus >= 4 or cpu else []
     trained = specs.add("telemetry", pacing, global_batch_size=gpus)
     mixed = specs.add("mixed", SPECS / "mixed.yaml", **(MIXED_ON_CPU if cpu else {}))
     text = map(str, sorted(Path(os.__file__).parent.glob("*.py")))
-    each, lacking = ("1", "1") if cpu else ("16", "1000")
+    each, lacking = ("1", "1") if cpu else ("6", "1000")
     trained_s, mixed_s = (106.0, 115.0) if cpu else (220.0, 260.0)
     return [
         Part("tokens", 60, (Program("data", wattune("data", "--out", TOKENS, *text)),)),

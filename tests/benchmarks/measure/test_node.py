@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import ROOT
 from benchmarks.measure import parts as module
-from benchmarks.measure.node import main, parts_of
+from benchmarks.measure.node import FAMILIES, main, parts_of
 from benchmarks.measure.parts import Ended, Part, Program, ended, environment_of, run_parts
 from service.spec import load_spec
 
@@ -124,10 +124,19 @@ def test_specs_are_of_the_machine(folder: Path, gpus: int, sizes: list[int]) -> 
     specs = {path.stem: load_spec(path) for path in (folder / "specs").iterdir()}
     assert {spec.cluster.size for spec in specs.values()} == {gpus}
     for size in sizes:
-        assert {layout.num_gpus for layout in specs[f"blind_{size}"].legal.layouts} == {size}
+        for family in FAMILIES:
+            assert {layout.num_gpus for layout in specs[f"blind_{family}_{size}"].legal.layouts} == {size}
     assert {layout.num_gpus for layout in specs["mixed"].legal.layouts} == {n for n in (1, 2, 4, 8) if n <= gpus}
     assert {layout.precision for layout in specs["best"].legal.layouts} == {"bf16", "fp8"}
     assert specs["search"].model == "llama3-8b"
+
+
+@pytest.mark.slow
+def test_specs_fit_the_memory_of_smaller_gpus(folder: Path) -> None:
+    parts_of(folder, 4, "h100")
+    specs = {path.stem: load_spec(path) for path in (folder / "specs").iterdir()}
+    assert {layout.precision for layout in specs["best"].legal.layouts} == {"bf16", "fp8"}
+    assert len(specs["search"].legal.layouts) > 20
 
 
 def test_programs_have_nccl_without_multicast_and_a_state_directory_of_their_own(
