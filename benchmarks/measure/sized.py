@@ -47,11 +47,13 @@ def of_size(fields: Fields, gpus: int) -> Fields:
 
 
 def on_cpu(fields: Fields) -> Fields:
-    """The same axes on processors: a small model, in fp32."""
+    """The same axes on processors: a small model, in fp32, with experts if there are any."""
     cluster = {"gpus_per_node": fields["cluster"]["gpus_per_node"], "accelerator": "cpu", "cpus_per_worker": 0.5}
     space = {axis: values for axis, values in fields["space"].items() if axis not in OF_GPUS} | {"precision": "fp32"}
     measurement = {**SMALL["measurement"], "breakdown": fields["measurement"].get("breakdown", True)}
-    return fields | SMALL | {"cluster": cluster, "space": space, "measurement": measurement}
+    experts = {"num_experts": 4} if isinstance(fields["model"], dict) and "num_experts" in fields["model"] else {}
+    model = SMALL["model"] | experts
+    return fields | SMALL | {"model": model, "cluster": cluster, "space": space, "measurement": measurement}
 
 
 def write(fields: Fields, path: Path) -> None:
