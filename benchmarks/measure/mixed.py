@@ -217,12 +217,13 @@ def recovered(
     read: Mapping[str, Sequence[tuple[float, float]]],
     before_gib: Mapping[str, float],
 ) -> float | None:
-    """Seconds until the memory of all GPUs of a failed trial was back, from when it was last seen on them, or ended if
-    that was before. None if it was not, or nobody saw where it ran."""
-    if not seen or trial.ended is None:
+    """Seconds until the memory of all devices of a failed trial that are watched was back, from when it was last seen
+    on them, or ended if that was before. None if it was not, or nobody saw where it ran."""
+    watched = seen.keys() & before_gib.keys()  # beside its GPUs a trial is seen on its host
+    if not watched or trial.ended is None:
         return None
     ended = trial.ended.timestamp()
-    times = [back_s(read[device], before_gib[device], min(at, ended)) for device, at in seen.items()]
+    times = [back_s(read[device], before_gib[device], min(seen[device], ended)) for device in watched]
     known = [seconds for seconds in times if seconds is not None]
     return max(known) if len(known) == len(times) else None
 

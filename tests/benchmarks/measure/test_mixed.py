@@ -44,6 +44,9 @@ def test_a_trial_s_memory_is_back_when_that_of_its_last_gpu_is() -> None:
     assert recovered(failed(9.7), seen["t"], read, before) == pytest.approx(2.0)
     assert recovered(failed(9.7), {"a": 14.0}, read, before) is None, "told for long, it had ended before"
     assert recovered(failed(9.55), {"a": 14.0}, read, before) == pytest.approx(0.05)
+    assert recovered(failed(9.7), seen["t"] | {"cpu:host": 9.0}, read, before) == pytest.approx(2.0), (
+        "the host's is not"
+    )
     assert recovered(failed(9.7), {}, read, before) is None
 
 
