@@ -93,6 +93,15 @@ class Cut(NamedTuple):
         """Whether more tokens come to the experts of one rank than to those of another."""
         return self.experts > 1 and not self.engine.routes_evenly
 
+    @property
+    def copies_tokens(self) -> bool:
+        """Whether hidden states whose tokens are split are copied, as torch gathers and scatters along the first
+        dimension alone. Asynchronous ranks copy those of one sequence, too, unless the compiler fuses that away, which
+        was not timed."""
+        if self.engine.sequence_first:
+            return False
+        return self.micro_batch_size > 1 or self.async_tensor_parallel or self.engine.copies_one_sequence
+
     def tokens(self, sequence_length: int) -> int:
         """Tokens of a microbatch that a GPU has between the parts."""
         return self.micro_batch_size * sequence_length // self.context
@@ -152,7 +161,7 @@ def _block(cut: Cut, model: ModelShape, sequence_length: int, plain: str) -> tup
         used[Operator(Kind.EXPERTS, dims, cut.precision, cut.compile and not filled, form)] = 1
     else:
         used[Operator(Kind.ACTIVATION, (tokens, inner), between, cut.compile, (model.family,))] = 1
-    if cut.sequence_parallel and not cut.engine.sequence_first:
+    if cut.sequence_parallel and cut.copies_tokens:
         used[Operator(Kind.COPIES, (tokens, hidden), plain, cut.compile)] = 1
     return tuple(used.items())
 

@@ -21,10 +21,6 @@ from search_spaces.operators import Kind, Operator
 COMPILED_LOSS_TRAFFIC = 10
 """Bytes a logit with one kernel each way."""
 
-EAGER_COPIES = 20
-"""Values that the kernels which sequence parallelism's gathers and scatters need read and write for one of the hidden
-states, where nothing fuses them. Fitted."""
-
 HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
 """Of heads that attention has kernels for; others than multiples of 8 are padded to the next of them (Dao 2023)."""
 
@@ -360,7 +356,7 @@ def _experts_of(fullest: float, operator: Operator, cut: Cut, c: Coefficients) -
 def _copies(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     """torch gathers and scatters along the first dimension, and copies from and to the second, four times."""
     rows, width = operator.dims
-    return _moving(operator, (8.0 if operator.compiled else EAGER_COPIES) * rows * width, c)
+    return _moving(operator, (8.0 if operator.compiled else cut.engine.eager_copies) * rows * width, c)
 
 
 def _embedding(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:

@@ -38,7 +38,7 @@ COUNT = 16
 def records() -> list[Observation]:
     """All committed measurements."""
     return [
-        observation(one.layout, one.work, one.result["metrics"])
+        observation(as_it_ran(one.layout), one.work, one.result["metrics"])
         for one in measurements()
         if one.result["status"] == "ok"
     ]

@@ -113,6 +113,13 @@ class EngineFacts(ABC):
     sequence_first: ClassVar[bool] = False
     """Whether tokens come before sequences in hidden states, whose parts then are gathered and scattered in place."""
 
+    copies_one_sequence: ClassVar[bool] = True
+    """Whether those of a microbatch of one sequence are copied for it nonetheless."""
+
+    eager_copies: ClassVar[int] = 20
+    """Values that eager kernels read and write forward for one of the hidden states, where tokens are split and do not
+    come first: for two gathers and two scatters by DTensors. Fitted."""
+
     splits_sends: ClassVar[bool] = False
     """Whether tensor-parallel ranks send a part each of hidden states that all have, which the receivers gather."""
 

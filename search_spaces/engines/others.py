@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from search_spaces.attention import Kernel
 from search_spaces.coefficients import Coefficients
-from search_spaces.engines.base import Condition, Rule, Same, States, flash_2
+from search_spaces.engines.base import Condition, EngineFacts, Rule, Same, States, flash_2
 from search_spaces.engines.megatron import Megatron
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
@@ -66,6 +66,8 @@ class EarlierMegatron(Megatron):
     blocks that ranks split computed with DTensors."""
 
     name = "megatron-earlier"
+    copies_one_sequence = True
+    eager_copies = EngineFacts.eager_copies
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
         **Megatron.launched_more_ms,
         "context": (2.0, 2.9),
@@ -172,6 +174,8 @@ class Torchtitan(Megatron):
     """torchtitan: FSDP2 as here, and scaled dot-product attention, of which torch prefers FlashAttention-2."""
 
     name = "torchtitan"
+    copies_one_sequence = True
+    eager_copies = EngineFacts.eager_copies
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_experts, fp8_gain = True, FP8_ALONE
@@ -262,6 +266,8 @@ class InternEvo(Megatron):
     """
 
     name = "internevo"
+    copies_one_sequence = True
+    eager_copies = EngineFacts.eager_copies
     unused: ClassVar[Mapping[str, Condition]] = {**Megatron.unused, "overlap_param_gather": lambda layout: True}
     shards_by_tensors = True
     gathers_in_place = True  # parameters are views of a flat tensor for each rank (`sync_param`)

@@ -131,6 +131,37 @@ def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layo
         assert [getattr(through, name) for name in PARTS] == pytest.approx(total)
 
 
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({}, 0),
+        ({"micro_batch_size": 2}, 1),
+        ({"micro_batch_size": 2, "sequence_parallel": False}, 0),
+        ({"async_tensor_parallel": True, "compile": True}, 1),
+        ({"engine": "megatron-earlier"}, 1),
+        ({"engine": "torchtitan"}, 1),
+        ({"engine": "megatron-lm", "micro_batch_size": 2}, 0),
+    ],
+    ids=str,
+)
+def test_tokens_are_copied_where_gathers_are_not_along_the_first_dimension(
+    settings: dict[str, Any], copies: int
+) -> None:
+    layout = replace(Layout("megatron", 4, 16, tensor_parallel_size=4, sequence_parallel=True), **settings)
+    assert sum(operator.kind is Kind.COPIES for operator, _ in consists(layout, WORKS[0]).block) == copies
+
+
+def test_eager_ranks_copy_less_without_dtensors() -> None:
+    """A gather's pieces are read and written once, where DTensors needed more kernels for it."""
+    split = Layout("megatron", 4, 16, micro_batch_size=2, tensor_parallel_size=4, sequence_parallel=True)
+    blocks = [
+        passes(Cut.of(layout, WORKS[0]), WORKS[0].shape, 8192, SHEET).block.elementwise
+        for layout in (split, replace(split, engine="megatron-earlier"))
+    ]
+    values = 2 * 8192 * 4096 * 3  # of hidden states, forward and twice backward
+    assert blocks[1] - blocks[0] == pytest.approx(12 * values * 2 / SHEET.eager_bytes_per_s)
+
+
 def test_heads_need_not_share_the_width_of_the_model() -> None:
     """Of 32 heads 96 wide and 8 of keys, half of each on either rank."""
     layout = Layout("megatron", 2, 16, tensor_parallel_size=2)

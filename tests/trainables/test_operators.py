@@ -51,7 +51,7 @@ SPACE = (
     Layout("megatron", 1, 4, precision="fp32"),
     Layout("megatron", 1, 4, micro_batch_size=2),
     Layout("deepspeed", 1, 4, precision="fp32"),
-    replace(SPLIT, precision="fp32"),
+    replace(SPLIT, micro_batch_size=2, precision="fp32"),
     Layout("deepspeed", 2, 4, context_parallel_size=2, zero_stage=1, precision="fp32"),
 )
 
