@@ -24,6 +24,10 @@ _FROM = {
     Doubt.ESTIMATED: "",
 }
 
+LATE = 0.1
+"""Share of a step in which GPUs wait for the CPUs that launch for them, from which on slices of a layout are told to be
+unsure. Where GPUs did so in full, slices were 12 to 16% off on average, and 38% at most (docs/slices.md)."""
+
 
 @dataclass(frozen=True)
 class SearchInfo:
@@ -112,6 +116,8 @@ def notices(search: SearchRecord, metrics: Sequence[str] = ()) -> list[str]:
     comparison = compared(search)
     ok = comparison.results
     lines = [*search.notices, *_beside(search), *_repeats(search), *_off(search)]
+    if search.params.get("accelerator") != "cpu":
+        lines += _late(comparison)
     for name in dict.fromkeys([*search.objectives, *metrics]):
         having = [one for one in ok if name in one.metrics]
         doubt = comparison.doubt(name)
@@ -170,6 +176,20 @@ def _repeats(search: SearchRecord) -> list[str]:
         if failed := Counter(trial.status for trial in trials if trial.status != Status.OK):
             how = ", ".join(f"{count} {status}" for status, count in failed.items())
             lines.append(f"{layout.label}: of {len(trials)} repeats, {how}")
+    return lines
+
+
+def _late(comparison: Comparison[Candidate]) -> list[str]:
+    """Notices on the best layouts by slices whose GPUs wait for the CPU: in full that is as late as it is just then."""
+    lines = []
+    for one in leaders(comparison).values():
+        span_s, idle_s = one.metrics.get("breakdown_span_s"), one.metrics.get("breakdown_idle_s", 0.0)
+        share = idle_s / span_s if span_s and one.methods.get("breakdown_idle_s") == Method.SLICE else 0.0
+        if share >= LATE:
+            lines.append(
+                f"{one.label} was explored by slices, whose GPUs waited for the CPU for {share:.0%} of a step: "
+                "in full such layouts were up to a third faster or slower"
+            )
     return lines
 
 

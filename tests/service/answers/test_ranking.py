@@ -88,6 +88,28 @@ def test_figures_of_depth_proxies_are_never_ranked_against_measured_ones() -> No
     assert [info.method(metric) for metric in DEFAULT] == ["extrapolated", "extrapolated", None]
 
 
+@pytest.mark.parametrize(
+    ("idle_s", "method", "accelerator", "told"),
+    [
+        (0.24, Method.SLICE, "h200", "24%"),
+        (0.02, Method.SLICE, "h200", None),
+        (0.24, None, "h200", None),
+        (0.24, Method.SLICE, "cpu", None),
+    ],
+)
+def test_slices_of_the_best_layout_whose_gpus_wait_for_the_cpu_are_told_to_be_unsure(
+    idle_s: float, method: Method | None, accelerator: str, told: str | None
+) -> None:
+    late = replace(FAST, metrics=FAST.metrics | {"breakdown_span_s": 1.0, "breakdown_idle_s": idle_s})
+    if method is not None:
+        late = replace(late, methods=dict.fromkeys(late.metrics, method))
+    record = search(late)
+    record = replace(record, params={**record.params, "accelerator": accelerator})
+    found = [line for line in overview.notices(record) if "waited for the CPU" in line]
+    how = f"{late.label} was explored by slices, whose GPUs waited for the CPU for {told} of a step: "
+    assert [line[: len(how)] for line in found] == ([] if told is None else [how])
+
+
 def test_an_extrapolation_is_ranked_before_an_estimate() -> None:
     thought = replace(FAST, trial_id="thought", methods={"joules_per_token": Method.EXTRAPOLATED})
     guessed = replace(FRUGAL, trial_id="guessed", methods={"joules_per_token": Method.ESTIMATED})
