@@ -54,14 +54,12 @@ SEARCHED_ON_CPU: Fields = {"budget": {"trials": 2}, "finalists": {"count": 1, "r
 FAMILIES = "llama", "gpt", "moe"
 """Of what is foretold by slices."""
 
-FITTING: dict[str, dict[str, Fields]] = {
-    "h100": {
-        "search": {"recompute": ["none", "selective"]},
-        "best": {"zero_stage": 2, "micro_batch_size": 1, "recompute": "selective"},
-        "telemetry": {"recompute": "selective"},
-    }
+FITTING: dict[str, Fields] = {
+    "search": {"recompute": ["none", "selective"]},
+    "best": {"zero_stage": 2, "micro_batch_size": 1, "recompute": "selective"},
+    "telemetry": {"recompute": "selective"},
 }
-"""What the specs of an H200's memory try in that of others."""
+"""What specs of four H200 or more try where there is less memory: on H100, and on fewer."""
 
 MIXED_ON_CPU: Fields = {
     "measurement": {"window_s": 3, "window_min_steps": 3, "steady_steps": 2, "warmup_max_s": 1, "deadline_s": 15}
@@ -80,7 +78,8 @@ class Specs:
         """Write one like `source` but for `changes`, of layouts of so many GPUs alone, and return its path."""
         fields = of_size(read(source), layouts_of or self.gpus)
         fields["cluster"] |= {"gpus_per_node": self.gpus, "accelerator": self.accelerator}
-        fields["space"] |= FITTING.get(self.accelerator, {}).get(name, {})
+        if self.accelerator == "h100" or (self.gpus < 4 and self.accelerator != "cpu"):
+            fields["space"] |= FITTING.get(name, {})
         if layouts_of is not None:
             fields["space"]["num_gpus"] = layouts_of
         if fields["data"] != "synthetic":
