@@ -17,14 +17,14 @@ from functools import lru_cache
 from search_spaces.engines import ENGINES
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from search_spaces.replay.context import ContextFullySharded, ContextSharded
+from search_spaces.replay.context import ContextFullySharded, ContextPipelined, ContextSharded
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
-from search_spaces.replay.split import Split
+from search_spaces.replay.split import PipelinedSplit, Split
 from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
 
@@ -79,14 +79,18 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
             return None
         return _replay_shards(model, tokens, rounds, replace(layout, global_batch_size=0))
     if facts.allocates == "sharded" and layout.shard_ranks == layout.num_gpus > 1:
-        in_parts = layout.context_parallel_size == 1 or facts.attention(work.accelerator, is_square=False).in_parts
-        if not in_parts or not _is_sharded_evenly(layout, model):
+        if not _attends_as_known(layout, work) or not _is_sharded_evenly(layout, model):
             return None
         return _replay_ranks(model, tokens, rounds, replace(layout, global_batch_size=0))
     if layout.zero_stage:
         return None
-    if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
+    if layout.pipeline_parallel_size > 1 and layout.data_parallel_size == 1 and facts.allocates == "sharded":
         if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
+            return None
+        splits, shares = layout.tensor_parallel_size > 1, layout.context_parallel_size > 1
+        if splits and (shares or not _is_split_as_known(layout, model, facts.allocates)):
+            return None
+        if not _attends_as_known(layout, work):
             return None
         return _replay_rank(model, tokens, _shortened(layout), rank)
     if layout.tensor_parallel_size == layout.num_gpus > 1:
@@ -102,6 +106,12 @@ def rounds_of(layout: Layout) -> int:
     """Microbatches of a step that are replayed without a pipeline."""
     gathers_anew = layout.zero_stage == 3 and ENGINES[layout.engine].allocates == "sharded"
     return min(GATHERED_ROUNDS if gathers_anew else ROUNDS, layout.gradient_accumulation_steps)
+
+
+def _attends_as_known(layout: Layout, work: Workload) -> bool:
+    """Whether it is known what attention allocates where ranks have parts of a sequence."""
+    facts = ENGINES[layout.engine]
+    return layout.context_parallel_size == 1 or facts.attention(work.accelerator, is_square=False).in_parts
 
 
 def _is_sharded_evenly(layout: Layout, model: ModelShape) -> bool:
@@ -134,7 +144,10 @@ def _shortened(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> Replayed:
-    return run(Pipelined(model, tokens, layout, rank))
+    if layout.tensor_parallel_size > 1:
+        return run(PipelinedSplit(model, tokens, layout, rank))
+    kind = ContextPipelined if layout.context_parallel_size > 1 else Pipelined
+    return run(kind(model, tokens, layout, rank))
 
 
 @lru_cache(maxsize=4096)
