@@ -322,15 +322,25 @@ def _rank(
 
 def _as_replayed(memory: RankMemory, found: Replayed | None) -> RankMemory:
     """What is reserved as it was replayed, of which gradients that come late count as slack; as it was estimated where
-    nothing was replayed."""
+    nothing was replayed. Not all gradients may be there when activations are."""
     if found is None:
         return memory
     slack = min(found.late, found.reserved - found.most)
-    left = found.reserved - slack - memory.parameters - memory.gradients - memory.optimizer
-    activations = min(left, memory.activations)
-    logits = min(left - activations, memory.logits)
-    rest = left - activations - logits
-    return replace(memory, activations=activations, logits=logits, communication=0.0, constant=rest, slack=slack)
+    left = found.reserved - slack - memory.parameters - memory.optimizer
+    parts = []
+    for most in (memory.activations, memory.gradients, memory.logits):
+        parts.append(min(left, most))
+        left -= parts[-1]
+    activations, gradients, logits = parts
+    return replace(
+        memory,
+        activations=activations,
+        gradients=gradients,
+        logits=logits,
+        communication=0.0,
+        constant=left,
+        slack=slack,
+    )
 
 
 def passes_in_flight(layout: Layout, rank: int) -> int:

@@ -24,7 +24,7 @@ from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
-from search_spaces.replay.split import PipelinedSplit, Split
+from search_spaces.replay.split import FullySplit, PipelinedSplit, Split
 from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
 
@@ -73,33 +73,50 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
     if layout.offload_optimizer or layout.expandable_segments:
         return None
     tokens = layout.microbatch_tokens(work.sequence_length)
-    rounds = rounds_of(layout)
-    if facts.allocates == "flat" and layout.zero_stage and layout.num_gpus > 1:
+    if facts.allocates == "flat":
+        return _flat(layout, model, tokens)
+    if layout.pipeline_parallel_size > 1:
+        return _pipelined(layout, work, tokens, rank)
+    return _sharded(layout, work, tokens)
+
+
+def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
+    """Of DeepSpeed: data-parallel and sequence ranks that shard states, or tensor-parallel ones, or one alone."""
+    rounds, of_any_batch = rounds_of(layout), replace(layout, global_batch_size=0)
+    if layout.num_gpus == 1:
+        return None if layout.zero_stage else _replay("flat", model, tokens, rounds, layout.compile, layout.recompute)
+    if layout.zero_stage:
         if layout.shard_ranks < layout.num_gpus or model.num_experts:
             return None
-        return _replay_shards(model, tokens, rounds, replace(layout, global_batch_size=0))
-    if facts.allocates == "sharded" and layout.shard_ranks == layout.num_gpus > 1:
-        if not _attends_as_known(layout, work) or not _is_sharded_evenly(layout, model):
-            return None
-        return _replay_ranks(model, tokens, rounds, replace(layout, global_batch_size=0))
-    if layout.zero_stage:
+        return _replay_shards(model, tokens, rounds, of_any_batch)
+    if layout.tensor_parallel_size < layout.num_gpus or not _is_split_as_known(layout, model, "flat"):
         return None
-    if layout.pipeline_parallel_size > 1 and layout.data_parallel_size == 1 and facts.allocates == "sharded":
-        if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
-            return None
-        splits, shares = layout.tensor_parallel_size > 1, layout.context_parallel_size > 1
-        if splits and (shares or not _is_split_as_known(layout, model, facts.allocates)):
-            return None
-        if not _attends_as_known(layout, work):
-            return None
-        return _replay_rank(model, tokens, _shortened(layout), rank)
-    if layout.tensor_parallel_size == layout.num_gpus > 1:
-        if not _is_split_as_known(layout, model, facts.allocates):
-            return None
-        return _replay_split(facts.allocates, model, tokens, rounds, replace(layout, global_batch_size=0))
-    if layout.num_gpus > 1:
+    return _replay_split("flat", model, tokens, rounds, of_any_batch)
+
+
+def _pipelined(layout: Layout, work: Workload, tokens: int, rank: int) -> Replayed | None:
+    """Of a pipeline's rank of `megatron` that shards nothing; replicas sum up gradients where they are."""
+    if layout.zero_stage or (layout.data_parallel_size > 1 and work.shape.num_experts):
         return None
-    return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
+    if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
+        return None
+    if not _is_cut_as_known(layout, work):
+        return None
+    return _replay_rank(work.shape, tokens, _shortened(layout), rank)
+
+
+def _sharded(layout: Layout, work: Workload, tokens: int) -> Replayed | None:
+    """Of a rank of `megatron` without a pipeline."""
+    model, rounds, of_any_batch = work.shape, rounds_of(layout), replace(layout, global_batch_size=0)
+    if layout.zero_stage and layout.shard_ranks == 1:
+        return None
+    if not _is_cut_as_known(layout, work) or not _is_sharded_evenly(layout, model):
+        return None
+    if layout.tensor_parallel_size == 1:
+        return _replay_ranks(model, tokens, rounds, of_any_batch)
+    if layout.shard_ranks > 1 and model.num_experts:
+        return None
+    return _replay_split("sharded", model, tokens, rounds, of_any_batch)
 
 
 def rounds_of(layout: Layout) -> int:
@@ -108,17 +125,19 @@ def rounds_of(layout: Layout) -> int:
     return min(GATHERED_ROUNDS if gathers_anew else ROUNDS, layout.gradient_accumulation_steps)
 
 
-def _attends_as_known(layout: Layout, work: Workload) -> bool:
-    """Whether it is known what attention allocates where ranks have parts of a sequence."""
-    facts = ENGINES[layout.engine]
-    return layout.context_parallel_size == 1 or facts.attention(work.accelerator, is_square=False).in_parts
+def _is_cut_as_known(layout: Layout, work: Workload) -> bool:
+    """Whether it is known what ranks of `megatron` allocate that split products, or have parts of a sequence."""
+    if layout.context_parallel_size > 1:
+        facts = ENGINES[layout.engine]
+        return layout.tensor_parallel_size == 1 and facts.attention(work.accelerator, is_square=False).in_parts
+    return layout.tensor_parallel_size == 1 or _is_split_as_known(layout, work.shape, "sharded")
 
 
 def _is_sharded_evenly(layout: Layout, model: ModelShape) -> bool:
-    """Each parameter over all ranks, and experts as wholes."""
+    """Each parameter over all ranks that have it, and experts as wholes."""
     ranks = layout.shard_group_size
     uneven = model.num_experts % ranks or layout.expert_parallel_size > 1
-    return ranks == (layout.num_gpus if layout.zero_stage else 1) and not uneven
+    return ranks == (layout.shard_ranks if layout.zero_stage else 1) and not uneven
 
 
 def _is_split_as_known(layout: Layout, model: ModelShape, allocates: str) -> bool:
@@ -152,7 +171,8 @@ def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> R
 
 @lru_cache(maxsize=4096)
 def _replay_split(allocates: str, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
-    return run(SPLIT[allocates](model, tokens, rounds, layout))
+    kind = FullySplit if allocates == "sharded" and layout.zero_stage else SPLIT[allocates]
+    return run(kind(model, tokens, rounds, layout))
 
 
 @lru_cache(maxsize=4096)

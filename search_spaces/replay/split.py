@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 
@@ -66,12 +67,16 @@ class Split(Sharded):
         return super().made(group, name) * (self.ranks if is_whole else 1)
 
     def reduce(self, group: str, made: Sequence[str]) -> None:
+        self.take_parts(group, made)
+        super().reduce(group, made)
+
+    def take_parts(self, group: str, made: Sequence[str]) -> None:
+        """Of gradients that are whole, where the rank has a part of the parameter."""
         for name, gradient in zip(self.groups[group], made, strict=True):
             if self.made(group, name) > self.groups[group][name]:
                 self.take("part", self.groups[group][name], 4 if gradient.startswith("sum ") else 2)
                 self.give_back(gradient)
                 self.rename("part", gradient)
-        super().reduce(group, made)
 
     # Between a rank's own tokens and all
 
@@ -215,3 +220,21 @@ class PipelinedSplit(Split, Pipelined):
     def sum_tokens(self, name: str) -> None:
         with self._letting_go():
             super().sum_tokens(name)
+
+
+class FullySplit(Split, FullySharded):
+    """One of those that shard with others what each has of the parameters."""
+
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.share(layout)
+        FullySharded.__init__(self, share_of(model, self.ranks), tokens, rounds, layout)
+
+    def _embed(self, group: str) -> None:
+        super()._embed(group)
+        if not self.model.tie_embeddings:
+            self._past_forward(group)
+
+    def send(self, group: str, made: Sequence[str]) -> None:
+        if self.zero > 1:  # else they are summed up first
+            self.take_parts(group, made)
+        super().send(group, made)

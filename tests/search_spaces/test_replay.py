@@ -247,7 +247,7 @@ def test_of_other_layouts_the_order_is_not_known() -> None:
     assert replayed(layout, work) is not None
     for change in (
         {"precision": "fp8"},
-        {"num_gpus": 4, "pipeline_parallel_size": 2},
+        {"num_gpus": 4, "pipeline_parallel_size": 2, "zero_stage": 1},
         {"num_gpus": 4, "data_parallel_replicate_size": 2, "zero_stage": 1},
         {"num_gpus": 2, "engine": "deepspeed", "tensor_parallel_size": 2, "recompute": "selective", "compile": True},
         {"zero_stage": 1},
@@ -257,9 +257,16 @@ def test_of_other_layouts_the_order_is_not_known() -> None:
         assert replayed(replace(layout, **change), work) is None
     split = tensor_parallel()
     assert replayed(split, work) is not None
-    for change in ({"num_gpus": 4}, {"async_tensor_parallel": True}):
+    for change in (
+        {"num_gpus": 4, "context_parallel_size": 2},
+        {"num_gpus": 4, "data_parallel_replicate_size": 2, "zero_stage": 1},
+        {"async_tensor_parallel": True},
+    ):
         assert replayed(replace(split, **change), work) is None
-    assert replayed(replace(split, compile=True), replace(work, model=MIXTURE)) is None
+    mixture = replace(work, model=MIXTURE)
+    assert replayed(split, mixture) is not None
+    assert replayed(replace(split, num_gpus=4), mixture) is None
+    assert replayed(replace(split, compile=True), mixture) is None
 
 
 def measured_ranks(engine: str) -> dict[tuple[Layout, ModelShape], tuple[Workload, float]]:
