@@ -43,6 +43,10 @@ GATHERED_ROUNDS = 3
 MOST = 16
 """Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
 
+MOST_BLOCKS = 128
+"""Blocks that a pipeline's rank goes through in a step, beyond which those that share their stages with others are not
+replayed: there are many such layouts of a big model."""
+
 RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
 """By what engines say of themselves (`EngineFacts.allocates`)."""
 
@@ -102,7 +106,11 @@ def _pipelined(layout: Layout, work: Workload, tokens: int, rank: int) -> Replay
         return None
     if not _is_cut_as_known(layout, work):
         return None
-    return _replay_rank(work.shape, tokens, _shortened(layout), rank)
+    short = _shortened(layout)
+    blocks = work.shape.layers / layout.pipeline_parallel_size * short.gradient_accumulation_steps
+    if layout.num_gpus > layout.pipeline_parallel_size and blocks > MOST_BLOCKS:
+        return None
+    return _replay_rank(work.shape, tokens, short, rank)
 
 
 def _sharded(layout: Layout, work: Workload, tokens: int) -> Replayed | None:
