@@ -39,6 +39,10 @@ was measured, by which such a layout needs 78%."""
 HOPELESS_SHARE = 1.3
 """Share above which it is not looked at more closely how little a layout fits, which takes a tenth of a second."""
 
+NEAR_SHARES = 0.95, 1.05
+"""Shares by the formula between which alone ranks of several kinds of parallelism at once are looked at more closely
+where layouts are many: their replays take longer, and are as many as there are such layouts."""
+
 GUESSED_SHARE = 0.5
 """What a layout is taken to need of a GPU's memory before a trial tells, where nothing is known of the model."""
 
@@ -141,9 +145,12 @@ def estimate(layout: Layout, work: Workload, ranks: Iterable[int] | None = None)
 
 
 def glance(layout: Layout, work: Workload) -> MemoryEstimate:
-    """`estimate`, so that many are soon told: by the formula alone where they clearly fit, or the memory is unknown."""
+    """`estimate`, so that many are soon told: by the formula alone where they clearly fit or do not, or the memory is
+    unknown."""
     by_formula = _by_formula(layout, work, _fullest(layout))
-    is_clear = by_formula.share is None or by_formula.share <= CLEAR_SHARE
+    kinds = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.shard_ranks)
+    least, most = NEAR_SHARES if sum(ranks > 1 for ranks in kinds) > 1 else (CLEAR_SHARE, HOPELESS_SHARE)
+    is_clear = by_formula.share is None or not least < by_formula.share <= most
     return by_formula if is_clear else _looked_at(layout, work, by_formula)
 
 
@@ -322,15 +329,25 @@ def _rank(
 
 def _as_replayed(memory: RankMemory, found: Replayed | None) -> RankMemory:
     """What is reserved as it was replayed, of which gradients that come late count as slack; as it was estimated where
-    nothing was replayed."""
+    nothing was replayed. Not all gradients may be there when activations are."""
     if found is None:
         return memory
     slack = min(found.late, found.reserved - found.most)
-    left = found.reserved - slack - memory.parameters - memory.gradients - memory.optimizer
-    activations = min(left, memory.activations)
-    logits = min(left - activations, memory.logits)
-    rest = left - activations - logits
-    return replace(memory, activations=activations, logits=logits, communication=0.0, constant=rest, slack=slack)
+    left = found.reserved - slack - memory.parameters - memory.optimizer
+    parts = []
+    for most in (memory.activations, memory.gradients, memory.logits):
+        parts.append(min(left, most))
+        left -= parts[-1]
+    activations, gradients, logits = parts
+    return replace(
+        memory,
+        activations=activations,
+        gradients=gradients,
+        logits=logits,
+        communication=0.0,
+        constant=left,
+        slack=slack,
+    )
 
 
 def passes_in_flight(layout: Layout, rank: int) -> int:

@@ -17,14 +17,14 @@ from functools import lru_cache
 from search_spaces.engines import ENGINES
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from search_spaces.replay.context import ContextFullySharded, ContextSharded
+from search_spaces.replay.context import ContextFullySharded, ContextPipelined, ContextSharded
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
-from search_spaces.replay.split import Split
+from search_spaces.replay.split import FullySplit, PipelinedSplit, Split
 from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
 
@@ -42,6 +42,10 @@ GATHERED_ROUNDS = 3
 
 MOST = 16
 """Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
+
+MOST_BLOCKS = 128
+"""Blocks that a pipeline's rank goes through in a step, beyond which those that share their stages with others are not
+replayed: there are many such layouts of a big model."""
 
 RUNS: dict[str, type[Training]] = {"sharded": Sharded, "flat": Flat}
 """By what engines say of themselves (`EngineFacts.allocates`)."""
@@ -73,29 +77,55 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
     if layout.offload_optimizer or layout.expandable_segments:
         return None
     tokens = layout.microbatch_tokens(work.sequence_length)
-    rounds = rounds_of(layout)
-    if facts.allocates == "flat" and layout.zero_stage and layout.num_gpus > 1:
+    if facts.allocates == "flat":
+        return _flat(layout, model, tokens)
+    if layout.pipeline_parallel_size > 1:
+        return _pipelined(layout, work, tokens, rank)
+    return _sharded(layout, work, tokens)
+
+
+def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
+    """Of DeepSpeed: data-parallel and sequence ranks that shard states, or tensor-parallel ones, or one alone."""
+    rounds, of_any_batch = rounds_of(layout), replace(layout, global_batch_size=0)
+    if layout.num_gpus == 1:
+        return None if layout.zero_stage else _replay("flat", model, tokens, rounds, layout.compile, layout.recompute)
+    if layout.zero_stage:
         if layout.shard_ranks < layout.num_gpus or model.num_experts:
             return None
-        return _replay_shards(model, tokens, rounds, replace(layout, global_batch_size=0))
-    if facts.allocates == "sharded" and layout.shard_ranks == layout.num_gpus > 1:
-        in_parts = layout.context_parallel_size == 1 or facts.attention(work.accelerator, is_square=False).in_parts
-        if not in_parts or not _is_sharded_evenly(layout, model):
-            return None
-        return _replay_ranks(model, tokens, rounds, replace(layout, global_batch_size=0))
-    if layout.zero_stage:
+        return _replay_shards(model, tokens, rounds, of_any_batch)
+    if layout.tensor_parallel_size < layout.num_gpus or not _is_split_as_known(layout, model, "flat"):
         return None
-    if layout.pipeline_parallel_size == layout.num_gpus > 1 and facts.allocates == "sharded":
-        if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
-            return None
-        return _replay_rank(model, tokens, _shortened(layout), rank)
-    if layout.tensor_parallel_size == layout.num_gpus > 1:
-        if not _is_split_as_known(layout, model, facts.allocates):
-            return None
-        return _replay_split(facts.allocates, model, tokens, rounds, replace(layout, global_batch_size=0))
-    if layout.num_gpus > 1:
+    return _replay_split("flat", model, tokens, rounds, of_any_batch)
+
+
+def _pipelined(layout: Layout, work: Workload, tokens: int, rank: int) -> Replayed | None:
+    """Of a pipeline's rank of `megatron` that shards nothing; replicas sum up gradients where they are."""
+    shares = layout.num_gpus > layout.pipeline_parallel_size
+    if layout.zero_stage or (shares and work.shape.num_experts):
         return None
-    return _replay(facts.allocates, model, tokens, rounds, layout.compile, layout.recompute)
+    if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
+        return None
+    if not _is_cut_as_known(layout, work):
+        return None
+    short = _shortened(layout)
+    blocks = work.shape.layers / layout.pipeline_parallel_size * short.gradient_accumulation_steps
+    if shares and blocks > MOST_BLOCKS:
+        return None
+    return _replay_rank(work.shape, tokens, short, rank)
+
+
+def _sharded(layout: Layout, work: Workload, tokens: int) -> Replayed | None:
+    """Of a rank of `megatron` without a pipeline."""
+    model, rounds, of_any_batch = work.shape, rounds_of(layout), replace(layout, global_batch_size=0)
+    if layout.zero_stage and layout.shard_ranks == 1:
+        return None
+    if not _is_cut_as_known(layout, work) or not _is_sharded_evenly(layout, model):
+        return None
+    if layout.tensor_parallel_size == 1:
+        return _replay_ranks(model, tokens, rounds, of_any_batch)
+    if layout.shard_ranks > 1 and model.num_experts:
+        return None
+    return _replay_split("sharded", model, tokens, rounds, of_any_batch)
 
 
 def rounds_of(layout: Layout) -> int:
@@ -104,11 +134,19 @@ def rounds_of(layout: Layout) -> int:
     return min(GATHERED_ROUNDS if gathers_anew else ROUNDS, layout.gradient_accumulation_steps)
 
 
+def _is_cut_as_known(layout: Layout, work: Workload) -> bool:
+    """Whether it is known what ranks of `megatron` allocate that split products, or have parts of a sequence."""
+    if layout.context_parallel_size > 1:
+        facts = ENGINES[layout.engine]
+        return layout.tensor_parallel_size == 1 and facts.attention(work.accelerator, is_square=False).in_parts
+    return layout.tensor_parallel_size == 1 or _is_split_as_known(layout, work.shape, "sharded")
+
+
 def _is_sharded_evenly(layout: Layout, model: ModelShape) -> bool:
-    """Each parameter over all ranks, and experts as wholes."""
+    """Each parameter over all ranks that have it, and experts as wholes."""
     ranks = layout.shard_group_size
     uneven = model.num_experts % ranks or layout.expert_parallel_size > 1
-    return ranks == (layout.num_gpus if layout.zero_stage else 1) and not uneven
+    return ranks == (layout.shard_ranks if layout.zero_stage else 1) and not uneven
 
 
 def _is_split_as_known(layout: Layout, model: ModelShape, allocates: str) -> bool:
@@ -126,7 +164,8 @@ def _replay(allocates: str, model: ModelShape, tokens: int, rounds: int, compile
 
 def _shortened(layout: Layout) -> Layout:
     """With no more microbatches than it takes until nothing new comes, which is never in GPipe."""
-    most = max(LEAST, FULL * layout.pipeline_parallel_size) * layout.micro_batch_size
+    microbatches = max(LEAST, FULL * layout.pipeline_parallel_size)
+    most = microbatches * layout.micro_batch_size * layout.data_parallel_size
     if layout.pipeline_schedule == "gpipe" or layout.global_batch_size <= most:
         return layout
     return replace(layout, global_batch_size=most)
@@ -134,12 +173,16 @@ def _shortened(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> Replayed:
-    return run(Pipelined(model, tokens, layout, rank))
+    if layout.tensor_parallel_size > 1:
+        return run(PipelinedSplit(model, tokens, layout, rank))
+    kind = ContextPipelined if layout.context_parallel_size > 1 else Pipelined
+    return run(kind(model, tokens, layout, rank))
 
 
 @lru_cache(maxsize=4096)
 def _replay_split(allocates: str, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
-    return run(SPLIT[allocates](model, tokens, rounds, layout))
+    kind = FullySplit if allocates == "sharded" and layout.zero_stage else SPLIT[allocates]
+    return run(kind(model, tokens, rounds, layout))
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.fully_sharded import FullySharded
+from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.training import Training
 
@@ -113,3 +114,11 @@ class ContextFullySharded(Context, FullySharded):
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
         self.ranks = layout.context_parallel_size
         super().__init__(model, tokens, rounds, layout)
+
+
+class ContextPipelined(Context, Pipelined):
+    """On a rank of a pipeline."""
+
+    def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
+        self.ranks = layout.context_parallel_size
+        super().__init__(model, tokens, layout, rank)

@@ -23,6 +23,7 @@ STATES = (
 ENDED = (
     *("d n2 of ", "d n1 of w", "d activated", "d silu", "d attended"),
     *("d weighted", "d rows", "d copies"),
+    *("d all keys", "d keys", "d queries", "d of ranks", "d own keys"),
 )
 """Gradients that no product's weights need, in a backward pass that is split."""
 
@@ -114,8 +115,8 @@ class Pipelined(Sharded):
             return
         if group not in self.summed:
             self.summed.add(group)
-            for name, count in self.groups[group].items():
-                self.take(f"sum {group} {name}", count, 4)
+            for name in self.groups[group]:
+                self.take(f"sum {group} {name}", self.made(group, name), 4)
                 self.give_back(f"gradient {group} {name}")
         else:
             self.give_back(*new)
@@ -165,7 +166,7 @@ class Pipelined(Sharded):
         if stage == 0:
             self._embed("embedding")
         else:
-            self.take(f"x{layers[0]}", self.tokens * self.model.hidden)
+            self.take_own(f"x{layers[0]}")
         self._blocks_forward(layers)
         if stage == self.last:
             self.gather("head")
@@ -184,14 +185,14 @@ class Pipelined(Sharded):
         self.output, self.is_past = name, False
 
     def _stage_backward(self, stage: int) -> None:
-        layers, hidden = self.layers[stage], self.tokens * self.model.hidden
+        layers = self.layers[stage]
         self._work_backward()
         if stage == self.last:
             self._loss_backward()
             self._head_backward("head", layers[-1] + 1)
             self.sum_up("head", False)
         else:
-            self.take("dx", hidden)
+            self.take_own("dx")
         self._blocks_backward(layers, False)
         if stage == 0:
             if self.is_gpt:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.replay.fully_sharded import FullySharded
+from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.sharded import Sharded
 
 WHOLE = ("norm", "attention norm", "ffn norm", "wo bias", "down bias", "router")
@@ -38,9 +40,13 @@ class Split(Sharded):
     """
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.share(layout)
+        super().__init__(share_of(model, self.ranks), tokens, rounds, layout.compile, layout.recompute)
+
+    def share(self, layout: Layout) -> None:
+        """Take note of what the ranks split, and how."""
         self.ranks, self.scatters = layout.tensor_parallel_size, layout.splits_sequence
         self.joins = layout.micro_batch_size > 1
-        super().__init__(share_of(model, self.ranks), tokens, rounds, layout.compile, layout.recompute)
 
     def make(self, group: str) -> None:
         """Whole, but for experts, and then a rank's part of each parameter."""
@@ -61,12 +67,16 @@ class Split(Sharded):
         return super().made(group, name) * (self.ranks if is_whole else 1)
 
     def reduce(self, group: str, made: Sequence[str]) -> None:
+        self.take_parts(group, made)
+        super().reduce(group, made)
+
+    def take_parts(self, group: str, made: Sequence[str]) -> None:
+        """Of gradients that are whole, where the rank has a part of the parameter."""
         for name, gradient in zip(self.groups[group], made, strict=True):
             if self.made(group, name) > self.groups[group][name]:
                 self.take("part", self.groups[group][name], 4 if gradient.startswith("sum ") else 2)
                 self.give_back(gradient)
                 self.rename("part", gradient)
-        super().reduce(group, made)
 
     # Between a rank's own tokens and all
 
@@ -162,7 +172,7 @@ class Split(Sharded):
             self.take(name, count, 4)
         self.give_back("exponentials")
         self.take("log-softmax", count, 4)
-        self.give_back("shifted", "logits", "copy")
+        self.give_back("shifted", *(() if self.hands_on_logits else ("logits",)), "copy")
 
     def _loss_backward(self) -> None:
         count = self.tokens * self.model.vocab
@@ -189,3 +199,42 @@ class Split(Sharded):
         self.take("both parts", table)
         self.give_back("second part", "own of second part", "both parts")
         self.gradient("ends", "tokens")
+
+
+class PipelinedSplit(Split, Pipelined):
+    """One of those of a rank of a pipeline, which hands on its own tokens. Nothing of what it sends waits for the
+    weights' turn."""
+
+    def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
+        self.share(layout)
+        Pipelined.__init__(self, share_of(model, self.ranks), tokens, layout, rank)
+
+    @staticmethod
+    def _is_ended(name: str) -> bool:
+        return name in ("exponentials", "sum") or Pipelined._is_ended(name)
+
+    def gather_tokens(self, name: str) -> None:
+        with self._letting_go():
+            super().gather_tokens(name)
+
+    def sum_tokens(self, name: str) -> None:
+        with self._letting_go():
+            super().sum_tokens(name)
+
+
+class FullySplit(Split, FullySharded):
+    """One of those that shard with others what each has of the parameters."""
+
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.share(layout)
+        FullySharded.__init__(self, share_of(model, self.ranks), tokens, rounds, layout)
+
+    def _embed(self, group: str) -> None:
+        super()._embed(group)
+        if not self.model.tie_embeddings:
+            self._past_forward(group)
+
+    def send(self, group: str, made: Sequence[str]) -> None:
+        if self.zero > 1:  # else they are summed up first
+            self.take_parts(group, made)
+        super().send(group, made)
