@@ -13,7 +13,8 @@ Each part starts programs that are there for themselves, and has a limit of its 
     slices     18 layouts of each number of GPUs from four on, or of two, foretold by slices on one GPU each: six of a
                Llama, a GPT-3 and a mixture of experts each
     full       the same layouts by all their ranks
-    missing    the layouts that benchmarks/data/llama3_12l_4xh200.csv lacks, likewise; from four GPUs on
+    lacking    the layouts that benchmarks/data/llama3_12l_4xh200.csv lacks, foretold by slices; from four GPUs on
+    missing    the same layouts by all their ranks
     telemetry  what it costs a training on all GPUs
     mixed      layouts of all sizes side by side, with ranks that are killed, hang and run out of memory
     shared     the same of two searches that share the machine
@@ -130,12 +131,19 @@ def parts_of(folder: Path, gpus: int, accelerator: str) -> list[Part]:
         for size in sizes
         for family in FAMILIES
     ]
-    table = [specs.add("table", TABLE.with_suffix(".yaml"))] if gpus >= 4 or cpu else []
     trained = specs.add("telemetry", pacing, global_batch_size=gpus)
     mixed = specs.add("mixed", SPECS / "mixed.yaml", **(MIXED_ON_CPU if cpu else {}))
     text = map(str, sorted(Path(os.__file__).parent.glob("*.py")))
-    each, lacking = ("1", "1") if cpu else ("6", "1000")
+    each = "1" if cpu else "6"
     trained_s, mixed_s = (106.0, 115.0) if cpu else (220.0, 260.0)
+    swept = []
+    if gpus >= 4 or cpu:
+        table, count = specs.add("table", TABLE.with_suffix(".yaml")), "1" if cpu else "1000"
+        program = predicting("lacking/foretold.jsonl", [table], "--layouts", count, "--not-in", str(TABLE))
+        swept = [
+            Part("lacking", 240, (program,)),
+            Part("missing", 400, (measuring("lacking/foretold.jsonl", "missing/measured.jsonl"),)),
+        ]
     return [
         Part("tokens", 60, (Program("data", wattune("data", "--out", TOKENS, *text)),)),
         Part("doctor", 120, (Program("doctor", wattune("doctor", "--json")),)),
@@ -156,17 +164,7 @@ def parts_of(folder: Path, gpus: int, accelerator: str) -> list[Part]:
         Part("best", 280, (Program("layouts", benchmark("measure.layouts", best, "--out", "best/layouts.jsonl")),)),
         Part("slices", 240, (predicting("slices/foretold.jsonl", drawn, "--layouts", each),)),
         Part("full", 540, (measuring("slices/foretold.jsonl", "full/measured.jsonl"),)),
-        *(
-            Part(
-                "missing",
-                400,
-                (
-                    predicting("missing/foretold.jsonl", [one], "--layouts", lacking, "--not-in", str(TABLE)),
-                    measuring("missing/foretold.jsonl", "missing/measured.jsonl"),
-                ),
-            )
-            for one in table
-        ),
+        *swept,
         Part(
             "telemetry",
             trained_s,

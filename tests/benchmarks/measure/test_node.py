@@ -120,7 +120,7 @@ def test_specs_are_of_the_machine(folder: Path, gpus: int, sizes: list[int]) -> 
     names = [part.name for part in parts_of(folder, gpus, "h200")]
     assert names.index("models") < names.index("search")
     assert names.index("slices") < names.index("full")
-    assert ("missing" in names) == (gpus >= 4)
+    assert (names[-5:-3] == ["lacking", "missing"]) == (gpus >= 4)
     specs = {path.stem: load_spec(path) for path in (folder / "specs").iterdir()}
     assert {spec.cluster.size for spec in specs.values()} == {gpus}
     for size in sizes:
@@ -162,8 +162,8 @@ def test_all_parts_run_on_two_workers_also_after_a_signal_and_beside_one_that_fa
     command += ["--archive", "out.tar.gz"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     folder = tmp_path / "out"
-    (folder / "missing").mkdir(parents=True)
-    (folder / "missing" / "foretold.jsonl").write_text("no JSON\n")
+    (folder / "lacking").mkdir(parents=True)
+    (folder / "lacking" / "foretold.jsonl").write_text("no JSON\n")
 
     def begin() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=tmp_path, env=environment)
@@ -178,7 +178,7 @@ def test_all_parts_run_on_two_workers_also_after_a_signal_and_beside_one_that_fa
     assert running.wait(120) == 128 + signal.SIGTERM
     assert begin().wait(900) == 0
     last = {(one.part, one.program): one for one in ended(folder)}
-    assert last.pop(("missing", "predict")).code == 1
+    assert [last.pop(one).code for one in (("lacking", "predict"), ("missing", "measure"))] == [1, 1]
     last.pop(("doctor", "doctor"))  # which finds what it finds
     assert [str(one) for one in last.values() if not one.well] == []
     assert " of them done" in (folder / "search" / "search.txt").read_text(), "the search was gone on with"
