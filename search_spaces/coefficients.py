@@ -8,7 +8,7 @@ from search_spaces.hardware import ACCELERATORS
 from search_spaces.network import Network
 from search_spaces.operators import NONE_MEASURED, Timings
 
-LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.51, 0.8, 0.985
+LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.77, 0.8, 0.985
 """What is attained of the bandwidth of links and adapters, and at what share of the power limit mean power is held: on
 H200, but for the adapters, which are a guess."""
 
@@ -70,7 +70,7 @@ class Coefficients:
     step_s: float = 0.02
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
-    contention: float = 0.4
+    contention: float = 0.45
     expert_imbalance: float = 1.1
     offloaded_per_s: float = 5e8
     unlaunched_share: float = 0.5

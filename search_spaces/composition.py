@@ -274,7 +274,7 @@ def transfers(layout: Layout, work: Workload, network: Network, longer: float = 
     @cache
     def transfer(sender: int, receiver: int) -> float:
         ends = first_rank(layout, sender), first_rank(layout, receiver)
-        return longer * network.seconds(Collective.SEND, message_bytes(layout, work), ends)
+        return longer * network.seconds(Collective.SEND, message_bytes(layout, work), ends, beside=True)
 
     return transfer
 

@@ -19,7 +19,7 @@ from search_spaces.engines import facts_of
 from search_spaces.engines.base import EngineFacts
 from search_spaces.launches import ENDS, TRUSTED, is_usual, launch_of, specimen_of, usual_s
 from search_spaces.layout import Layout
-from search_spaces.network import Collective
+from search_spaces.network import BESIDE, Collective
 from search_spaces.parameters import held
 from search_spaces.roofline import Load, communicate, network, passes, spread
 from search_spaces.workload import Workload
@@ -366,7 +366,9 @@ def _exposed(seconds: float, count: int, beside: float, share: float, hidden: bo
     if not hidden:
         return seconds
     alone = seconds / count
-    return alone + max(0.0, seconds - alone - beside) + share * c.contention * min(seconds - alone, beside)
+    others = seconds - alone
+    lasting = (1 + share * (BESIDE - 1)) * others
+    return alone + max(0.0, lasting - beside) + share * c.contention * min(others, beside)
 
 
 def _between_stages(layout: Layout, work: Workload, c: Coefficients) -> float:

@@ -60,6 +60,21 @@ AMD; three times 1 us with those of Intel, with which rings of 128 to 1024 A100 
 
 GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
+ATTAINED = {
+    Collective.ALL_REDUCE: (0.88, 1.0),
+    Collective.ALL_GATHER: (0.72, 0.9),
+    Collective.REDUCE_SCATTER: (0.72, 0.9),
+    Collective.ALL_TO_ALL: (0.9, 0.9),
+    Collective.SEND: (1.05, 1.05),
+    Collective.BROADCAST: (1.0, 1.0),
+}
+"""What two ranks of a node, and more, attain of `Network.link_bytes_per_s`: NCCL 2.28 without NVLink SHARP, 64 MiB to 1
+GiB, on pairs of H100 and H200 and on four H200 (calibrations in `blind_4xh200` and `blind4_slices_2xh100` of
+benchmarks/data)."""
+
+BESIDE = 1.25
+"""How much longer a collective within a node takes beside matrix products, there: 1.15 to 1.35 from 256 MiB on."""
+
 LARGE = 2**26
 """Bytes from which on latencies hardly count."""
 
@@ -111,8 +126,8 @@ class Network:
 
     - `source`: where the figures come from, for readers.
     - `gpus_per_node`: GPU g is on node g // `gpus_per_node`; rank r is on GPU r, or on `rank_order[r]`.
-    - `link_bytes_per_s`: what collectives attain of a GPU's links to its neighbours in the node together, one way;
-      `network_bytes_per_s`: likewise of its share of the node's adapters.
+    - `link_bytes_per_s`: what a large all-reduce of a node attains of a GPU's links to its neighbours there together,
+      one way; `network_bytes_per_s`: what collectives attain of its share of the node's adapters.
     - `link_latency_s`, `network_latency_s`: of a hop from GPU to GPU, with the protocol for large messages.
     - `gpus_per_switch`: GPUs below one switch of the network's first level, None where there is but one such switch;
       `oversubscription`: the bandwidth into such a switch from below, in that out of it.
@@ -136,20 +151,21 @@ class Network:
         order, curves = values["rank_order"], tuple(map(Curve.from_dict, values["measured"]))
         return cls(**{**values, "rank_order": order and tuple(order), "measured": curves})
 
-    def seconds(self, kind: Collective, size: int, ranks: Sequence[int]) -> float:
-        """Of one collective of `ranks`, global ranks as torch counts them; for `SEND` the two.
+    def seconds(self, kind: Collective, size: int, ranks: Sequence[int], beside: bool = False) -> float:
+        """Of one collective of `ranks`, global ranks as torch counts them; for `SEND` the two. `beside`: while the GPUs
+        compute.
 
         `size` in bytes is that of nccl-tests: of the whole buffer, which is the output of an all-gather, the input of a
         reduce-scatter, what one rank sends in an all-to-all, and the message of a send.
         """
-        return self.takes(kind, size, self.group(ranks))
+        return self.takes(kind, size, self.group(ranks), beside)
 
     def group(self, ranks: Sequence[int]) -> Group:
         """How `ranks` lie on the machines."""
         placed = ranks if isinstance(ranks, range) else tuple(ranks)
         return _placed(placed, self.gpus_per_node, self.gpus_per_switch, self.rank_order)
 
-    def takes(self, kind: Collective, size: float, group: Group) -> float:
+    def takes(self, kind: Collective, size: float, group: Group, beside: bool = False) -> float:
         """Seconds of one collective of a group that lies so; see `seconds`."""
         if group.ranks == 1:
             return 0.0
@@ -157,16 +173,17 @@ class Network:
             kind, size = Collective.ALL_REDUCE, BARRIER_BYTES
         curve = self._curves.get((kind, group.ranks, group.together)) if self.measured else None
         if curve is None:
-            return self._model(kind, size, group)
+            return self._model(kind, size, group, beside)
+        seconds = curve.beside_s if beside else curve.seconds
         if size <= curve.sizes[0]:
-            return curve.seconds[0]
+            return seconds[0]
         if size >= curve.sizes[-1]:
-            return curve.seconds[-1] * self._model(kind, size, group) / self._model(kind, curve.sizes[-1], group)
-        return _between(curve.sizes, curve.seconds, size)
+            return seconds[-1] * self._model(kind, size, group) / self._model(kind, curve.sizes[-1], group)
+        return _between(curve.sizes, seconds, size)
 
     def share(self, group: Group) -> float:
         """Bandwidth of the group's rings, in that of links."""
-        return self._rate(group) / self.link_bytes_per_s
+        return self._rate(group, self.link_bytes_per_s) / self.link_bytes_per_s
 
     def source_of(self, kind: Collective, ranks: Sequence[int]) -> str:
         """Where the seconds of such a collective come from, for readers."""
@@ -175,10 +192,10 @@ class Network:
         return "measured here" if known in self._curves else self.source
 
     def informed(self, curves: Sequence[Curve]) -> Network:
-        """The network with what was measured of it; beyond that, links have the bandwidth that large gathers and
-        scatters attained at most."""
+        """The network with what was measured of it; beyond that, links have the bandwidth that follows from the fastest
+        large gathers and scatters."""
         attained = [
-            (1 - 1 / curve.ranks) * curve.sizes[-1] / curve.seconds[-1]
+            (1 - 1 / curve.ranks) * curve.sizes[-1] / curve.seconds[-1] / _attained(curve.kind, curve.ranks)
             for curve in curves
             if curve.together == curve.ranks and curve.sizes[-1] >= LARGE and curve.kind in GATHERS
         ]
@@ -188,35 +205,37 @@ class Network:
     def _curves(self) -> dict[tuple[Collective, int, int], Curve]:
         return {(curve.kind, curve.ranks, curve.together): curve for curve in self.measured}
 
-    def _model(self, kind: Collective, size: float, group: Group) -> float:
+    def _model(self, kind: Collective, size: float, group: Group, beside: bool = False) -> float:
+        link = self.link_bytes_per_s * _attained(kind, group.ranks) / (BESIDE if beside else 1.0)
         if kind == Collective.SEND:
-            return self._send(size, group)
+            return self._send(size, group, link)
         if kind == Collective.ALL_TO_ALL:
-            return self._all_to_all(size, group)
+            return self._all_to_all(size, group, link)
+        rate, part = self._rate(group, link), size * (1 - 1 / group.ranks)
         if kind == Collective.ALL_REDUCE:
-            return min(self._ring(2 * size * (1 - 1 / group.ranks), 2, group), self._tree(size, group))
+            return min(self._ring(2 * part / rate, 2, group), self._tree(size / rate, group))
         if kind == Collective.BROADCAST:
-            return self._broadcast(size, group)
-        ring = self._ring(size * (1 - 1 / group.ranks), 1, group)
-        return min(ring, self._pat(size, group)) if group.ranks == group.nodes else ring
+            return self._broadcast(size / rate, group)
+        ring = self._ring(part / rate, 1, group)
+        return min(ring, self._pat(size / rate, group)) if group.ranks == group.nodes else ring
 
-    def _rate(self, group: Group) -> float:
-        """Bytes a second through each GPU of rings or trees, which enter and leave each node, and each switch, once:
-        through the adapters of all their ranks there."""
+    def _rate(self, group: Group, link: float) -> float:
+        """Bytes a second through each GPU of rings or trees, by links of so many. They enter and leave each node, and
+        each switch, once: through the adapters of all their ranks there."""
         if group.nodes == 1:
-            return self.link_bytes_per_s
-        rate = min(self.link_bytes_per_s, group.together * self.network_bytes_per_s)
+            return link
+        rate = min(link, group.together * self.network_bytes_per_s)
         if group.beneath < group.ranks:
             rate = min(rate, group.beneath * self.network_bytes_per_s / self.oversubscription)
         return rate
 
-    def _ring(self, moved: float, rounds: int, group: Group) -> float:
-        """`moved` bytes through each GPU in so many rounds."""
-        return _fastest(moved / self._rate(group), rounds * self._hops(group))
+    def _ring(self, moving: float, rounds: int, group: Group) -> float:
+        """What moves through each GPU in `moving` seconds, in so many rounds."""
+        return _fastest(moving, rounds * self._hops(group))
 
-    def _broadcast(self, size: float, group: Group) -> float:
+    def _broadcast(self, moving: float, group: Group) -> float:
         """Around a ring, with the protocol that were fastest if its latency was that of one hop: so NCCL chooses."""
-        hops, moving = self._hops(group), size / self._rate(group)
+        hops = self._hops(group)
         hop = hops / (group.ranks - 1)
         chosen = min(PROTOCOLS, key=lambda protocol: protocol.start_s + protocol.hop * hop + moving / protocol.share)
         return chosen.start_s + chosen.hop * hops + moving / chosen.share
@@ -226,36 +245,42 @@ class Network:
         within = self.link_latency_s if group.nodes == 1 else max(self.link_latency_s, OVERHEAD_S)
         return (group.ranks - group.nodes) * within + (group.nodes - 1) * self.network_latency_s
 
-    def _tree(self, size: float, group: Group) -> float:
+    def _tree(self, moving: float, group: Group) -> float:
         """An all-reduce up and down a chain within each node and a binary tree over nodes."""
         chain, levels = group.ranks / group.nodes - 1, math.log2(group.nodes)
         latency = 2 * (chain * self.link_latency_s + levels * self.network_latency_s)
-        return _fastest(2 * size / TREE_SHARE / self._rate(group), latency)
+        return _fastest(2 * moving / TREE_SHARE, latency)
 
-    def _pat(self, size: float, group: Group) -> float:
+    def _pat(self, moving: float, group: Group) -> float:
         """A gather or scatter of nodes with one rank each by parallel trees, whose messages are handed over singly."""
         latency = (PAT_HOP * math.log2(group.nodes) + POST * group.ranks) * self.network_latency_s
-        return PROTOCOLS[-1].start_s + latency + size / PAT_SHARE / self._rate(group)
+        return PROTOCOLS[-1].start_s + latency + moving / PAT_SHARE
 
-    def _send(self, size: float, group: Group) -> float:
+    def _send(self, size: float, group: Group, link: float) -> float:
         """A message to a neighbour, as far as the group spreads."""
         if group.nodes == 1:
-            return _fastest(size / self.link_bytes_per_s, self.link_latency_s)
+            return _fastest(size / link, self.link_latency_s)
         slower = self.oversubscription if group.beneath < group.ranks else 1.0
         return _fastest(slower * size / self.network_bytes_per_s, self.network_latency_s)
 
-    def _all_to_all(self, size: float, group: Group) -> float:
+    def _all_to_all(self, size: float, group: Group, link: float) -> float:
         """A message from each rank to each: those within the node through its links, at the same time those to other
         nodes through its share of the adapters, and of these what leaves a switch through what that has upwards."""
         inside, outside, above = group.together - 1, group.ranks - group.together, group.ranks - group.beneath
         each = size / group.ranks
         moving = max(
-            inside * each / self.link_bytes_per_s,
+            inside * each / link,
             outside * each / self.network_bytes_per_s,
             above * each / self.network_bytes_per_s * self.oversubscription,
         )
         hop = self.network_latency_s if outside else self.link_latency_s
         return _fastest(moving, hop + POST * (inside * self.link_latency_s + outside * self.network_latency_s))
+
+
+def _attained(kind: Collective, ranks: int) -> float:
+    """Of a node's links, by so many ranks there or in other nodes."""
+    two, more = ATTAINED[kind]
+    return two if ranks == 2 else more
 
 
 def _fastest(moving: float, latency: float) -> float:

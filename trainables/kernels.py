@@ -91,7 +91,7 @@ def serve(
     warnings.filterwarnings("ignore", module="torch")
     platform, device = place.platform, place.platform.take(place.local_rank)
     # Experts of DeepSpeed want to know their group.
-    join(0, 1, lambda kind, size, ranks: 0.0, device)
+    join(0, 1, lambda *call: 0.0, device)
     # A backward pass is repeated, and so must leave what it is given as it is.
     torch._functorch.config.donated_buffer = False
     environment = {"torch": str(torch.__version__)} | platform.versions(device)

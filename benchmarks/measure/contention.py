@@ -75,7 +75,7 @@ class Bench:
         """`largest`: bytes of the largest collective."""
         self.platform, self.device, self.round_s = platform, device, round_s
         self.takes: dict[tuple[Collective, int], float] = {}
-        register(Peers(device, lambda kind, size, ranks: self.takes[kind, size], Share.EVEN, Ledger()))
+        register(Peers(device, lambda kind, size, ranks, beside: self.takes[kind, size], Share.EVEN, Ledger()))
         world = dist.group.WORLD
         assert world is not None
         self.real: ProcessGroup = world

@@ -394,7 +394,7 @@ def test_of_what_is_hidden_one_piece_is_beside_nothing() -> None:
     slow = replace(IDEAL, matmul_flops=1e12, attention_flops=1e12)
     links = replace(slow, link_bytes_per_s=1e9)
     adapters = replace(slow, link_bytes_per_s=8e9, network_bytes_per_s=1e8)
-    for layout, machine, rate, share in ((near, links, 1e9, 1.0), (replace(near, num_gpus=16), adapters, 8e8, 0.1)):
+    for layout, machine, rate, share in ((near, links, 9e8, 1.0), (replace(near, num_gpus=16), adapters, 8e8, 0.1)):
         free, beside = (
             predict(layout, large, replace(machine, contention=each)).parts["data_parallel"] for each in (1e-9, 0.4)
         )

@@ -34,12 +34,14 @@ STEPS = 3
 CPU = torch.device("cpu")
 
 
-def no_time(kind: Collective, size: int, ranks: tuple[int, ...]) -> float:
+def no_time(kind: Collective, size: int, ranks: tuple[int, ...], beside: bool) -> float:
     return 0.0
 
 
 class Nothing:
     """A lane that carries nothing."""
+
+    beside = False
 
     def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
         return dist.Work()

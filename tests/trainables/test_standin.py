@@ -271,8 +271,8 @@ def test_what_is_gathered_in_place_may_be_there_already(in_place: bool) -> None:
 def test_a_groups_collectives_take_their_time_one_after_the_other() -> None:
     asked = []
 
-    def seconds(kind: Collective, size: int, ranks: tuple[int, ...]) -> float:
-        asked.append((kind, size, ranks))
+    def seconds(kind: Collective, size: int, ranks: tuple[int, ...], beside: bool) -> float:
+        asked.append((kind, size, ranks, beside))
         return 0.1
 
     join(RANK, SIZE, seconds, CPU)
@@ -292,7 +292,7 @@ def test_a_groups_collectives_take_their_time_one_after_the_other() -> None:
         assert took[2] >= 0.1
     finally:
         dist.destroy_process_group()
-    assert set(asked) == {(KIND.ALL_REDUCE, 16, WORLD), (KIND.ALL_REDUCE, 16, (1, 3))}
+    assert set(asked) == {(KIND.ALL_REDUCE, 16, WORLD, False), (KIND.ALL_REDUCE, 16, (1, 3), False)}
 
 
 def test_a_compiled_graph_does_not_end_at_a_collective(world: Ledger) -> None:
@@ -314,7 +314,7 @@ def test_a_compiled_graph_does_not_end_at_a_collective(world: Ledger) -> None:
 @pytest.mark.parametrize("asked_s", [0.0, 0.005])
 def test_a_gpu_is_busy_for_as_long(asked_s: float) -> None:
     device = torch.device("cuda", 0)
-    join(RANK, SIZE, lambda kind, size, ranks: asked_s, device)
+    join(RANK, SIZE, lambda *call: asked_s, device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     whole = torch.randn(SIZE, 1_000_003, device=device)
     summed, gathered, exchanged = torch.empty_like(whole[0]), torch.empty_like(whole), torch.empty_like(whole)
@@ -341,7 +341,7 @@ def test_a_gpu_is_busy_for_as_long(asked_s: float) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
 def test_kernels_on_a_gpu_bear_the_names_of_their_collectives() -> None:
     device = torch.device("cuda", 0)
-    join(RANK, SIZE, lambda kind, size, ranks: 1e-3, device)
+    join(RANK, SIZE, lambda *call: 1e-3, device)
     x, whole = torch.randn(100_000, device=device), torch.randn(SIZE, 100_000, device=device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         dist.all_reduce(x)

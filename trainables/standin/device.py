@@ -84,6 +84,11 @@ class DeviceLane:
         self._latest: DeviceWork | None = None
         self._keeping: deque[DeviceWork] = deque()
 
+    @property
+    def beside(self) -> bool:
+        """On another stream than that of computation, as FSDP2 and DeepSpeed overlap what they gather and reduce."""
+        return bool(torch.cuda.current_stream(self._device) != torch.cuda.default_stream(self._device))
+
     def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
         if moves and moves[0].target.device.type == "cpu":
             return self._host.carry(kind, moves, seconds, asynchronous)

@@ -20,8 +20,9 @@ from trainables.standin.lane import Lane
 from trainables.standin.ledger import Call, Ledger
 from trainables.standin.moves import Move, factor_of_sum, received_counts
 
-Seconds = Callable[[Collective, int, tuple[int, ...]], float]
-"""How long a collective takes: of its kind, bytes as in `Call`, and global ranks."""
+Seconds = Callable[[Collective, int, tuple[int, ...], bool], float]
+"""How long a collective takes: of its kind, bytes as in `Call`, and global ranks, beside what the device computes or
+not."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class StandIn(dist.ProcessGroup):
         self._ranks, self._rank, self._name, self._peers, self._lane = tuple(ranks), rank, name, peers, lane
         self._latest: dist.Work | None = None
         # Steps repeat their collectives, which are not to wait for arithmetic.
-        self._seconds = functools.cache(lambda kind, size: peers.seconds(kind, size, self._ranks))
+        self._seconds = functools.cache(lambda kind, size, beside: peers.seconds(kind, size, self._ranks, beside))
 
     @property
     def group_name(self) -> str:
@@ -168,7 +169,7 @@ class StandIn(dist.ProcessGroup):
     def _call(self, kind: Collective, size: int, moves: Sequence[Move], opts: Any) -> dist.Work:
         self._peers.ledger.append(Call(kind, size, self._ranks))
         asynchronous = opts is None or opts.asyncOp
-        self._latest = self._lane.carry(kind, moves, self._seconds(kind, size), asynchronous)
+        self._latest = self._lane.carry(kind, moves, self._seconds(kind, size, self._lane.beside), asynchronous)
         return self._latest
 
     def _message(self, tensors: list[Tensor], ends: tuple[int, int], moves: Sequence[Move]) -> dist.Work:

@@ -21,7 +21,10 @@ from trainables.standin.moves import Move, fill
 
 
 class Lane(Protocol):
-    """What carries the data of one group."""
+    """What carries the data of one group. `beside`: whether what is called now goes on beside computation."""
+
+    @property
+    def beside(self) -> bool: ...
 
     def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
         """Have the moves of a collective take `seconds` once all before them are over.
@@ -45,6 +48,8 @@ class HostLane:
 
     A profiler sees the time that the calling thread spends on either, by the collective's name.
     """
+
+    beside = False
 
     def __init__(self) -> None:
         self._free_at = 0.0
