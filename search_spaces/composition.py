@@ -40,7 +40,8 @@ class RankTimes:
     - `busy_power_w`: its GPU's mean power over the step, pauses among it; `waiting_power_w`: while it waits for others.
     - `memory_gib`: the peak of what torch reserved.
     - `products`: of these seconds, the share in which it does matrix products and attention; 0 in records that lack it.
-    - `slower`: these are the seconds of a GPU that takes so much longer than the one that was measured (`on_slower`).
+    - `slower`: these are the seconds of a GPU that takes so much longer than the one that was measured (`on_slower`),
+      as it has less power or computes less with it.
     """
 
     passes: Mapping[Action, float]

@@ -10,11 +10,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from search_spaces.coefficients import Coefficients
 from search_spaces.composition import Composed, RankTimes, compose
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
 from search_spaces.memory import usable_bytes
-from search_spaces.network import Network
+from search_spaces.network import Collective, Network
 from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
@@ -26,7 +27,7 @@ from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, products
 from trainables.breakdown import Breakdown
 from trainables.command import Command
 from trainables.command_slice import CommandSlice
-from trainables.program import RankProgram, TrialRequest
+from trainables.program import RankProgram, Traffic, TrialRequest
 from trainables.slice import Slice
 from trainables.status import Status
 from trainables.training import Training
@@ -126,7 +127,8 @@ def _composed(bench: Bench, whole: Layout, network: Network, seen: Mapping[RankK
     problem, first = bench.problem, next(iter(seen.values())).runs[index]
     work = problem.workload.run
     few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
-    times = {kind: rank_times(one, index, bench.slower) for kind, one in seen.items()}
+    per_byte = 0.0 if problem.cluster.device.platform == "cpu" else Coefficients.joules_per_link_byte
+    times = {kind: rank_times(one, index, bench.slower, per_byte) for kind, one in seen.items()}
     if few != layout:
         times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
     step = compose(layout, work, times, network)
@@ -162,11 +164,12 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes:
+def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_link_byte: float = 0.0) -> RankTimes:
     """What a rank does in a step with the batch size that its trial timed as number `index`, on the slowest GPU.
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
-    clocks are alike.
+    clocks are alike. What the links would draw to send what the rank sends, which it does not alone, is less for all
+    else at the limit, and more power below it.
     """
     run, report = one.runs[index], one.report
     assert report.slice is not None
@@ -174,13 +177,15 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes
     times, window = report.slice.times[batch], report.timings[batch].window_steps_s
     # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
     busy = statistics.fmean(window) - times.waited_s
-    limited = run.metrics.get("power_cap_ratio") or 0.0
+    limited, power_w = run.metrics.get("power_cap_ratio") or 0.0, run.metrics.get("mean_power_w") or 0.0
+    joules = joules_per_link_byte * sent_bytes(report.slice.traffic.get(batch, ()))
+    sending = joules / (busy * power_w) if power_w else 0.0
     profiled = breakdown_of(one)
     measured = RankTimes(
         passes=times.passes_s,
         tail_s=busy - times.head_s - sum(times.passes_s.values()) - sum(times.reduces_s.values()),
-        busy_power_w=run.metrics.get("mean_power_w") or 0.0,
-        waiting_power_w=one.waiting_w or run.metrics.get("mean_power_w") or 0.0,
+        busy_power_w=(1 + (1 - limited) * sending) * power_w,
+        waiting_power_w=one.waiting_w or power_w,
         memory_gib=report.peak_memory_gib or 0.0,
         head_s=times.head_s,
         update_s=times.update_s,
@@ -189,7 +194,16 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float]) -> RankTimes
         products=products(profiled),
         reduces=times.reduces_s,
     )
-    return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1))
+    return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1 + sending))
+
+
+def sent_bytes(traffic: Iterable[Traffic]) -> float:
+    """That a GPU sends of so many collectives (Thakur et al. 2005)."""
+    sent = 0.0
+    for one in traffic:
+        rounds = 2 if one.kind == Collective.ALL_REDUCE else 1
+        sent += one.size if one.kind == Collective.SEND else rounds * one.size * (1 - 1 / one.ranks)
+    return sent
 
 
 def breakdown_of(one: Alone) -> Breakdown | None:
