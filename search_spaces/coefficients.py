@@ -9,8 +9,8 @@ from search_spaces.network import Network
 from search_spaces.operators import NONE_MEASURED, Timings
 
 LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.77, 0.8, 0.985
-"""What is attained of the bandwidth of links and adapters, and at what share of the power limit mean power is held: on
-H200, but for the adapters, which are a guess."""
+"""What is attained of the bandwidth of links, by a large all-reduce, and of adapters, and at what share of the power
+limit mean power is held: on H200, but for the adapters, which are a guess."""
 
 ATTENTION_SHARE = 0.61
 """Of the peak, what attention in heads 128 wide attains over many tokens, in trainings on H100 and H200."""

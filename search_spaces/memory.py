@@ -7,6 +7,7 @@ makes does not fit the pieces of what it gives free. Of many layouts `search_spa
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -149,7 +150,7 @@ def glance(layout: Layout, work: Workload) -> MemoryEstimate:
     unknown."""
     by_formula = _by_formula(layout, work, _fullest(layout))
     kinds = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.shard_ranks)
-    least, most = NEAR_SHARES if sum(ranks > 1 for ranks in kinds) > 1 else (CLEAR_SHARE, HOPELESS_SHARE)
+    least, most = NEAR_SHARES if sum(ranks > 1 for ranks in kinds) > 1 else (CLEAR_SHARE, math.inf)
     is_clear = by_formula.share is None or not least < by_formula.share <= most
     return by_formula if is_clear else _looked_at(layout, work, by_formula)
 

@@ -132,6 +132,8 @@ class Network:
     - `gpus_per_switch`: GPUs below one switch of the network's first level, None where there is but one such switch;
       `oversubscription`: the bandwidth into such a switch from below, in that out of it.
     - `measured`: takes the place of the model where there is a curve.
+    - `by_kind`: whether kinds attain what they do (`ATTAINED`, `BESIDE`), or all the same, as records have it in which
+      that is not said.
     """
 
     source: str
@@ -144,12 +146,14 @@ class Network:
     oversubscription: float = 1.0
     rank_order: tuple[int, ...] | None = None
     measured: tuple[Curve, ...] = ()
+    by_kind: bool = True
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Network:
         """Of what `dataclasses.asdict` makes of one, also after a round trip through JSON."""
         order, curves = values["rank_order"], tuple(map(Curve.from_dict, values["measured"]))
-        return cls(**{**values, "rank_order": order and tuple(order), "measured": curves})
+        by_kind = values.get("by_kind", False)
+        return cls(**{**values, "rank_order": order and tuple(order), "measured": curves, "by_kind": by_kind})
 
     def seconds(self, kind: Collective, size: int, ranks: Sequence[int], beside: bool = False) -> float:
         """Of one collective of `ranks`, global ranks as torch counts them; for `SEND` the two. `beside`: while the GPUs
@@ -206,7 +210,9 @@ class Network:
         return {(curve.kind, curve.ranks, curve.together): curve for curve in self.measured}
 
     def _model(self, kind: Collective, size: float, group: Group, beside: bool = False) -> float:
-        link = self.link_bytes_per_s * _attained(kind, group.ranks) / (BESIDE if beside else 1.0)
+        link = self.link_bytes_per_s
+        if self.by_kind:
+            link *= _attained(kind, group.ranks) / (BESIDE if beside else 1.0)
         if kind == Collective.SEND:
             return self._send(size, group, link)
         if kind == Collective.ALL_TO_ALL:
@@ -275,6 +281,13 @@ class Network:
         )
         hop = self.network_latency_s if outside else self.link_latency_s
         return _fastest(moving, hop + POST * (inside * self.link_latency_s + outside * self.network_latency_s))
+
+
+def sent_bytes(kind: Collective, size: float, ranks: int) -> float:
+    """That each of so many ranks sends in a collective of `size` bytes (Thakur et al. 2005)."""
+    if kind == Collective.SEND:
+        return size
+    return (2 if kind == Collective.ALL_REDUCE else 1) * size * (ranks - 1) / ranks
 
 
 def _attained(kind: Collective, ranks: int) -> float:

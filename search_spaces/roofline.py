@@ -15,7 +15,7 @@ from search_spaces.attention import MERGED, PARTED, PARTED_KEYS
 from search_spaces.blocks import Cut, Places, last_product, parts_of, selected_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.models import ModelShape
-from search_spaces.network import Collective, Group, Network, group_of
+from search_spaces.network import Collective, Group, Network, group_of, sent_bytes
 from search_spaces.operators import Kind, Operator
 
 COMPILED_LOSS_TRAFFIC = 10
@@ -172,9 +172,8 @@ def communicate(
     """Seconds, and bytes that a GPU sends, of `count` collectives of `size` bytes together, of ranks `stride` apart."""
     if ranks == 1:
         return 0.0, 0.0
-    twice = 2 if kind == Collective.ALL_REDUCE else 1
     seconds = count * network(places, c).takes(kind, size / count, spread(ranks, stride, places))
-    return seconds, twice * size * (ranks - 1) / ranks
+    return seconds, sent_bytes(kind, size, ranks)
 
 
 @lru_cache(maxsize=4096)

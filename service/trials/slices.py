@@ -15,7 +15,7 @@ from search_spaces.composition import Composed, RankTimes, compose
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
 from search_spaces.memory import usable_bytes
-from search_spaces.network import Collective, Network
+from search_spaces.network import Network, sent_bytes
 from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
@@ -27,7 +27,7 @@ from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, products
 from trainables.breakdown import Breakdown
 from trainables.command import Command
 from trainables.command_slice import CommandSlice
-from trainables.program import RankProgram, Traffic, TrialRequest
+from trainables.program import RankProgram, TrialRequest
 from trainables.slice import Slice
 from trainables.status import Status
 from trainables.training import Training
@@ -164,7 +164,7 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_link_byte: float = 0.0) -> RankTimes:
+def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_link_byte: float) -> RankTimes:
     """What a rank does in a step with the batch size that its trial timed as number `index`, on the slowest GPU.
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
@@ -178,8 +178,8 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_l
     # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
     busy = statistics.fmean(window) - times.waited_s
     limited, power_w = run.metrics.get("power_cap_ratio") or 0.0, run.metrics.get("mean_power_w") or 0.0
-    joules = joules_per_link_byte * sent_bytes(report.slice.traffic.get(batch, ()))
-    sending = joules / (busy * power_w) if power_w else 0.0
+    sent = sum(sent_bytes(calls.kind, calls.size, calls.ranks) for calls in report.slice.traffic.get(batch, ()))
+    sending = joules_per_link_byte * sent / (busy * power_w) if power_w else 0.0
     profiled = breakdown_of(one)
     measured = RankTimes(
         passes=times.passes_s,
@@ -195,15 +195,6 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_l
         reduces=times.reduces_s,
     )
     return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1 + sending))
-
-
-def sent_bytes(traffic: Iterable[Traffic]) -> float:
-    """That a GPU sends of so many collectives (Thakur et al. 2005)."""
-    sent = 0.0
-    for one in traffic:
-        rounds = 2 if one.kind == Collective.ALL_REDUCE else 1
-        sent += one.size if one.kind == Collective.SEND else rounds * one.size * (1 - 1 / one.ranks)
-    return sent
 
 
 def breakdown_of(one: Alone) -> Breakdown | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -240,6 +240,17 @@ def test_a_measured_curve_is_followed_upwards(low: float, high: float) -> None:
     small, large = (round(2**power) for power in sorted((low, high)))
     taken = [known.seconds(Collective.ALL_GATHER, size, range(4)) for size in (small, large)]
     assert taken == sorted(taken)
+
+
+def test_records_from_before_kinds_were_told_apart_are_read_as_they_were_meant() -> None:
+    values = asdict(NET)
+    assert Network.from_dict(values) == NET
+    del values["by_kind"]
+    before = Network.from_dict(values)
+    for kind in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.SEND):
+        moved = {Collective.ALL_REDUCE: 1.0, Collective.ALL_GATHER: 0.5, Collective.SEND: 1.0}[kind] * 2**40
+        for beside in (False, True):
+            assert before.seconds(kind, 2**40, (0, 1), beside) == pytest.approx(moved / 200e9, rel=1e-3)
 
 
 def test_it_travels() -> None:

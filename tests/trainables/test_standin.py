@@ -22,7 +22,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective
 from tests.trainables.conftest import RunRanks
-from tests.trainables.ledgers import CPU, Written, calls_of, no_time
+from tests.trainables.ledgers import CPU, Nothing, Written, calls_of, no_time
 from tests.trainables.test_parity import (
     GPIPE,
     INTERLEAVED,
@@ -43,6 +43,7 @@ from tests.trainables.test_parity import (
 )
 from trainables.breakdown import COLLECTIVES, kernel_category
 from trainables.program import RankReport, TrialRequest
+from trainables.standin.group import Peers, StandIn
 from trainables.standin.join import join, tell_compiler
 from trainables.standin.ledger import Call, Ledger
 from trainables.standin.moves import GRADIENT
@@ -293,6 +294,20 @@ def test_a_groups_collectives_take_their_time_one_after_the_other() -> None:
     finally:
         dist.destroy_process_group()
     assert set(asked) == {(KIND.ALL_REDUCE, 16, WORLD, False), (KIND.ALL_REDUCE, 16, (1, 3), False)}
+
+
+def test_the_lane_says_what_goes_on_beside_computation() -> None:
+    asked = []
+
+    def seconds(kind: Collective, size: int, ranks: tuple[int, ...], beside: bool) -> float:
+        asked.append(beside)
+        return 0.0
+
+    lane = Nothing()
+    group = StandIn((0, 1), 0, "pair", Peers(CPU, seconds, Share.EVEN, Ledger()), lane)
+    for lane.beside in (False, True):
+        group.allreduce([numbers(4)])
+    assert asked == [False, True]
 
 
 def test_a_compiled_graph_does_not_end_at_a_collective(world: Ledger) -> None:

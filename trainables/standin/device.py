@@ -80,14 +80,14 @@ class DeviceLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._host = device, HostLane()
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._computing = torch.cuda.Stream(device), torch.cuda.default_stream(device)
         self._latest: DeviceWork | None = None
         self._keeping: deque[DeviceWork] = deque()
 
     @property
     def beside(self) -> bool:
         """On another stream than that of computation, as FSDP2 and DeepSpeed overlap what they gather and reduce."""
-        return bool(torch.cuda.current_stream(self._device) != torch.cuda.default_stream(self._device))
+        return bool(torch.cuda.current_stream(self._device) != self._computing)
 
     def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
         if moves and moves[0].target.device.type == "cpu":

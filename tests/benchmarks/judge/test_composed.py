@@ -18,8 +18,8 @@ def test_pipelines_are_put_together_as_now_and_told_beside_what_was_recorded() -
     assert len(rows) == 14
     assert all(" pp2 " in row["layout"] for row in rows)
     for row in rows:
-        # No message is under way while DeepSpeed's ranks compute: little has changed for them but its own seconds.
-        changed = row["error"]["step_time_s"] != pytest.approx(row["recorded"]["step_time_s"], abs=1e-3)
+        # No message is under way while DeepSpeed's ranks compute: nothing has changed for them.
+        changed = row["error"]["step_time_s"] != pytest.approx(row["recorded"]["step_time_s"], abs=1e-9)
         assert not changed or row["layout"].startswith("megatron")
     assert abs(rows[0]["error"]["step_time_s"]) < 0.025, "they were fitted so"
     assert max(abs(row["recorded"]["step_time_s"]) for row in rows) > 0.05

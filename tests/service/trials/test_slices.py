@@ -47,8 +47,8 @@ def seen(power_cap_ratio: float | None, *traffic: Traffic) -> Alone:
 def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
     power_cap_ratio: float | None, step_s: float
 ) -> None:
-    assert rank_times(seen(power_cap_ratio), 0, {"GPU-a": 1.1, "GPU-b": 1.0}).busy_s == pytest.approx(step_s)
-    assert rank_times(seen(power_cap_ratio), 0, {"GPU-b": 1.0}).busy_s == 2.0, "nobody examined it"
+    assert rank_times(seen(power_cap_ratio), 0, {"GPU-a": 1.1, "GPU-b": 1.0}, 2e-10).busy_s == pytest.approx(step_s)
+    assert rank_times(seen(power_cap_ratio), 0, {"GPU-b": 1.0}, 2e-10).busy_s == 2.0, "nobody examined it"
 
 
 @pytest.mark.parametrize(("power_cap_ratio", "step_s", "power_w"), [(1.0, 2.2, 700), (0.0, 2.0, 770), (None, 2.0, 770)])
