@@ -1,8 +1,8 @@
 """What ranks of the `deepspeed` engine reserved as it was when most of what is committed was measured.
 
-Until 2026-11-23 what the model was made in stayed reserved, ZeRO-1 had its moments made in the first step, and of steps
-of several microbatches it kept the gradients in bf16 of the one before. Until 2026-11-25 ZeRO-3 had its moments made in
-the first step.
+Until 2026-11-23 what the model was made in stayed reserved, ZeRO-1 and replicas had their moments made in the first
+step, and of steps of several microbatches ZeRO-1 kept the gradients in bf16 of the one before. Until 2026-11-25 ZeRO-3
+had its moments made in the first step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from search_spaces.models import ModelShape
 from search_spaces.replay import fullest, rounds_of, run
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.groups import groups_of
+from search_spaces.replay.replicas import Replicas
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
 from search_spaces.replay.training import Training
 from search_spaces.workload import Workload
@@ -108,9 +109,39 @@ class EarlierFlat(FlatSplit):
             self.take("second moments", self.count, 4)
 
 
+class EarlierReplicas(Replicas):
+    """Parameters were made whole before a rank had its part of each; the first step had its moments made."""
+
+    def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
+        self.whole = groups_of(model)
+        self.has_moments = False
+        super().__init__(model, tokens, rounds, layout)
+
+    def start(self) -> None:
+        whole = {f"whole {group} {name}": count for group, some in self.whole.items() for name, count in some.items()}
+        made = whole if self.splits else {}
+        for name, count in made.items():
+            self.take(name, count, 4)
+        super().start()
+        self.give_back(*made)
+
+    def make_moments(self) -> None:
+        if self.has_moments:
+            super().make_moments()
+
+    def reduce(self) -> None:
+        super().reduce()
+        if not self.has_moments:
+            self.has_moments = True
+            self.make_moments()
+
+
 def reserved_then(layout: Layout, work: Workload) -> float:
-    """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards, with products split, or on one GPU."""
+    """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards, as a replica, with products split, or
+    on one GPU."""
     tokens = layout.microbatch_tokens(work.sequence_length)
+    if not layout.zero_stage and layout.shard_ranks > 1:
+        return run(EarlierReplicas(work.shape, tokens, rounds_of(layout), layout)).reserved
     if layout.tensor_parallel_size == layout.num_gpus:
         return run(EarlierFlat(work.shape, tokens, rounds_of(layout), layout)).reserved
     return fullest(EARLIER[layout.zero_stage], work.shape, tokens, rounds_of(layout), layout).reserved

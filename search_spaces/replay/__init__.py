@@ -22,6 +22,7 @@ from search_spaces.replay.flat import Flat
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
+from search_spaces.replay.replicas import Replicas
 from search_spaces.replay.sharded import Sharded
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
 from search_spaces.replay.split import FullySplit, PipelinedSplit, Split
@@ -85,7 +86,7 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
 
 
 def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
-    """Of DeepSpeed: data-parallel and sequence ranks that shard states, or tensor-parallel ones, or one alone."""
+    """Of DeepSpeed: data-parallel and sequence ranks that shard states, replicas, tensor-parallel ranks, or one."""
     rounds, of_any_batch = rounds_of(layout), replace(layout, global_batch_size=0)
     if layout.num_gpus == 1:
         return None if layout.zero_stage else _replay("flat", model, tokens, rounds, layout.compile, layout.recompute)
@@ -93,6 +94,8 @@ def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
         if layout.shard_ranks < layout.num_gpus or model.num_experts:
             return None
         return _replay_shards(model, tokens, rounds, of_any_batch)
+    if layout.shard_ranks > 1:
+        return _replay_replicas(model, tokens, rounds, of_any_batch) if _is_replicated_as_known(layout, model) else None
     if layout.tensor_parallel_size < layout.num_gpus or not _is_split_as_known(layout, model, "flat"):
         return None
     return _replay_split("flat", model, tokens, rounds, of_any_batch)
@@ -157,6 +160,13 @@ def _is_split_as_known(layout: Layout, model: ModelShape, allocates: str) -> boo
     return not (layout.async_tensor_parallel or (layout.compile and model.num_experts))
 
 
+def _is_replicated_as_known(layout: Layout, model: ModelShape) -> bool:
+    """Whether it is known in which order DeepSpeed's replicas allocate."""
+    eager = not layout.compile and layout.recompute != "selective"
+    replicas = layout.data_parallel_size * layout.tensor_parallel_size == layout.num_gpus
+    return eager and replicas and model.family == "llama" and not (model.num_experts or model.tie_embeddings)
+
+
 @lru_cache(maxsize=4096)
 def _replay(allocates: str, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> Replayed:
     return run(RUNS[allocates](model, tokens, rounds, compiled, recompute))
@@ -188,6 +198,11 @@ def _replay_split(allocates: str, model: ModelShape, tokens: int, rounds: int, l
 @lru_cache(maxsize=4096)
 def _replay_shards(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
     return fullest(SHARDED[layout.zero_stage], model, tokens, rounds, layout)
+
+
+@lru_cache(maxsize=4096)
+def _replay_replicas(model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
+    return run(Replicas(model, tokens, rounds, layout))
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,13 @@ from search_spaces.replay.flat import Flat
 from search_spaces.replay.groups import block_of
 
 
+def share_of(model: ModelShape, ranks: int) -> ModelShape:
+    """What a rank has of a model whose products are split over so many."""
+    return replace(
+        model, heads=model.heads // ranks, kv_heads=model.kv_heads // ranks, ffn_hidden=model.ffn_hidden // ranks
+    )
+
+
 class FlatSplit(Flat):
     """One rank: it has its heads and inner values of each block, all tables, and all of what is between products.
 
@@ -18,14 +25,7 @@ class FlatSplit(Flat):
     """
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
-        ranks = layout.tensor_parallel_size
-        share = replace(
-            model,
-            heads=model.heads // ranks,
-            kv_heads=model.kv_heads // ranks,
-            ffn_hidden=model.ffn_hidden // ranks,
-        )
-        super().__init__(share, tokens, rounds, layout.compile, layout.recompute)
+        super().__init__(share_of(model, layout.tensor_parallel_size), tokens, rounds, layout.compile, layout.recompute)
 
     def _forward(self, layer: int, again: bool = False) -> None:
         if not self.compiled:

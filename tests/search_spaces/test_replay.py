@@ -344,7 +344,7 @@ def measured_ranks(engine: str) -> dict[tuple[Layout, ModelShape], tuple[Workloa
         for layout, work, gib in points
         if layout.engine == engine
         and layout.num_gpus > layout.pipeline_parallel_size == 1
-        and (layout.shard_ranks == layout.num_gpus if engine == "megatron" else not layout.zero_stage)
+        and (layout.shard_ranks if engine == "megatron" else layout.tensor_parallel_size) == layout.num_gpus
         and replayed(layout, work) is not None
     }
 
