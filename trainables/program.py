@@ -88,7 +88,8 @@ class RankReport:
     first size. `curves`: of collectives, and `operators`, by
     programs that measure these. `tokens_per_step`: of all ranks in the window on average, by a program that counts
     them. `problems`: why what it measured wants looking at, a line each. `spent_s`: seconds by what they went into, by
-    programs that measure several things.
+    programs that measure several things. `reclaims`: how often, in the last window, torch found memory full and gave
+    back what it kept unused, which it cannot count on next time.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class RankReport:
     tokens_per_step: float | None = None
     problems: tuple[str, ...] = ()
     spent_s: dict[str, float] = field(default_factory=dict)
+    reclaims: int = 0
 
 
 class RankProgram(ABC):

@@ -98,6 +98,7 @@ class Rank:
             if timings:
                 self.change_batch(batch)
             timings[batch] = timing = self.time_steps()
+            reclaims = self.platform.reclaims(self.world.device) - self.reclaimed
             passes = passes or self.clock.computing(len(timing.window_steps_s))
             self.enter("report")
             losses = tuple(self.world.total(torch.stack(self.losses)).tolist())
@@ -112,6 +113,7 @@ class Rank:
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
             environment={"torch": str(torch.__version__)} | self.platform.versions(self.world.device),
             passes=passes,
+            reclaims=reclaims,
         )
 
     def profile(self, report: RankReport) -> Profile:
@@ -144,6 +146,8 @@ class Rank:
         check_learning(losses)
 
     def enter(self, phase: str) -> None:
+        if phase == "window":
+            self.reclaimed = self.platform.reclaims(self.world.device)
         self.progress = replace(self.progress, phase=phase)
         self.on_progress(self.progress)
 

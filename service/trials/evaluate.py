@@ -20,7 +20,7 @@ from service.remote import call
 from service.result import Proxy, Purpose, TrialResult
 from service.step import Step
 from service.trials import probe, short
-from service.trials.bench import Bench
+from service.trials.bench import Alone, Bench
 from service.trials.command import command_of
 from service.trials.extrapolation import over_depth
 from service.trials.pool import Pool
@@ -138,9 +138,10 @@ def _probe_alone(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | N
     request = make_request(f"{trial_id}-probe", layout, bench.problem)
     kind = probe.fullest(layout, bench.problem.workload)
     one = run_kind(bench, probe.probing(request, short.sizes(layout, alone=True)), kind)
-    if not isinstance(one, TrialResult) or one.status != Status.OOM:
-        return None
-    return replace(one, trial_id=trial_id, cause=f"probe: {one.cause}")
+    if isinstance(one, Alone):
+        reason = probe.unsettled(one.report)
+        return None if reason is None else TrialResult(trial_id, layout, Status.OOM, reason)
+    return replace(one, trial_id=trial_id, cause=f"probe: {one.cause}") if one.status == Status.OOM else None
 
 
 def _probe_at_depths(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | None:

@@ -16,7 +16,7 @@ from service.problem import Problem
 from service.result import Proxy
 from service.trials.extrapolation import line
 from trainables.measure import Procedure
-from trainables.program import TrialRequest
+from trainables.program import RankReport, TrialRequest
 
 LAYERS_PER_STAGE = (4, 8)
 """With fewer, blocks still fit in what the loss has given back, and a line through them is too steep: by two and four
@@ -48,6 +48,21 @@ def fullest(layout: Layout, work: Workload) -> RankKind:
 def probing(request: TrialRequest, sizes: tuple[int, ...]) -> TrialRequest:
     """The trial cut down to a few steps, of the smallest of the global batch `sizes` that may stand for its own."""
     return replace(request, procedure=STEPS, batches=sizes[-1:])
+
+
+def unsettled(report: RankReport) -> str | None:
+    """Why a rank that came through its probe's steps may yet run out of memory; None where there is no sign of it.
+
+    What torch keeps unused falls into pieces by and by, and pieces of which some is in use cannot be given back. A rank
+    that still had to give back others in the last step had as many as fit: on one H100 such a one went through
+    three steps and ran out of memory in the fourth, for 11.7 GiB with 25 GiB unused.
+    """
+    if not report.reclaims:
+        return None
+    return (
+        f"probe: rank {report.rank}: in its last step torch found memory full {report.reclaims} times and gave back "
+        f"what it kept unused: with {report.peak_memory_gib:.1f} GiB reserved it may run out in any step"
+    )
 
 
 def overflow(layout: Layout, problem: Problem, shallow: Proxy, deep: Proxy) -> str | None:

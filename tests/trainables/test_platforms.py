@@ -43,6 +43,7 @@ def test_a_rank_on_the_cpu_has_no_device_of_its_own() -> None:
     assert device == torch.device("cpu")
     assert torch.get_num_threads() == 1
     assert (platform.identity(device), platform.peak_memory_gib(device), platform.versions(device)) == (None, None, {})
+    assert platform.reclaims(device) == 0
 
 
 @pytest.mark.gpu
@@ -59,6 +60,23 @@ def test_torch_can_be_given_less_of_a_gpu() -> None:
     finally:
         platform.limit_memory(device, 1e15)
         torch.cuda.empty_cache()  # before cuBLAS settles in what is left of it
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_torch_gives_back_to_go_on_is_counted() -> None:
+    platform = platform_of(ACCELERATORS["gpu"])
+    device = platform.take(0)
+    torch.cuda.empty_cache()
+    before = platform.reclaims(device)
+    platform.limit_memory(device, torch.cuda.memory_reserved(device) + 2**30)
+    try:
+        for size, reclaimed in ((600, 0), (600, 0), (900, 1)):  # MiB; of each the one before is given up
+            torch.empty(size * 2**20, dtype=torch.uint8, device=device)
+            assert platform.reclaims(device) - before == reclaimed
+    finally:
+        platform.limit_memory(device, 1e15)
+        torch.cuda.empty_cache()
 
 
 def test_tasks_race_beside_each_other_once_the_first_is_done() -> None:

@@ -18,6 +18,7 @@ from trainables.data import SYNTHETIC
 from trainables.losses import check_learning
 from trainables.measure import Procedure
 from trainables.platforms.cpu import PLATFORM as CPU
+from trainables.platforms.cpu import Cpu
 from trainables.program import InvalidTrial, Place, Progress, TrialRequest
 from trainables.training import Training
 
@@ -97,6 +98,35 @@ def test_training_that_does_not_learn_is_invalid(run_ranks: RunRanks, tmp_path: 
     assert outcome.status == "invalid"
     assert outcome.cause is not None
     assert outcome.cause.startswith("the loss does not fall")
+
+
+class Crowded(Cpu):
+    """Has given back memory in each step so far, were its steps to be believed."""
+
+    steps = 0
+
+    def synchronize(self) -> None:
+        self.steps += 1
+
+    def reclaims(self, device: torch.device) -> int:
+        return self.steps
+
+
+def report_crowded(request: TrialRequest, place: Place, connection: Connection) -> None:
+    report = request.program.run(request, place, lambda _: None)
+    connection.send((report.reclaims, len(report.timings[LAYOUT.global_batch_size].window_steps_s)))
+
+
+def test_what_was_given_back_is_counted_in_the_window_alone(nursery: Nursery, store: TCPStore) -> None:
+    ours, theirs = nursery._context.Pipe(duplex=False)
+    place = Place(0, 0, "127.0.0.1", store.port, Crowded())
+    request = replace(REQUEST, trial_id="crowded")
+    child = nursery._context.Process(target=report_crowded, args=(request, place, theirs))
+    child.start()
+    theirs.close()
+    reclaims, steps = ours.recv()
+    child.join()
+    assert reclaims == steps >= PROCEDURE.window_min_steps
 
 
 def count_objects(request: TrialRequest, place: Place, connection: Connection) -> None:

@@ -76,6 +76,11 @@ class Platform(ABC):
         """The most memory that torch has ever reserved on the device, in GiB; None where it does not count."""
 
     @abstractmethod
+    def reclaims(self, device: torch.device) -> int:
+        """How often torch has found the device's memory full so far, and has given back all that it kept unused to go
+        on; 0 where it does not count."""
+
+    @abstractmethod
     def identity(self, device: torch.device) -> str | None:
         """The device's UUID as `telemetry` spells it; None where ranks have no device of their own."""
 

@@ -59,6 +59,9 @@ class Cpu(Platform):
     def peak_memory_gib(self, device: torch.device) -> float | None:
         return None
 
+    def reclaims(self, device: torch.device) -> int:
+        return 0
+
     def identity(self, device: torch.device) -> str | None:
         return None
 

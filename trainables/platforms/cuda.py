@@ -64,6 +64,11 @@ class Cuda(Platform):
 
         return torch.cuda.max_memory_reserved(device) / 2**30
 
+    def reclaims(self, device: torch.device) -> int:
+        import torch
+
+        return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
     def identity(self, device: torch.device) -> str | None:
         import torch
 

@@ -141,9 +141,10 @@ class Quiet:
         return {"devices": [{"uuid": f"GPU-{rank}", "kind": "nvidia"} for rank in range(4)]}
 
 
-def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
+def gang(constant_gib: float, layer_gib: float, reclaims: int = 0) -> tuple[Any, Any]:
     """A mailbox whose workers reserve so much in each trial, and a reference to what they were asked for: the layers,
-    and the rank that ran alone, if one did. Torch has no more than the cluster's GPUs on them."""
+    and the rank that ran alone, if one did. Torch has no more than the cluster's GPUs on them, and gives back memory so
+    often in a window."""
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100}
     mailbox: Any = ray.remote(Mailbox).options(**options).remote(4)
     timing = Timing((1.0, 1.0), (1.0, 1.0), 0, 2_000_000_000, 0.0)
@@ -152,7 +153,7 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
     @ray.remote(num_cpus=0)
     def work(mailbox: Any) -> list[tuple[int, int | None]]:
         for rank in range(4):
-            ray.get(mailbox.join.remote(Member(rank, "a", "host", 1)))
+            ray.get(mailbox.join.remote(Member(rank, "a", "host", 1, f"GPU-{rank}")))
         asked: list[tuple[int, int | None]] = []
         number = 0
         while (order := ray.get(mailbox.next.remote(0, number))) is not None:
@@ -171,6 +172,7 @@ def gang(constant_gib: float, layer_gib: float) -> tuple[Any, Any]:
                 grad_norms=(1.0, 1.0),
                 peak_memory_gib=peak,
                 environment={},
+                reclaims=reclaims,
                 slice=SliceReport(dict.fromkeys(batches, nothing), {}, waited) if alone else None,
             )
             for worker, rank in enumerate(order.request.ranks):
@@ -223,3 +225,16 @@ def test_what_does_not_fit_is_not_launched(
         assert result.cause is not None
         assert result.cause.startswith("probe: rank 0: warmup: OutOfMemoryError: CUDA out of memory")
         assert result.cause.endswith("(of 138.6 GiB that torch can reserve on h200)")
+
+
+def test_what_still_gives_back_memory_in_its_last_step_is_not_launched(ray_session: Any) -> None:
+    mailbox, work = gang(10.0, 3.0, reclaims=2)
+    telemetry: Any = {"a": ray.remote(Quiet).options(num_cpus=0).remote()}
+    result = run_trial(Bench(SPEC, mailbox, telemetry, {}, NETWORK), "t", CONFIG)
+    ray.get(mailbox.close.remote())
+    assert ray.get(work) == [ALONE]
+    assert (result.trial_id, result.status, result.purpose) == ("t", "oom", Purpose.SEARCH)
+    assert result.cause is not None
+    assert result.cause.startswith("probe: rank 0: in its last step torch found memory full 2 times")
+    assert "with 106.0 GiB reserved" in result.cause
+    assert result.metrics["probe_time_s"] is not None
