@@ -283,10 +283,12 @@ def _grown_s(rows: pa.Table, column: str, seconds: float) -> float | None:
 
 def _together(windows: Sequence[DeviceRecord]) -> DeviceRecord:
     """One GPU over several windows: means weighted by time, sums, and extremes."""
-    seconds = math.fsum(one.duration_s for one in windows)
+    lengths_s = [one.duration_s or 0.0 for one in windows]
+    seconds = math.fsum(lengths_s)
 
     def mean(of: Callable[[DeviceRecord], float | None]) -> float | None:
-        total = _total([None if (value := of(one)) is None else value * one.duration_s for one in windows])
+        values = zip(windows, lengths_s, strict=True)
+        total = _total([None if (value := of(one)) is None else value * length_s for one, length_s in values])
         return None if total is None else total / seconds
 
     return replace(

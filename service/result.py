@@ -92,7 +92,7 @@ def slowest_passes(ranks: Iterable[RankRecord]) -> list[PassTime]:
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """What one device did in the window of `duration_s` seconds; None is unknown.
+    """What one device did in the window of `duration_s` seconds; None is unknown, all of it of a trial without one.
 
     `throttle_s` has seconds by cause (`telemetry.samples.THROTTLE_CAUSES`), of which several may be at once. Means are
     over time.
@@ -100,19 +100,19 @@ class DeviceRecord:
 
     device: str
     node_id: str
-    duration_s: float
-    energy_j: float | None
-    mean_sm_clock_mhz: float | None
-    min_sm_clock_mhz: float | None
-    mean_gpu_temp_c: float | None
-    peak_gpu_temp_c: float | None
-    peak_hbm_temp_c: float | None
-    throttle_s: dict[str, float | None]
+    duration_s: float | None = None
+    energy_j: float | None = None
+    mean_sm_clock_mhz: float | None = None
+    min_sm_clock_mhz: float | None = None
+    mean_gpu_temp_c: float | None = None
+    peak_gpu_temp_c: float | None = None
+    peak_hbm_temp_c: float | None = None
+    throttle_s: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def mean_power_w(self) -> float | None:
         """Energy by time."""
-        return None if self.energy_j is None else self.energy_j / self.duration_s
+        return None if self.energy_j is None or self.duration_s is None else self.energy_j / self.duration_s
 
 
 class SlowCause(StrEnum):
@@ -210,7 +210,8 @@ class TrialResult:
     `infrastructure`: whether it was the machines that failed, not the layout.
     `beside`: whether other trials of the search ran on its nodes meanwhile, or another search had workers there; None
     in records made before it was kept.
-    `devices` are those that worked; records made before it was kept have none.
+    `devices` are those that worked, of a trial that did not end well those of the workers that took part; records made
+    before they were kept have none.
     `ranks` are those of the trial in their order; records made before there were any have none. Of a trial by slices
     they are those that ran, one of each kind, of which `slices` has more, and `network` is what they were taken to
     communicate over; records made before it was kept have none.

@@ -59,10 +59,11 @@ WORK_S = 5.0
 
 @dataclass(frozen=True)
 class Work:
-    """What a device is used for, as the trial's worker says about once a second; forgotten `WORK_S` later.
+    """What a device is used for, as the trial's worker says from the trial's start about once a second; forgotten
+    `WORK_S` later.
 
-    `device` is the device's `DeviceInfo.uuid`; `phase` is a word such as `warmup` or `window`; `tokens_per_s` is the
-    whole trial's speed, None while it has none.
+    `device` is the worker's, by its `DeviceInfo.uuid`; `phase` is a word such as `warmup` or `window`; `tokens_per_s`
+    is the whole trial's speed, None while it has none.
     """
 
     device: str

@@ -24,14 +24,16 @@ SILENT_S, LISTEN_S = 60.0, 5.0
 class Member:
     """One worker of a gang, by its rank there.
 
-    `device` is what the node calls its GPU, None on CPU; `pid` is its process there. It keeps a key-value store at
-    (`host`, `store_port`), at which the ranks of a trial meet whose first worker it is.
+    `uuid` is what telemetry calls its device, which is that of each rank that it runs; `device` is what the node calls
+    its GPU, None on CPU; `pid` is its process there. It keeps a key-value store at (`host`, `store_port`), at which the
+    ranks of a trial meet whose first worker it is.
     """
 
     rank: int
     node_id: str
     host: str
     store_port: int
+    uuid: str
     device: str | None = None
     pid: int | None = None
 
@@ -233,15 +235,18 @@ class Mailbox:
         left = tuple(line for place in sorted(current.left) for line in current.left[place])
         return [replace(outcomes[0], left=left), *outcomes[1:]], members, gang_s
 
-    async def expire(self, trial_id: str, cause: str) -> None:
-        """End a trial that should be over by now, as crashed; the workers that owe it an answer are out."""
+    async def expire(self, trial_id: str, cause: str) -> list[Member]:
+        """End a trial that should be over by now, as crashed; the workers that owe it an answer are out. Returns those
+        that take part; none if it has not begun, or is over."""
         async with self.changed:
             self.expired.add(trial_id)
-            if (current := self.rounds.get(self.numbers.get(trial_id, 0))) is not None:
-                members = enumerate(current.order.members)
-                self._cast_out([member for place, member in members if place not in current.left])
-                self._end(_lost(cause), current.workers)
             self.changed.notify_all()
+            if (current := self.rounds.get(self.numbers.get(trial_id, 0))) is None:
+                return []
+            members = list(current.order.members)
+            self._cast_out([member for place, member in enumerate(members) if place not in current.left])
+            self._end(_lost(cause), current.workers)
+            return members
 
     async def outcasts(self) -> list[Member]:
         """The workers that are out since this was asked last, whose processes are to be ended."""

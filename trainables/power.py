@@ -14,15 +14,14 @@ from trainables.status import Status
 class PowerLimit:
     """That of one worker's GPU. Of a search that is not to set power limits, nothing is asked of telemetry."""
 
-    def __init__(self, telemetry: Any, device: str | None, allowed: bool) -> None:
-        """`telemetry`: the handle of the node's actor; `device`: the GPU as the node calls it, None on CPU."""
-        self._telemetry = telemetry
+    def __init__(self, telemetry: Any, device: str | None, uuid: str, allowed: bool) -> None:
+        """`telemetry`: the handle of the node's actor; `device`: the GPU as the node calls it, None on CPU; `uuid`: as
+        telemetry calls it."""
+        self._telemetry, self._uuid = telemetry, uuid
         self._watts: int | None = None
         self._index: int | None = None
         if allowed and device is not None and device.isdecimal():
             self._index = int(device)
-            known = ray.get(telemetry.describe.remote())["devices"]
-            self._uuid = next((one["uuid"] for one in known if one["index"] == self._index), None)
             self.restore()  # what a worker left that was killed
 
     def set(self, watts: int | None) -> str | None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import ray
@@ -73,10 +74,11 @@ class Follower:
     """
 
     def __init__(
-        self, request: TrialRequest, telemetry: Any, marks: bool, on_window: Callable[[Progress], object]
+        self, request: TrialRequest, telemetry: Any, device: str, marks: bool, on_window: Callable[[Progress], object]
     ) -> None:
-        """`telemetry`: the handle of the node's actor."""
-        self.request, self.telemetry, self.marks, self.on_window = request, telemetry, marks, on_window
+        """`telemetry`: the handle of the node's actor; `device`: what that calls the worker's."""
+        self.request, self.telemetry, self.device = request, telemetry, device
+        self.marks, self.on_window = marks, on_window
         self.phase, self.sent_at, self.marked_at = "", 0.0, 0.0
 
     def follow(self, progress: Progress) -> None:
@@ -99,7 +101,7 @@ class Follower:
 
     def _work(self, progress: Progress) -> Work:
         return Work(
-            device=progress.device or cpu_uuid(),
+            device=self.device,
             trial_id=self.request.trial_id,
             layout=self.request.layout.label,
             phase=progress.phase,
@@ -127,15 +129,17 @@ def worker_loop(config: dict[str, Any]) -> None:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads(platform, node_id)))
     devices = runtime.get_accelerator_ids().get(platform.ray_resource or "", [])
     device = devices[0] if devices else None
-    leftovers = Leftovers(f"{mailbox._actor_id.hex()}/{worker}", lambda: memory_gib(watching, device))
-    power = PowerLimit(watching, device, config["telemetry"].power_limits)
+    uuid = own_uuid(watching, device)
+    used_gib = partial(memory_gib, watching, None if device is None else uuid)
+    leftovers = Leftovers(f"{mailbox._actor_id.hex()}/{worker}", used_gib)
+    power = PowerLimit(watching, device, uuid, config["telemetry"].power_limits)
     nursery = Nursery(platform, config["preload"])
     store_port = nursery.keep_store(host)
     data, places = config["data"], config["places"]
     if data is not None and is_uri(data) and refusal(data, places) is None:
         with contextlib.suppress(OSError, ValueError):  # which trials tell in their causes
             fetch(data)
-    member = Member(worker, node_id, host, store_port, device, os.getpid())
+    member = Member(worker, node_id, host, store_port, uuid, device, os.getpid())
     ray.get(mailbox.join.remote(member))
     number = 0
     with beating(mailbox, worker):
@@ -146,6 +150,7 @@ def worker_loop(config: dict[str, Any]) -> None:
             follower = Follower(
                 order.request,
                 watching,
+                uuid,
                 marks=place.local_rank == 0,
                 on_window=lambda progress: mailbox.note.remote(worker, number, progress),  # noqa: B023
             )
@@ -156,6 +161,7 @@ def worker_loop(config: dict[str, Any]) -> None:
                 aborted=lambda: bool(ray.wait([over], timeout=0)[0]),  # noqa: B023
                 follow=follower.follow,
             )
+            follower.follow(Progress())  # whatever becomes of its process, the trial has this device
             leftovers.begin()
             refused = refusal(data, places) or power.set(order.request.layout.power_limit_w)
             if refused is None:
@@ -194,17 +200,26 @@ def compile_threads(platform: Platform, node_id: str) -> int:
     return max(1, len(os.sched_getaffinity(0)) // gpus - 1)
 
 
-def memory_gib(telemetry: Any, device: str | None) -> float | None:
-    """What is in use of the memory of the GPU that the node calls `device`, as its telemetry saw it last; None on CPU,
-    and where nobody knows. `telemetry`: the handle of the node's actor."""
+def own_uuid(telemetry: Any, device: str | None) -> str:
+    """What the node's telemetry calls a worker's device: the GPU that Ray calls `device`, the CPUs if that is None. A
+    GPU that telemetry does not watch has Ray's name. `telemetry`: the handle of the node's actor."""
     if device is None:
+        return cpu_uuid()
+    state: NodeState = ray.get(telemetry.state.remote())
+    return next((info.uuid for info in state.devices if info.is_called(device)), device)
+
+
+def memory_gib(telemetry: Any, gpu: str | None) -> float | None:
+    """What is in use of a GPU's memory, by its UUID, as the node's telemetry saw it last; None on CPU, and where nobody
+    knows. `telemetry`: the handle of the node's actor."""
+    if gpu is None:
         return None
     try:
         state: NodeState = ray.get(telemetry.state.remote())
     except RayError:
         return None
-    used = {info.index: state.latest.get(info.uuid, {}).get("memory_used_gib") for info in state.devices}
-    return used.get(int(device)) if device.isdecimal() else None
+    used: float | None = state.latest.get(gpu, {}).get("memory_used_gib")
+    return used
 
 
 def place_of(worker: int, order: Order, platform: Platform) -> Place:

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ def befall(
 
 
 def last_seen(works: Iterator[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By trial, the devices that it was seen on, and when it was last."""
+    """By trial, when it was last seen on each device."""
     seen: dict[str, dict[str, float]] = defaultdict(dict)
     for work in works:
         seen[work["trial_id"]][work["device"]] = work["time_s"]
@@ -213,19 +213,25 @@ def last_seen(works: Iterator[Mapping[str, Any]]) -> dict[str, dict[str, float]]
 
 def recovered(
     trial: TrialRecord,
+    devices: Collection[str],
     seen: Mapping[str, float],
     read: Mapping[str, Sequence[tuple[float, float]]],
     before_gib: Mapping[str, float],
 ) -> float | None:
-    """Seconds until the memory of all devices of a failed trial that are watched was back, from when it was last seen
-    on them, or ended if that was before. None if it was not, or nobody saw where it ran."""
-    watched = seen.keys() & before_gib.keys()  # beside its GPUs a trial is seen on its host
-    if not watched or trial.ended is None:
+    """Seconds until the memory of all `devices` of a failed trial was back, from when it was last `seen` on them, or
+    ended if that was before. None if it was not, or one is not watched, or the record has none."""
+    if not devices or trial.ended is None or not before_gib.keys() >= set(devices):
         return None
     ended = trial.ended.timestamp()
-    times = [back_s(read[device], before_gib[device], min(seen[device], ended)) for device in watched]
+    times = [back_s(read[one], before_gib[one], min(seen.get(one, ended), ended)) for one in devices]
     known = [seconds for seconds in times if seconds is not None]
     return max(known) if len(known) == len(times) else None
+
+
+def devices_of(results: Results, trial: TrialRecord) -> list[str]:
+    """Those that a trial had, by its record."""
+    result = results.result_of(trial)
+    return [] if result is None else [one.device for one in result.devices]
 
 
 def told(search: SearchRecord, exit_code: int) -> dict[str, Any]:
@@ -288,7 +294,8 @@ def mix(fields: Fields, folder: Path, count: int, gpus: int, seconds: float, see
             watch.stop()
     with (folder / "works.jsonl").open() as lines:
         seen = last_seen(json.loads(line) for line in lines)
-    recorded = [Results(tracking_uri(None)).search(search) for search in searches.ids]
+    results = Results(tracking_uri(None))
+    recorded = [results.search(search) for search in searches.ids]
     failed = [
         {
             "search": search.id,
@@ -296,12 +303,13 @@ def mix(fields: Fields, folder: Path, count: int, gpus: int, seconds: float, see
             "layout": trial.label,
             "status": trial.status,
             "cause": trial.cause,
-            "devices": [device[:12] for device in seen.get(trial.trial_id, ())],
-            "back_s": recovered(trial, seen.get(trial.trial_id, {}), watch.read, before),
+            "devices": [device[:12] for device in devices],
+            "back_s": recovered(trial, devices, seen.get(trial.trial_id, {}), watch.read, before),
         }
         for search in recorded
         for trial in search.trials
         if trial.status in FAILURES
+        for devices in [devices_of(results, trial)]
     ]
     figures: dict[str, Any] = {
         "searches": [told(one, driver.returncode) for one, driver in zip(recorded, searches.drivers, strict=True)],

@@ -116,9 +116,7 @@ def _held(info: DeviceInfo, reading: Mapping[str, Any], granted: Sequence[str] |
 
 def _named(info: DeviceInfo, names: Collection[str]) -> bool:
     """Whether a device is among these, by number or by the beginning of its UUID."""
-    return any(
-        str(info.index) == name if name.isdigit() else bool(name) and info.uuid.startswith(name) for name in names
-    )
+    return any(info.is_called(name) for name in names)
 
 
 def _ray_is_here() -> bool:

@@ -21,6 +21,7 @@ from service.trials.figures import (
     breakdown_metrics,
     breakdown_problems,
     device_records,
+    lent_devices,
     methods,
     metrics,
     pipeline_metrics,
@@ -115,9 +116,16 @@ class Bench:
             outcomes, members, gang_s = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except GetTimeoutError:
             cause = f"the gang did not answer {GRACE_S:.0f} s after the trial's deadline"
-            ray.get(call(self.mailbox, Mailbox.expire, request.trial_id, cause))
+            members = ray.get(call(self.mailbox, Mailbox.expire, request.trial_id, cause))
             self._end_outcasts()
-            return TrialResult(request.trial_id, request.layout, Status.HANG, cause, infrastructure=True)
+            return TrialResult(
+                request.trial_id,
+                request.layout,
+                Status.HANG,
+                cause,
+                infrastructure=True,
+                devices=lent_devices(members),
+            )
         first = outcomes[0]
         if first.infrastructure:
             self._end_outcasts()
@@ -132,6 +140,7 @@ class Bench:
             metrics={early_stop.BOUND + name: bound for name, bound in bounds.items()} if pruned else {},
             traceback=first.traceback,
             infrastructure=first.infrastructure,
+            devices=lent_devices(members[: len(request.ranks)]),
         )
 
     def _end_outcasts(self) -> None:

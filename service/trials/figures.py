@@ -52,6 +52,11 @@ def device_records(windows: Iterable[NodeWindow], summary: WindowSummary) -> tup
     )
 
 
+def lent_devices(members: Iterable[Member]) -> tuple[DeviceRecord, ...]:
+    """The devices of a trial that did not end well: those of the workers that took part, which on CPU share one."""
+    return tuple(DeviceRecord(*one) for one in dict.fromkeys((member.uuid, member.node_id) for member in members))
+
+
 def pipeline_metrics(layout: Layout, ranks: Iterable[RankRecord], step_time_s: float | None) -> dict[str, float | None]:
     """What a pipeline of these ranks waits for itself in a step that takes so long, by its schedule played with their
     passes, and how uneven its stages are; nothing where no passes are known."""

@@ -38,6 +38,10 @@ class DeviceInfo:
     pcie_peak_bytes_per_s: float | None = None
     link_peak_bytes_per_s: float | None = None
 
+    def is_called(self, name: str) -> bool:
+        """Whether others on the node mean this device by `name`: its number there, or the beginning of its UUID."""
+        return str(self.index) == name if name.isdigit() else bool(name) and self.uuid.startswith(name)
+
 
 class Device(Protocol):
     """One device of this node."""

@@ -267,7 +267,8 @@ def test_counters_are_read_near_the_edges_of_steps_that_are_told_of_late(nursery
     program = replace(COMMAND, arguments=("python", str(Path(__file__).parent / "late_program.py")))
     procedure = replace(PROCEDURE, window_s=1, window_min_steps=2)
     trial = replace(REQUEST, trial_id="late", layout=replace(LAYOUT, num_gpus=1), program=program, procedure=procedure)
-    follower, place = Follower(trial, telemetry, True, lambda progress: None), Place(0, 0, HOST, store.port, CPU)
+    follower = Follower(trial, telemetry, "GPU-0", True, lambda progress: None)
+    place = Place(0, 0, HOST, store.port, CPU)
     began = time.monotonic()
     with nursery.trial(trial, place, lambda: time.monotonic() - began, lambda: False, follower.follow) as outcome:
         assert (outcome.status, outcome.cause) == ("ok", None)

@@ -30,7 +30,7 @@ REQUEST = TrialRequest("t0", LAYOUT, TRAINING, Procedure(3, 0.02, 1.0, 1.0, 5), 
 
 
 def member(rank: int, store_port: int = 4000) -> Member:
-    return Member(rank, "node", "host", store_port + rank)
+    return Member(rank, "node", "host", store_port + rank, f"GPU-{rank}")
 
 
 async def gang(size: int = 2) -> Mailbox:
@@ -300,7 +300,7 @@ async def test_a_worker_that_is_silent_is_out_until_it_joins_anew() -> None:
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     number = (await take(mailbox, 0, 0)).number
     await hand_in(mailbox, 0, number, Outcome(Status.HANG, "no result"))
-    await soon(mailbox.expire(REQUEST.trial_id, "no answer"))
+    assert await soon(mailbox.expire(REQUEST.trial_id, "no answer")) == [member(0), member(1)]
     assert await mailbox.outcasts() == [member(1)]
     assert await mailbox.outcasts() == [], "it is to be killed once"
     assert (await soon(trial))[0][0] == lost("no answer")
@@ -341,7 +341,7 @@ async def test_a_trial_that_is_given_up_before_it_began_never_begins() -> None:
     mailbox.out.add(1)
     trial = asyncio.create_task(mailbox.evaluate(REQUEST))
     assert await waits(trial)
-    await soon(mailbox.expire(REQUEST.trial_id, "no answer"))
+    assert await soon(mailbox.expire(REQUEST.trial_id, "no answer")) == []
     assert await mailbox.outcasts() == []
     with pytest.raises(LookupError, match="given up before it began"):
         await soon(trial)

@@ -64,7 +64,7 @@ def ended(device: str | None = UUID, status: Status = Status.OK) -> Outcome:
 
 
 def test_a_trial_has_the_limit_that_it_asks_for_and_the_next_one_what_there_was(telemetry: Any) -> None:
-    power = PowerLimit(telemetry, "1", allowed=True)
+    power = PowerLimit(telemetry, "1", UUID, allowed=True)
     assert power.set(400) is None
     assert ray.get(telemetry.limit.remote()) == 400
     assert power.checked(ended()) == ended()
@@ -76,7 +76,7 @@ def test_a_trial_has_the_limit_that_it_asks_for_and_the_next_one_what_there_was(
 
 
 def test_a_trial_whose_limit_did_not_last_is_no_result(telemetry: Any) -> None:
-    power = PowerLimit(telemetry, "1", allowed=True)
+    power = PowerLimit(telemetry, "1", UUID, allowed=True)
     assert power.set(400) is None
     assert power.checked(ended("GPU-2")).cause == f"power limit: set for {UUID}, but GPU-2 trained"
     assert power.checked(ended(status=Status.OOM)) == ended(status=Status.OOM)
@@ -89,14 +89,14 @@ def test_a_trial_whose_limit_did_not_last_is_no_result(telemetry: Any) -> None:
 
 
 def test_a_worker_puts_back_what_the_one_before_it_left(telemetry: Any) -> None:
-    assert PowerLimit(telemetry, "1", allowed=True).set(300) is None
-    PowerLimit(telemetry, "1", allowed=True)
+    assert PowerLimit(telemetry, "1", UUID, allowed=True).set(300) is None
+    PowerLimit(telemetry, "1", UUID, allowed=True)
     assert ray.get(telemetry.limit.remote()) == 700
 
 
 @pytest.mark.parametrize(("device", "allowed"), [("1", False), (None, True), ("GPU-1", True)])
 def test_without_leave_or_a_gpu_no_limit_is_set(telemetry: Any, device: str | None, allowed: bool) -> None:
-    power = PowerLimit(telemetry, device, allowed)
+    power = PowerLimit(telemetry, device, UUID, allowed)
     assert "with --allow-power-limits" in (power.set(400) or "")
     assert power.set(None) is None
     power.restore()

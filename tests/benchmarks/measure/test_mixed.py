@@ -41,13 +41,14 @@ def test_a_trial_s_memory_is_back_when_that_of_its_last_gpu_is() -> None:
     )
     read = {"a": READ, "b": [(9.0, 40.0), (11.0, 0.6)]}
     before = {"a": 0.6, "b": 0.6}
-    assert recovered(failed(9.7), seen["t"], read, before) == pytest.approx(2.0)
-    assert recovered(failed(9.7), {"a": 14.0}, read, before) is None, "told for long, it had ended before"
-    assert recovered(failed(9.55), {"a": 14.0}, read, before) == pytest.approx(0.05)
-    assert recovered(failed(9.7), seen["t"] | {"cpu:host": 9.0}, read, before) == pytest.approx(2.0), (
-        "the host's is not"
-    )
-    assert recovered(failed(9.7), {}, read, before) is None
+    assert recovered(failed(9.7), ["a", "b"], seen["t"], read, before) == pytest.approx(2.0)
+    assert recovered(failed(9.7), ["a"], {"a": 14.0}, read, before) is None, "told for long, it had ended before"
+    assert recovered(failed(9.55), ["a"], {"a": 14.0}, read, before) == pytest.approx(0.05)
+    assert recovered(failed(9.55), ["a"], {}, read, before) == pytest.approx(0.05), "nobody looked while it ran"
+    told = seen["t"] | {"cpu:host": 9.0}
+    assert recovered(failed(9.7), ["a", "b"], told, read, before) == pytest.approx(2.0), "the host's is not"
+    assert recovered(failed(9.7), ["a", "cpu:host"], told, read, before) is None, "the host is not watched"
+    assert recovered(failed(9.7), [], seen["t"], read, before) is None
 
 
 def test_what_is_wrong_is_named() -> None:

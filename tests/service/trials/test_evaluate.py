@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from search_spaces.layout import Layout
 from search_spaces.schedules import Pass, PassTime
 from service.metrics import METRICS
 from service.problem import Problem
-from service.result import NodeWindow, Purpose, RankRecord, SlowCause, TrialResult
+from service.result import DeviceRecord, NodeWindow, Purpose, RankRecord, SlowCause, TrialResult
 from service.spec import make_problem
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request, run_trial
@@ -277,7 +278,7 @@ def test_energy_per_token_is_labelled_as_the_energy_is() -> None:
 
 
 def members(nodes: list[str]) -> list[Member]:
-    return [Member(rank, node, "host", 1) for rank, node in enumerate(nodes)]
+    return [Member(rank, node, "host", 1, f"GPU-{rank}") for rank, node in enumerate(nodes)]
 
 
 def test_each_node_has_its_own_window_with_the_gpus_that_worked() -> None:
@@ -450,9 +451,21 @@ def test_the_gang_s_idle_gpus_are_counted_apart(ray_session: Any) -> None:
 def test_a_trial_that_failed_has_a_cause_and_no_figures(ray_session: Any) -> None:
     outcomes = [Outcome(ABORTED), Outcome(Status.OOM, "warmup: OutOfMemoryError: CUDA out of memory", "warmup")]
     spec, layout = make_spec(), replace(CONFIG, num_gpus=2)
-    result = Bench(spec, answering(outcomes), {}, {}).run(make_request("t2", layout, spec))
+    result = Bench(spec, answering(outcomes, idle=2), {}, {}).run(make_request("t2", layout, spec))
     assert (result.status, result.cause) == ("oom", "rank 1: warmup: OutOfMemoryError: CUDA out of memory")
     assert (result.metrics, result.windows, result.infrastructure) == ({}, (), False)
+    assert result.devices == (DeviceRecord("GPU-0", "a"), DeviceRecord("GPU-1", "a")), "though no rank has named one"
+    assert result.devices[0].mean_power_w is None
+    assert TrialResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_a_trial_whose_workers_never_answer_had_their_gpus(ray_session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.trials.bench.GRACE_S", 1.0)
+    spec, layout, mailbox = make_spec(), replace(CONFIG, num_gpus=2), start(Mailbox, 3)
+    ray.get([mailbox.join.remote(member) for member in members(["a", "b", "b"])])
+    result = Bench(spec, mailbox, {}, {}).run(replace(make_request("t4", layout, spec), deadline_s=0.0))
+    assert (result.status, result.infrastructure) == ("hang", True)
+    assert result.devices == (DeviceRecord("GPU-0", "a"), DeviceRecord("GPU-1", "b"))
 
 
 def test_a_trial_that_failed_in_its_breakdown_keeps_its_figures(ray_session: Any) -> None:

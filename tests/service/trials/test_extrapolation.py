@@ -196,7 +196,7 @@ def test_a_depth_that_fails_ends_the_trial_and_is_named(ray_session: Any) -> Non
 
     @ray.remote(num_cpus=0)
     def work(mailbox: Any) -> int:
-        ray.get(mailbox.join.remote(Member(0, "a", "host", 1)))
+        ray.get(mailbox.join.remote(Member(0, "a", "host", 1, "GPU-0")))
         order = ray.get(mailbox.next.remote(0, 0))
         ray.get(
             mailbox.hand_in.remote(

@@ -27,7 +27,7 @@ from search_spaces.coefficients import data_sheet
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from service.problem import Cluster
-from service.result import TrialResult
+from service.result import DeviceRecord, TrialResult
 from service.spec import load_spec, make_problem
 from service.step import Wish
 from service.trials.bench import Bench
@@ -274,6 +274,24 @@ def test_the_nodes_telemetry_is_told_what_its_devices_do(begin: Begin, gang: Gan
     assert statuses(trial) == [("crash", "seen")]
 
 
+def test_a_trial_that_ends_before_its_ranks_have_begun_had_its_device_all_the_same(
+    gang: Gang, telemetry: Fleet, place: Path
+) -> None:
+    node, name = ray.get_runtime_context().get_node_id(), f"trial-{next(trial_numbers)}"
+    watching: Any = telemetry[node]
+    (link := place / "corpus.bin").symlink_to("/etc/hostname")
+    try:
+        result = Bench(SPEC, gang.mailbox, telemetry, {}).run(replace(REQUEST, trial_id=name))
+    finally:
+        link.unlink()
+    give_up, works = time.monotonic() + 4, dict[str, Work]()  # it is forgotten after five seconds
+    while name not in works and time.monotonic() < give_up:
+        works = {work.trial_id: work for work in ray.get(watching.state.remote()).works}
+    assert (works[name].device, works[name].phase) == (cpu_uuid(), "start")
+    assert (result.status, result.devices) == ("crash", (DeviceRecord(cpu_uuid(), node),))
+    assert TrialResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
 def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> None:
     stages = replace(LAYOUT, pipeline_parallel_size=2, stage_layers=(1, 1))
     losses = []
@@ -486,7 +504,7 @@ def mailboxes(*sizes: int, node: str = "node") -> tuple[list[Any], list[str]]:
         for address, size in zip(addresses, sizes, strict=True)
     ]
     for mailbox, size in zip(started, sizes, strict=True):
-        ray.get([mailbox.join.remote(Member(rank, node, "host", 1)) for rank in range(size)])
+        ray.get([mailbox.join.remote(Member(rank, node, "host", 1, cpu_uuid())) for rank in range(size)])
     return started, addresses
 
 
@@ -584,11 +602,11 @@ def test_trials_on_a_node_where_others_have_gangs_are_disturbed(ray_session: Any
 def test_a_pool_lends_no_gang_whose_workers_are_not_up(ray_session: Any) -> None:
     actor: Any = ray.remote(Mailbox)
     starting = actor.options(name="starting", num_cpus=0, max_concurrency=100).remote(2)
-    ray.get(starting.join.remote(Member(0, "node", "host", 1)))
+    ray.get(starting.join.remote(Member(0, "node", "host", 1, cpu_uuid())))
     pool = lending("starting")
     assert ray.get(pool.free.remote(), timeout=30) is None
     assert lent(pool, "a", 1) is None
-    ray.get(starting.join.remote(Member(1, "node", "host", 1)))
+    ray.get(starting.join.remote(Member(1, "node", "host", 1, cpu_uuid())))
     free(pool, 2)
     assert lent(pool, "a", 2) == Lease(starting, (0, 1))
     assert ray.get(pool.free.remote()) == 0, "which is not to say that none is up"

@@ -13,7 +13,10 @@ def gang(*nodes: int) -> list[Member]:
     members: list[Member] = []
     for node, size in enumerate(nodes):
         start = len(members)
-        members += [Member(start + i, f"node{node}", "host", 1, str(size - 1 - i)) for i in range(size)]
+        numbers = [str(size - 1 - i) for i in range(size)]
+        members += [
+            Member(start + i, f"node{node}", "host", 1, f"GPU-{number}", number) for i, number in enumerate(numbers)
+        ]
     return members
 
 
@@ -72,6 +75,6 @@ def test_where_no_node_has_as_many_the_fewest_are_taken() -> None:
 
 
 def test_ten_devices_are_in_the_order_of_their_numbers() -> None:
-    members = [Member(rank, "node", "host", 1, str(rank)) for rank in range(12)]
+    members = [Member(rank, "node", "host", 1, f"GPU-{rank}", str(rank)) for rank in range(12)]
     assert placed(8, set(range(12)), members) == tuple(range(8))
     assert placed(4, set(range(12)), members) == (8, 9, 10, 11), "which no group of eight could have"
