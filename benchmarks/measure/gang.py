@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -75,7 +75,7 @@ def _up(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> It
 
 
 def spread(gangs: Sequence[RunTrial], jobs: Iterable[Callable[[RunTrial], Told]]) -> Iterator[Told]:
-    """What each job tells, in their order; each has a gang to itself, the first that is free."""
+    """What each job tells, as it is over; each has a gang to itself, the first that is free."""
     free: SimpleQueue[RunTrial] = SimpleQueue()
     for gang in gangs:
         free.put(gang)
@@ -88,7 +88,7 @@ def spread(gangs: Sequence[RunTrial], jobs: Iterable[Callable[[RunTrial], Told]]
             free.put(run)
 
     with ThreadPoolExecutor(len(gangs)) as pool:
-        for future in [pool.submit(one, job) for job in jobs]:
+        for future in as_completed([pool.submit(one, job) for job in jobs]):
             yield future.result()
 
 

@@ -6,6 +6,7 @@ whole of it follows from the results so far, so that a search which is resumed g
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ RETRIES = 2
 """Times that a layout is run again for one purpose when the machines failed it."""
 
 RESERVED = 0.5
-"""The share of a budget of time that finalists may take from exploring."""
+"""The share of a budget of time that may be kept back from exploring."""
 
 
 PATIENCE = 2
@@ -359,14 +360,18 @@ class SearchAgenda(Agenda):
         return finalists.contenders(self._explored(), self.problem.goals, self.problem.finalists.count)
 
     def _reserve(self) -> tuple[float, float]:
-        """Seconds, and GPU seconds, that the finalists would take by the times of their trials so far."""
+        """Seconds, and GPU seconds, that the finalists would take by the times of their trials so far, and one more
+        trial that explores by the median of those."""
         if self.problem.budget.wall_time_s is None and self.problem.budget.gpu_hours is None:
             return 0.0, 0.0
+        held = [(_held_s(r.metrics), self._gpus(Step(r.layout, r.purpose))) for r in self._explored()]
+        next_s = statistics.median([seconds for seconds, _ in held] or [0.0])
+        next_gpu_s = statistics.median([seconds * gpus for seconds, gpus in held] or [0.0])
         repeats = self.problem.finalists.repeats
         each = [(self._finalist_s(r.metrics), r.layout.num_gpus) for r in self._finalists()]
         at_a_time = max(1, min(self.workers // self.problem.gang_size, self.problem.cluster.nodes))
         wall_s = repeats * sum(seconds for seconds, _ in each) / at_a_time
-        return wall_s, repeats * sum(seconds * gpus for seconds, gpus in each)
+        return next_s + wall_s, next_gpu_s + repeats * sum(seconds * gpus for seconds, gpus in each)
 
     def _finalist_s(self, metrics: dict[str, float | None]) -> float:
         """Seconds of one finalist trial: as its trial before, with a longer window at each depth."""
@@ -375,8 +380,7 @@ class SearchAgenda(Agenda):
             self.problem.measurement.window_min_steps * (metrics.get("step_time_s") or 0.0),
         )
         depths = 2 if self.problem.depth_proxy else 1
-        before = sum(metrics.get(name) or 0.0 for name in made_of(Part.HELD) if name != "window_time_s")
-        return before + depths * window_s
+        return _held_s(metrics) - (metrics.get("window_time_s") or 0.0) + depths * window_s
 
     def _count(self, purpose: Purpose) -> None:
         self.since_sentinel = 0 if purpose == Purpose.SENTINEL else self.since_sentinel + 1
@@ -432,3 +436,8 @@ def settled(results: Sequence[TrialResult]) -> list[TrialResult]:
         if not result.infrastructure or faults[result.layout, result.purpose] > RETRIES:
             kept.append(result)
     return kept
+
+
+def _held_s(metrics: Mapping[str, float | None]) -> float:
+    """Seconds for which a trial held its GPUs, but for a probe's."""
+    return sum(metrics.get(name) or 0.0 for name in made_of(Part.HELD))

@@ -260,6 +260,29 @@ def test_exploring_leaves_the_finalists_their_time() -> None:
     assert agenda_of(spec, results, spent=Spent(gpu_seconds=201)).next("t", PLENTY) is None
 
 
+@pytest.mark.parametrize(
+    ("explore", "budget", "spent", "begins"),
+    [
+        ("gang", {"wall_time_s": 100}, Spent(wall_time_s=69), True),
+        ("gang", {"wall_time_s": 100}, Spent(wall_time_s=71), False),
+        ("gang", {"wall_time_s": 50}, Spent(wall_time_s=24), True),  # at most half of the time is kept back
+        ("gang", {"gpu_hours": 200 / 3600}, Spent(gpu_seconds=141), False),  # on two GPUs
+        ("slices", {"gpu_hours": 200 / 3600}, Spent(gpu_seconds=169), True),  # on one
+        ("slices", {"gpu_hours": 200 / 3600}, Spent(gpu_seconds=171), False),
+    ],
+)
+def test_no_trial_begins_that_would_not_end_in_time(
+    explore: str, budget: dict[str, float], spent: Spent, begins: bool
+) -> None:
+    """One takes 30 s by the median of three."""
+    spec = {"measurement": {"explore": explore}, "budget": {"trials": 4} | budget}
+    results = run(agenda_of(spec_of(budget={"trials": 3})))
+    times = zip(results, (1.0, 29.0, 90.0), strict=True)
+    results = [replace(r, metrics=r.metrics | {"warmup_time_s": s, "trial_overhead_s": 1.0}) for r, s in times]
+    agenda = agenda_of(spec_of(**spec), tuple(results), spent=spent)
+    assert (agenda.next("t", PLENTY) is not None) == begins
+
+
 @pytest.mark.parametrize("done", range(14))
 def test_a_search_goes_on_where_it_was(done: int) -> None:
     """Whatever a search had done when it was broken off, the rest is what it would have run."""
