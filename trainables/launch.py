@@ -162,5 +162,16 @@ def _refuse(error: Exception, exit_code: int) -> int:
     return exit_code
 
 
+def _leave(exit_code: int) -> None:
+    """End this process as those of trials end, without taking Python down first.
+
+    Threads of gloo's groups outlive `destroy_process_group`, and aborted the process then, after a training that had
+    gone well: on two busy cores in 6 of 21 runs of two ranks (torch 2.13).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())
