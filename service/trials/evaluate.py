@@ -139,8 +139,9 @@ def _probe_alone(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | N
     kind = probe.fullest(layout, bench.problem.workload)
     one = run_kind(bench, probe.probing(request, short.sizes(layout, alone=True)), kind)
     if isinstance(one, Alone):
-        reason = probe.unsettled(one.report)
-        return None if reason is None else TrialResult(trial_id, layout, Status.OOM, reason)
+        if (reason := probe.unsettled(one.report)) is None:
+            return None
+        return TrialResult(trial_id, layout, Status.OOM, reason, devices=one.whole.devices)
     return replace(one, trial_id=trial_id, cause=f"probe: {one.cause}") if one.status == Status.OOM else None
 
 
