@@ -13,7 +13,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay import fullest, rounds_of, run
 from search_spaces.replay.flat_split import FlatSplit
-from search_spaces.replay.groups import groups_of
+from search_spaces.replay.groups import groups_of, parameters_of
 from search_spaces.replay.replicas import Replicas
 from search_spaces.replay.shards import GatheredWhole, Shards, SummedShare, SummedWhole
 from search_spaces.replay.training import Training
@@ -118,8 +118,7 @@ class EarlierReplicas(Replicas):
         super().__init__(model, tokens, rounds, layout)
 
     def start(self) -> None:
-        whole = {f"whole {group} {name}": count for group, some in self.whole.items() for name, count in some.items()}
-        made = whole if self.splits else {}
+        made = {f"whole {name}": count for name, count in parameters_of(self.whole)} if self.splits else {}
         for name, count in made.items():
             self.take(name, count, 4)
         super().start()

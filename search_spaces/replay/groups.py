@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from search_spaces.models import ModelShape
 
 
@@ -51,3 +53,10 @@ def groups_of(model: ModelShape) -> dict[str, dict[str, int]]:
     for layer in range(model.layers):
         groups |= {block_of(layer): block} | ({experts_of(layer): experts} if experts else {})
     return groups if model.tie_embeddings else groups | {"head": head | {"output": model.vocab * hidden}}
+
+
+def parameters_of(groups: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, int]]:
+    """Each parameter's name among those of all groups, and its values, in the order of the model."""
+    for group, parameters in groups.items():
+        for name, count in parameters.items():
+            yield f"{group} {name}", count

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.flat_split import share_of
-from search_spaces.replay.groups import block_of
+from search_spaces.replay.groups import block_of, parameters_of
 from search_spaces.replay.training import Training
 
 BUCKET = 500_000_000
@@ -32,19 +32,14 @@ class Replicas(Training):
 
     def start(self) -> None:
         self.copies: list[str] = []
-        for name, count in self._parameters():
+        for name, count in parameters_of(self.groups):
             self.take(f"weight {name}", count, 4)
         self.make_moments()
 
     def make_moments(self) -> None:
-        for name, count in self._parameters():
+        for name, count in parameters_of(self.groups):
             self.take(f"first moment {name}", count, 4)
             self.take(f"second moment {name}", count, 4)
-
-    def _parameters(self) -> Iterable[tuple[str, int]]:
-        for group, parameters in self.groups.items():
-            for name, count in parameters.items():
-                yield f"{group} {name}", count
 
     # Gradients
 
@@ -65,12 +60,12 @@ class Replicas(Training):
 
     def end(self) -> None:
         self.reduce()
-        self.give_back(*(f"sum of gradient {name}" for name, _ in self._parameters()))
+        self.give_back(*(f"sum of gradient {name}" for name, _ in parameters_of(self.groups)))
 
     def reduce(self) -> None:
         """Buckets are copies of several gradients in a row."""
         filled: list[int] = []
-        for _, count in self._parameters():
+        for _, count in parameters_of(self.groups):
             filled.append(count)
             if sum(filled) > BUCKET:
                 self._send(filled)

@@ -1,11 +1,12 @@
-"""Trials whose ranks run as they do in a gang, each in a child of a nursery, but without Ray."""
+"""Trials whose ranks run as they do in a gang, each in a child of a nursery, but without Ray; a node's telemetry."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -53,3 +54,14 @@ def run_ranks(nursery: Nursery, store: TCPStore) -> RunRanks:
             return list(pool.map(rank_outcome, range(workers)))
 
     return run
+
+
+@pytest.fixture
+def telemetry(request: pytest.FixtureRequest, ray_session: Any) -> Iterator[Any]:
+    """The actor of a node's telemetry that the test's module calls `Watching`."""
+    import ray  # which most of these tests do without
+
+    actor: Any = ray.remote(request.module.Watching).options(num_cpus=0).remote()
+    yield actor
+    ray.get(actor.stop.remote())
+    ray.kill(actor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,14 +47,6 @@ class Watching(Telemetry):
     def limit(self, watts: float | None = None) -> float:
         self.device.watts = watts or self.device.watts
         return self.device.watts
-
-
-@pytest.fixture
-def telemetry(ray_session: Any) -> Iterator[Any]:
-    actor: Any = ray.remote(Watching).options(num_cpus=0).remote()
-    yield actor
-    ray.get(actor.stop.remote())
-    ray.kill(actor)
 
 
 def ended(device: str | None = UUID, status: Status = Status.OK) -> Outcome:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,19 @@ def test_training_that_does_not_learn_is_invalid(run_ranks: RunRanks, tmp_path: 
     assert outcome.cause.startswith("the loss does not fall")
 
 
+def told_by_a_child(
+    nursery: Nursery, run: Callable[[TrialRequest, Place, Connection], None], request: TrialRequest, place: Place
+) -> Any:
+    """What `run` sends of a trial from a process like a trial's."""
+    ours, theirs = nursery._context.Pipe(duplex=False)
+    child = nursery._context.Process(target=run, args=(request, place, theirs))
+    child.start()
+    theirs.close()
+    told = ours.recv()
+    child.join()
+    return told
+
+
 class Crowded(Cpu):
     """Has given back memory in each step so far, were its steps to be believed."""
 
@@ -118,14 +133,8 @@ def report_crowded(request: TrialRequest, place: Place, connection: Connection) 
 
 
 def test_what_was_given_back_is_counted_in_the_window_alone(nursery: Nursery, store: TCPStore) -> None:
-    ours, theirs = nursery._context.Pipe(duplex=False)
     place = Place(0, 0, "127.0.0.1", store.port, Crowded())
-    request = replace(REQUEST, trial_id="crowded")
-    child = nursery._context.Process(target=report_crowded, args=(request, place, theirs))
-    child.start()
-    theirs.close()
-    reclaims, steps = ours.recv()
-    child.join()
+    reclaims, steps = told_by_a_child(nursery, report_crowded, replace(REQUEST, trial_id="crowded"), place)
     assert reclaims == steps >= PROCEDURE.window_min_steps
 
 
@@ -142,13 +151,8 @@ def count_objects(request: TrialRequest, place: Place, connection: Connection) -
 
 
 def test_no_step_is_held_up_by_a_collection_of_all_objects(nursery: Nursery, store: TCPStore) -> None:
-    ours, theirs = nursery._context.Pipe(duplex=False)
     place = Place(0, 0, "127.0.0.1", store.port, CPU)
     request = replace(REQUEST, trial_id="collected", layout=replace(LAYOUT, recompute="full"))
-    child = nursery._context.Process(target=count_objects, args=(request, place, theirs))
-    child.start()
-    theirs.close()
-    before, during = ours.recv()
-    child.join()
+    before, during = told_by_a_child(nursery, count_objects, request, place)
     assert before > 300_000
     assert during < 10_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,14 +56,6 @@ class Watching(Telemetry):
 
     def __init__(self) -> None:
         super().__init__("node", "test", devices=[Gpu("GPU-b", 11), Gpu("GPU-a", 1)])
-
-
-@pytest.fixture
-def telemetry(ray_session: Any) -> Iterator[Any]:
-    actor: Any = ray.remote(Watching).options(num_cpus=0).remote()
-    yield actor
-    ray.get(actor.stop.remote())
-    ray.kill(actor)
 
 
 def test_a_worker_knows_its_device_as_telemetry_does(telemetry: Any) -> None:
