@@ -5,16 +5,21 @@ A step is a full optimizer step at the fixed global batch: all microbatches, gra
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+
+ALIKE = 0.005
+"""By how much steps may differ that are alike."""
 
 
 @dataclass(frozen=True)
 class Procedure:
     """When warm-up ends, how long the window is, and whether one more step is profiled after it.
 
-    The fields are the spec's `measurement` section.
+    The fields are those of the spec's `measurement` section, but for `alike_s`: a window whose steps are alike need
+    last no longer than that.
     """
 
     steady_steps: int
@@ -23,6 +28,7 @@ class Procedure:
     window_s: float
     window_min_steps: int
     breakdown: bool = False
+    alike_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,14 @@ def is_steady(steps: list[float], procedure: Procedure) -> bool:
     """Whether the last `steady_steps` steps, the very first never counted, agree within the tolerance."""
     recent = steps[1:][-procedure.steady_steps :]
     return len(recent) == procedure.steady_steps and max(recent) <= min(recent) * (1 + procedure.warmup_tolerance)
+
+
+def is_over(window: list[float], procedure: Procedure) -> bool:
+    """Whether steps so long are a whole window, or two or more that are alike enough of one."""
+    length = sum(window)
+    if len(window) >= procedure.window_min_steps and length >= procedure.window_s:
+        return True
+    return len(window) > 1 and length >= procedure.alike_s and max(window) <= min(window) * (1 + ALIKE)
 
 
 def time_steps(
@@ -84,7 +98,7 @@ def time_steps(
     on_phase("window")
     start = now
     window: list[float] = []
-    while len(window) < procedure.window_min_steps or sum(window) < procedure.window_s:
+    while not is_over(window, procedure):
         seconds, now = step()
         window.append(seconds)
     usual = statistics.median(window)

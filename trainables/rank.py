@@ -62,6 +62,8 @@ class Rank:
         self.losses: list[Tensor] = []
         self.grad_norms: list[Tensor] = []
         self.enter("start")
+        if request.layout.compile:
+            _wake_compilers()
         self.world = join(request, place)
         self.progress = replace(self.progress, device=self.platform.identity(self.world.device))
         self.enter("build")
@@ -194,6 +196,16 @@ def settle() -> None:
     """Leave what was built and compiled so far out of Python's collections, which would halt one rank in some step."""
     gc.collect()
     gc.freeze()
+
+
+def _wake_compilers() -> None:
+    """Have the processes come up, while the engine is built, in which torch compiles kernels: that takes them seconds.
+
+    torch starts them with the first graph, and compiles kernels one after the other until they are there.
+    """
+    from torch._inductor.async_compile import AsyncCompile  # takes as long to import as torch itself
+
+    AsyncCompile.wakeup()
 
 
 def _quieten() -> None:

@@ -3,10 +3,11 @@
     python -m benchmarks.measure.edge SPEC... [--launches 60] [--seed SEED] [--seconds S] --out FILE.jsonl
 
 Draws, of the legal layouts of the specs of which the memory model says that they may or may not fit, one after the
-other, spread over all axes, and tries each by slices as a search with `borderline: probe` does: it is probed, and
-launched unless that refuses it. Several GPUs at hand try several at once. Ends after so many launches, or begins none
-after S seconds; the same command with another seed or FILE goes on. Prints every layout, then the share of the launches
-that ran out of memory. All specs must name the same cluster; the memory is that of its GPUs, whatever is at hand.
+other, spread over all axes, and tries each as a search by gangs with `borderline: probe` does: it is probed, and
+launched unless that refuses it, which here means that each kind of its ranks runs alone. Several GPUs at hand try
+several at once. Ends after so many launches, or begins none after S seconds; the same command with another seed or FILE
+goes on. Prints every layout, then the share of the launches that ran out of memory. All specs must name the same
+cluster; the memory is that of its GPUs, whatever is at hand.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.measure.blind import Row, draw, read, write
-from benchmarks.measure.gang import RunTrial, some_gangs, spread
+from benchmarks.measure.gang import Warm, some_gangs, spread
 from search_spaces.layout import Layout
 from search_spaces.memory import SAFE_SHARE, band, estimate
 from search_spaces.workload import Workload
@@ -30,6 +31,7 @@ from service.answers.tables import render
 from service.problem import Problem
 from service.result import TrialResult
 from service.spec import load_spec
+from service.trials.evaluate import after_probe
 from trainables.status import Status
 
 REFUSED = "refused by a probe"
@@ -54,8 +56,7 @@ def at_the_edge(specs: Mapping[str, Problem], seed: int) -> Iterator[tuple[str, 
     turns = []
     for path, spec in specs.items():
         doubtful = [one for one in spec.legal.layouts if is_doubtful(one, spec.workload)]
-        measurement = replace(spec.measurement, explore="slices")
-        probed = replace(spec, borderline="probe", measurement=measurement)
+        probed = replace(spec, borderline="probe", measurement=replace(spec.measurement, explore="slices"))
         turns.append([(path, probed, layout) for layout in draw(doubtful, len(doubtful), seed)])
     for turn in itertools.zip_longest(*turns):
         yield from (one for one in turn if one is not None)
@@ -68,10 +69,12 @@ def tried(specs: Mapping[str, Problem], launches: int, seed: int, until: float) 
         raise SystemExit("no layout of these specs is at the edge of its GPUs' memory")
     cluster = todo[0][1].cluster
 
-    def one(number: int, path: str, spec: Problem, layout: Layout, run: RunTrial) -> Row | None:
+    def one(number: int, path: str, spec: Problem, layout: Layout, warm: Warm) -> Row | None:
         if (began := time.monotonic()) > until or launched.total() - launched[REFUSED] >= launches:
             return None
-        result = run(f"edge-{number}", layout, spec)
+        trial_id = f"edge-{number}"
+        launch = partial(warm, trial_id, layout, replace(spec, borderline="risk"))
+        result = after_probe(warm.bench(spec), trial_id, layout, launch)
         launched[verdict(result)] += 1
         share = estimate(layout, spec.workload.run).share
         seconds = time.monotonic() - began

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -30,8 +30,25 @@ from telemetry.actor import Fleet, start_telemetry, stop_telemetry
 from trainables.slice import Slice
 
 Told = TypeVar("Told")
+Free = TypeVar("Free")
 RunTrial = Callable[[str, Layout, Problem], TrialResult]
 """Runs a layout of a spec on the gang, under an id that no other trial of the gang has."""
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A gang that is up, with the nodes' telemetry. `known`: how much slower the slowest GPU is than each."""
+
+    gang: Gang
+    telemetry: Fleet
+    known: Mapping[str, float]
+
+    def bench(self, of: Problem) -> Bench:
+        return Bench(of, self.gang.mailbox, self.telemetry, {}, network(Home.locate(), of.cluster), self.known)
+
+    def __call__(self, trial_id: str, layout: Layout, of: Problem) -> TrialResult:
+        """`RunTrial`."""
+        return run_trial(self.bench(of), trial_id, layout)
 
 
 @contextlib.contextmanager
@@ -42,12 +59,12 @@ def one_gang(spec: Problem, size: int) -> Iterator[RunTrial]:
 
 
 @contextlib.contextmanager
-def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> Iterator[list[RunTrial]]:
+def some_gangs(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> Iterator[list[Warm]]:
     """Ray, telemetry and as many gangs of `size` workers as there is room for, but at least one and `most` at most, on
     a cluster, for trials of `layouts`; up before the first trial. Each may be used by a thread of its own."""
     with _up(cluster, size, layouts, most) as (telemetry, gangs):
         known = slower(Home.locate(), [device["uuid"] for device in described(telemetry)])
-        yield [partial(_run, telemetry, known, gang) for gang in gangs]
+        yield [Warm(gang, telemetry, known) for gang in gangs]
 
 
 @contextlib.contextmanager
@@ -74,13 +91,13 @@ def _up(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> It
             stop_telemetry(telemetry)
 
 
-def spread(gangs: Sequence[RunTrial], jobs: Iterable[Callable[[RunTrial], Told]]) -> Iterator[Told]:
+def spread(gangs: Sequence[Free], jobs: Iterable[Callable[[Free], Told]]) -> Iterator[Told]:
     """What each job tells, as it is over; each has a gang to itself, the first that is free."""
-    free: SimpleQueue[RunTrial] = SimpleQueue()
+    free: SimpleQueue[Free] = SimpleQueue()
     for gang in gangs:
         free.put(gang)
 
-    def one(job: Callable[[RunTrial], Told]) -> Told:
+    def one(job: Callable[[Free], Told]) -> Told:
         run = free.get()
         try:
             return job(run)
@@ -90,13 +107,6 @@ def spread(gangs: Sequence[RunTrial], jobs: Iterable[Callable[[RunTrial], Told]]
     with ThreadPoolExecutor(len(gangs)) as pool:
         for future in as_completed([pool.submit(one, job) for job in jobs]):
             yield future.result()
-
-
-def _run(
-    telemetry: Fleet, known: Mapping[str, float], gang: Gang, trial_id: str, layout: Layout, of: Problem
-) -> TrialResult:
-    bench = Bench(of, gang.mailbox, telemetry, {}, network(Home.locate(), of.cluster), known)
-    return run_trial(bench, trial_id, layout)
 
 
 def require_ok(result: TrialResult) -> dict[str, float]:

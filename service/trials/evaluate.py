@@ -31,6 +31,10 @@ from trainables.program import RankProgram, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
+ALONE_S = 2.0
+"""Enough of a rank alone, whose steps vary less than a gang's: the first two differ by 0.1 to 0.3% from all of a window
+in the median of ten series of slices (benchmarks/data), and energy takes no more than that to be read."""
+
 Probe = Callable[[Bench, str, Layout], TrialResult | None]
 """A few steps that say whether a layout fits, under the id of its trial: the trial's result if it does not. Whatever
 else goes wrong with them shows in the trial itself."""
@@ -80,15 +84,24 @@ def run_trial(
     """Run a layout on the bench.
 
     `front`: the objectives of layouts that a trial which explores should not be far behind. Where the problem asks for
-    it, a trial that explores and may not fit in memory is probed before: `probe_time_s` is what that took.
+    it, a layout that may not fit in memory is probed before a whole gang explores it: `probe_time_s` is what that took.
+    A trial by slices is its own probe.
     """
-    run_probe = _probe_of(bench, layout) if purpose == Purpose.SEARCH else None
-    if run_probe is None:
+    if purpose != Purpose.SEARCH or bench.problem.measurement.sliced:
         return run_at_depths(bench, trial_id, layout, purpose, front)
+    return after_probe(bench, trial_id, layout, lambda: run_at_depths(bench, trial_id, layout, purpose, front))
+
+
+def after_probe(bench: Bench, trial_id: str, layout: Layout, launch: Callable[[], TrialResult]) -> TrialResult:
+    """What comes of a launch, or of the probe that refuses it; without a probe where the layout needs none or none can
+    be."""
+    run_probe = _probe_of(bench, layout)
+    if run_probe is None:
+        return launch()
     began = time.monotonic()
     refused = run_probe(bench, trial_id, layout)
     spent: dict[str, float | None] = {"probe_time_s": time.monotonic() - began}
-    result = refused or run_at_depths(bench, trial_id, layout, purpose, front)
+    result = refused or launch()
     return replace(result, metrics=result.metrics | spent)
 
 
@@ -141,7 +154,7 @@ def _probe_alone(bench: Bench, trial_id: str, layout: Layout) -> TrialResult | N
     if isinstance(one, Alone):
         if (reason := probe.unsettled(one.report)) is None:
             return None
-        return TrialResult(trial_id, layout, Status.OOM, reason, devices=one.whole.devices)
+        return TrialResult(trial_id, layout, Status.OOM, f"probe: {reason}", devices=one.whole.devices)
     return replace(one, trial_id=trial_id, cause=f"probe: {one.cause}") if one.status == Status.OOM else None
 
 
@@ -168,11 +181,14 @@ def _probe_at_depths(bench: Bench, trial_id: str, layout: Layout) -> TrialResult
 def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpose = Purpose.SEARCH) -> TrialRequest:
     """The trial as a gang gets it: finalists in full and in windows of their own, others short where that saves time.
 
-    The two windows of a short trial last half as long each; a finalist that was explored by such a trial gets as many
-    times as long a deadline as its steps are longer.
+    The two windows of a short trial last half as long each, and those of ranks alone no longer than their steps need to
+    show that they are alike; a finalist that was explored by such a trial gets as many times as long a deadline as its
+    steps are longer.
     """
     timing = asdict(problem.measurement)
     deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
+    if problem.measurement.sliced and purpose.explores:
+        timing["alike_s"] = ALONE_S
     sizes = short.sizes(layout, problem.measurement.sliced) if short_trials else ()
     if purpose in (Purpose.FINALIST, Purpose.PLACEMENT):
         timing["window_s"] = problem.finalists.window_s

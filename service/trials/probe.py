@@ -51,18 +51,18 @@ def probing(request: TrialRequest, sizes: tuple[int, ...]) -> TrialRequest:
 
 
 def unsettled(report: RankReport) -> str | None:
-    """Why a rank that came through its probe's steps may yet run out of memory; None where there is no sign of it.
+    """Why a rank that came through its steps may yet run out of memory; None where there is no sign of it.
 
     What torch keeps unused falls into pieces by and by, and pieces of which some is in use cannot be given back. A rank
-    that still had to give back others in the last step is at the mercy of these pieces: of 36 layouts on H100, one came
+    that still had to give back others in its window is at the mercy of these pieces: of 36 layouts on H100, one came
     through its probe and ran out of memory in the window, for 11.7 GiB with 25 GiB unused; on H200, with as much memory
     as an H100 has, the same one gave back memory in its second and third steps, and went on.
     """
     if not report.reclaims:
         return None
     return (
-        f"probe: rank {report.rank}: in its last step torch found memory full {report.reclaims} times and gave back "
-        f"what it kept unused: with {report.peak_memory_gib:.1f} GiB reserved it may run out in any step"
+        f"rank {report.rank}: in its last steps torch found memory full {report.reclaims} times and gave back what it "
+        f"kept unused: with {report.peak_memory_gib:.1f} GiB reserved it may run out in any step"
     )
 
 

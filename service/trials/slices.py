@@ -20,6 +20,7 @@ from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
 from service.result import Proxy, Purpose, SliceRecord, TrialResult
+from service.trials import probe
 from service.trials.bench import Alone, Bench
 from service.trials.extrapolation import SPENT, over_batch
 from service.trials.figures import breakdown_metrics, of_step
@@ -63,17 +64,23 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
     """The result of a layout whose ranks run alone, kind after kind, on one GPU of the bench.
 
     `request` is the trial as a gang of all its ranks would get it. Whatever goes wrong with a rank is the trial's
-    status and cause.
+    status and cause. The fullest by the memory model goes first, so that a layout which does not fit takes one kind's
+    time; where layouts that may not fit are to be probed, what a probe would refuse is out of memory here, too.
     """
-    work, network = bench.problem.workload.run, network_of(bench, request.layout)
+    layout, work, network = request.layout, bench.problem.workload.run, network_of(bench, request.layout)
+    found = kinds(layout, work)
+    first = probe.fullest(layout, work) if len(found) > 1 else found[0]
+    probed = probe.due(layout, bench.problem)
     seen: dict[RankKind, Alone] = {}
-    for number, kind in enumerate(kinds(request.layout, work)):
-        name = f"{request.trial_id}-rank{number}"
+    for kind in sorted(found, key=lambda kind: kind != first):
+        name = f"{request.trial_id}-rank{found.index(kind)}"
         one = run_kind(bench, replace(request, trial_id=name), kind)
         if isinstance(one, TrialResult):
             return replace(one, trial_id=request.trial_id, ranks=())
+        if probed and (reason := probe.unsettled(one.report)) is not None:
+            return TrialResult(request.trial_id, layout, Status.OOM, reason, devices=one.whole.devices)
         seen[kind] = one
-    return _together(bench, request, network, seen)
+    return _together(bench, request, network, {kind: seen[kind] for kind in found})
 
 
 def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | TrialResult:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_the_window_has_both_its_steps_and_its_seconds(seconds: float, steps: in
     timing = timed(itertools.repeat(seconds))
     assert len(timing.window_steps_s) == steps
     assert (timing.end_ns - timing.start_ns) / 1e9 == pytest.approx(sum(timing.window_steps_s))
+
+
+@pytest.mark.parametrize(
+    ("window", "steps"),
+    [
+        ([2.0] * 9, 2),  # alike, and long enough
+        ([0.5] * 30, 8),
+        ([0.5, *[0.503] * 30], 20),  # they differ by more
+        ([0.5, *[0.5025] * 30], 8),
+        ([9.0, *[8.5] * 9], 5),
+    ],
+)
+def test_a_window_of_steps_that_are_alike_may_be_shorter(window: list[float], steps: int) -> None:
+    procedure = replace(PROCEDURE, alike_s=4.0)
+    assert len(timed([9.0, 2.0, 2.0, 2.0, *window], procedure).window_steps_s) == steps
 
 
 def test_compile_time_is_what_early_steps_took_beyond_a_steady_one() -> None:

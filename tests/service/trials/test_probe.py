@@ -235,6 +235,45 @@ def test_what_still_gives_back_memory_in_its_last_step_is_not_launched(ray_sessi
     assert ray.get(work) == [ALONE]
     assert (result.trial_id, result.status, result.purpose) == ("t", "oom", Purpose.SEARCH)
     assert result.cause is not None
-    assert result.cause.startswith("probe: rank 0: in its last step torch found memory full 2 times")
+    assert result.cause.startswith("probe: rank 0: in its last steps torch found memory full 2 times")
     assert "with 106.0 GiB reserved" in result.cause
     assert result.metrics["probe_time_s"] is not None
+
+
+@pytest.mark.parametrize(
+    ("layout", "borderline", "layer_gib", "reclaims", "status", "cause", "asked"),
+    [
+        (CONFIG, "probe", 3.0, 0, "ok", None, [ALONE]),
+        (CONFIG, "probe", 3.0, 2, "oom", "rank 0: in its last steps torch found memory full 2 times", [ALONE]),
+        (CONFIG, "risk", 3.0, 2, "ok", None, [ALONE]),
+        (
+            replace(PIPELINE, stage_layers=(8, 24)),
+            "probe",
+            9.0,
+            0,
+            "oom",
+            "rank 2 on worker 0: warmup: OutOfMemoryError",
+            [(32, 2)],
+        ),
+    ],
+)
+def test_a_trial_by_slices_is_its_own_probe_of_the_fullest_rank_first(
+    layout: Layout,
+    borderline: str,
+    layer_gib: float,
+    reclaims: int,
+    status: str,
+    cause: str | None,
+    asked: list[tuple[int, int | None]],
+    ray_session: Any,
+) -> None:
+    spec = make_spec(borderline=borderline, measurement={"explore": "slices"})
+    mailbox, work = gang(10.0, layer_gib, reclaims)
+    telemetry: Any = {"a": ray.remote(Quiet).options(num_cpus=0).remote()}
+    result = run_trial(Bench(spec, mailbox, telemetry, {}, NETWORK), "t", layout)
+    ray.get(mailbox.close.remote())
+    assert ray.get(work) == asked
+    assert (result.trial_id, result.status, result.layout) == ("t", status, layout)
+    assert "probe_time_s" not in result.metrics
+    if cause is not None:
+        assert (result.cause or "").startswith(cause)
