@@ -10,6 +10,7 @@ from enum import StrEnum
 from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
+from search_spaces.replay import fullest_rank
 from search_spaces.workload import Workload
 
 
@@ -39,12 +40,13 @@ class RankKind:
 def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     """The kinds of ranks of a legal layout of the model of `work`, in the order of the pipeline.
 
-    Data, context and tensor-parallel ranks do the same: the first of each is measured. Where experts are spread over
-    ranks there are two kinds of each pipeline rank, of which the fullest comes second; but one where all experts are
-    filled up to the fullest. Without either all ranks are alike, of whatever model.
+    Data, context and tensor-parallel ranks do the same: the first of each is measured, or the one that needs most
+    memory where it is known which. Where experts are spread over ranks there are two kinds of each pipeline rank, of
+    which the fullest comes second; but one where all experts are filled up to the fullest. Without either all ranks are
+    alike, of whatever model.
     """
     if layout.pipeline_parallel_size == layout.expert_parallel_size == 1:
-        return (RankKind(0, 0, (0,)),)
+        return (RankKind(fullest_rank(layout, work), 0, (0,)),)
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank in range(layout.pipeline_parallel_size):
         alike[_content(layout, work, rank)].append(rank)

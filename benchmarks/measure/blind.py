@@ -16,7 +16,8 @@ foretells then, of layouts on any number of GPUs that are none of those it tried
 operators without the fit to trials, and what it did before. `foretell` writes what the models say as they are, on any
 machine. `measure` runs the same layouts by all their ranks, on as many GPUs, and prints every point, worst first: by
 how much slices or the models were off, by how much the others, and which layouts wait for the CPU; then means and
-largest errors by model and of all. `tell` prints the same of what is there.
+largest errors by model and of all; then the same of the models, where slices foretold. `tell` prints that of what is
+there.
 
 All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
 command goes on with what is left. Of several specs one layout each comes in turn.
@@ -308,8 +309,12 @@ def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
 
 
 def tell(rows: Sequence[Row], measured: Sequence[Row]) -> None:
-    """Print every point, and why there is none."""
+    """Print every point, and why there is none; of slices also what the models foretold beside them."""
     if compared := [row for row in points(rows, measured) if row["error"]]:
+        print(table(compared))
+    by_models = [{name: row[name] for name in row if name != "slices"} for row in rows if "slices" in row]
+    if compared := [row for row in points(by_models, measured) if row["error"]]:
+        print("\nBy the models alone:\n")
         print(table(compared))
     for line in failures(rows, measured):
         print(line)

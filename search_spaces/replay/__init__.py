@@ -61,11 +61,12 @@ SHARDED: dict[int, type[Shards]] = {1: SummedWhole, 2: SummedShare, 3: GatheredW
 @dataclass(frozen=True)
 class Replayed:
     """Bytes: `reserved` by torch's allocator, `most` in use at once, and `late`, gradients made by a step's last
-    backward pass in a pool of their own."""
+    backward pass in a pool of their own. `rank`: of ranks that differ within a pipeline's, the one that it is of."""
 
     reserved: float
     most: float
     late: float
+    rank: int = 0
 
 
 def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
@@ -83,6 +84,14 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
     if layout.pipeline_parallel_size > 1:
         return _pipelined(layout, work, tokens, rank)
     return _sharded(layout, work, tokens)
+
+
+def fullest_rank(layout: Layout, work: Workload) -> int:
+    """The rank that reserves most in a legal layout without a pipeline; 0 where all are taken to be alike."""
+    if work.model is None or len(apart(layout)) == 1:
+        return 0
+    found = replayed(layout, work)
+    return 0 if found is None else found.rank
 
 
 def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
@@ -217,7 +226,7 @@ def _replay_ranks(model: ModelShape, tokens: int, rounds: int, layout: Layout) -
 
 def fullest(kind: type[Shards], model: ModelShape, tokens: int, rounds: int, layout: Layout) -> Replayed:
     """Of ranks that differ, the one that reserves most."""
-    found = (run(kind(model, tokens, rounds, layout, rank)) for rank in apart(layout))
+    found = (replace(run(kind(model, tokens, rounds, layout, rank)), rank=rank) for rank in apart(layout))
     return max(found, key=lambda one: one.reserved)
 
 

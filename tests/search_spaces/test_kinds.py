@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import DATA
+from benchmarks.measure.blind import read
 from search_spaces.kinds import RankKind, Share, kinds
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from search_spaces.models import PRESETS
 from search_spaces.workload import Workload
+from tests.search_spaces.test_replay import work_of
 
 WORK = Workload(replace(PRESETS["tiny-llama"], layers=16), 128, 64)
 PIPELINE = Layout("megatron", 16, 64, tensor_parallel_size=2, pipeline_parallel_size=4)
@@ -86,3 +89,17 @@ def test_the_fullest_is_measured(schedule: str, virtual: int, recompute: str) ->
     for kind in found:
         assert layout.coordinates(kind.rank) == {"pp": kind.pipeline_rank, "dp": 0, "cp": 0, "tp": 0}
         assert memory[kind.pipeline_rank].needed == max(memory[rank].needed for rank in kind.stands_for)
+
+
+@pytest.mark.parametrize("name", ["blind2_2xh200", "blind5_2xh200", "blind9_2xh200", "shards_2xh200", "zero_2xh200"])
+def test_of_ranks_that_sum_up_their_own_gradients_the_one_that_took_most_is_measured(name: str) -> None:
+    differed = 0
+    for row in read(DATA / f"{name}.measured.jsonl.xz"):
+        layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+        if (layout.engine, layout.zero_stage, work.shape.num_experts) != ("deepspeed", 2, 0):
+            continue
+        peaks = {rank["rank"]: rank["peak_memory_gib"] for rank in row["full"]["ranks"]}
+        (kind,) = kinds(layout, work)
+        assert peaks[kind.rank] == max(peaks.values())
+        differed += len(set(peaks.values())) > 1
+    assert differed > 1
