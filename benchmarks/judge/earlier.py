@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
-from search_spaces.replay import fullest, rounds_of, run
+from search_spaces.replay import fullest, rounds_of, run, shortened
+from search_spaces.replay.flat_pipelined import FlatPipelined
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.groups import groups_of, parameters_of
 from search_spaces.replay.replicas import Replicas
@@ -109,6 +110,36 @@ class EarlierFlat(FlatSplit):
             self.take("second moments", self.count, 4)
 
 
+class EarlierFlatPipelined(FlatPipelined):
+    """Likewise, of a pipeline's rank."""
+
+    has_moments = False
+
+    def start(self) -> None:
+        whole = make_whole(self, self.groups)
+        super().start()
+        self.give_back(*whole)
+
+    def make_moments(self) -> None:
+        if self.has_moments:
+            super().make_moments()
+
+    def named(self, name: str) -> str:
+        return name if name.startswith("kept ") else super().named(name)
+
+    def arrive(self, name: str, count: int) -> None:
+        if self.holds(f"kept {name}"):
+            super().arrive(name, count)
+        else:
+            self.rename(name, f"kept {name}")
+
+    def end(self) -> None:
+        super().end()
+        if not self.has_moments:
+            self.has_moments = True
+            self.make_moments()
+
+
 class EarlierReplicas(Replicas):
     """Parameters were made whole before a rank had its part of each; the first step had its moments made."""
 
@@ -135,10 +166,11 @@ class EarlierReplicas(Replicas):
             self.make_moments()
 
 
-def reserved_then(layout: Layout, work: Workload) -> float:
-    """Bytes, of a layout that `search_spaces.replay.replayed` replays by shards, as a replica, with products split, or
-    on one GPU."""
+def reserved_then(layout: Layout, work: Workload, rank: int = 0) -> float:
+    """Bytes, of a pipeline rank of a layout that `search_spaces.replay.replayed` replays."""
     tokens = layout.microbatch_tokens(work.sequence_length)
+    if layout.pipeline_parallel_size > 1:
+        return run(EarlierFlatPipelined(work.shape, tokens, shortened(layout), rank)).reserved
     if not layout.zero_stage and layout.shard_ranks > 1:
         return run(EarlierReplicas(work.shape, tokens, rounds_of(layout), layout)).reserved
     if layout.tensor_parallel_size == layout.num_gpus:

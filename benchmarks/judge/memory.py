@@ -108,9 +108,9 @@ def held_then(layout: Layout, work: Workload, rank: int) -> float:
     its ranks, where they are replayed, what `benchmarks.judge.earlier` has."""
     stages, rounds = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
     if layout.engine == "deepspeed":
-        now = None if work.shape.num_experts else replayed(layout, work)
+        now = None if work.shape.num_experts else replayed(layout, work, rank)
         if now is not None:
-            return reserved_then(layout, work) - now.reserved
+            return reserved_then(layout, work, rank) - now.reserved
         return 2 * held(layout, work.shape, rank, False).whole if sums_apart(layout) and rounds > 1 else 0.0
     if stages == 1:
         return 0.0

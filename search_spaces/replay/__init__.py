@@ -19,6 +19,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.context import ContextFullySharded, ContextPipelined, ContextSharded
 from search_spaces.replay.flat import Flat
+from search_spaces.replay.flat_pipelined import FlatPipelined
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
@@ -78,10 +79,10 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
         return None
     if layout.offload_optimizer or layout.expandable_segments:
         return None
-    tokens = layout.microbatch_tokens(work.sequence_length)
+    tokens, pipelined = layout.microbatch_tokens(work.sequence_length), layout.pipeline_parallel_size > 1
     if facts.allocates == "flat":
-        return _flat(layout, model, tokens)
-    if layout.pipeline_parallel_size > 1:
+        return _flat_pipelined(layout, work, tokens, rank) if pipelined else _flat(layout, model, tokens)
+    if pipelined:
         return _pipelined(layout, work, tokens, rank)
     return _sharded(layout, work, tokens)
 
@@ -110,20 +111,35 @@ def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
     return _replay_split("flat", model, tokens, rounds, of_any_batch)
 
 
+def _flat_pipelined(layout: Layout, work: Workload, tokens: int, rank: int) -> Replayed | None:
+    """Of a pipeline's rank of DeepSpeed, of dense models; replicas have shares of the optimizer's states."""
+    short = shortened(layout)
+    if work.shape.num_experts or layout.context_parallel_size > 1 or _is_long(layout, short, work):
+        return None
+    return _replay_flat_rank(work.shape, tokens, short, rank)
+
+
 def _pipelined(layout: Layout, work: Workload, tokens: int, rank: int) -> Replayed | None:
     """Of a pipeline's rank of `megatron` that shards nothing; replicas sum up gradients where they are."""
-    shares = layout.num_gpus > layout.pipeline_parallel_size
-    if layout.zero_stage or (shares and work.shape.num_experts):
+    if layout.zero_stage or (_shares(layout) and work.shape.num_experts):
         return None
     if layout.pipeline_schedule == "gpipe" and layout.gradient_accumulation_steps > MOST:
         return None
-    if not _is_cut_as_known(layout, work):
-        return None
-    short = _shortened(layout)
-    blocks = work.shape.layers / layout.pipeline_parallel_size * short.gradient_accumulation_steps
-    if shares and blocks > MOST_BLOCKS:
+    short = shortened(layout)
+    if not _is_cut_as_known(layout, work) or _is_long(layout, short, work):
         return None
     return _replay_rank(work.shape, tokens, short, rank)
+
+
+def _shares(layout: Layout) -> bool:
+    """Whether ranks share a pipeline's stage."""
+    return layout.num_gpus > layout.pipeline_parallel_size
+
+
+def _is_long(layout: Layout, short: Layout, work: Workload) -> bool:
+    """Whether ranks of a stage that others share go through too many blocks in a step that is shortened."""
+    blocks = work.shape.layers / layout.pipeline_parallel_size * short.gradient_accumulation_steps
+    return _shares(layout) and blocks > MOST_BLOCKS
 
 
 def _sharded(layout: Layout, work: Workload, tokens: int) -> Replayed | None:
@@ -181,7 +197,7 @@ def _replay(allocates: str, model: ModelShape, tokens: int, rounds: int, compile
     return run(RUNS[allocates](model, tokens, rounds, compiled, recompute))
 
 
-def _shortened(layout: Layout) -> Layout:
+def shortened(layout: Layout) -> Layout:
     """With no more microbatches than it takes until nothing new comes, which is never in GPipe."""
     microbatches = max(LEAST, FULL * layout.pipeline_parallel_size)
     most = microbatches * layout.micro_batch_size * layout.data_parallel_size
@@ -196,6 +212,11 @@ def _replay_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> R
         return run(PipelinedSplit(model, tokens, layout, rank))
     kind = ContextPipelined if layout.context_parallel_size > 1 else Pipelined
     return run(kind(model, tokens, layout, rank))
+
+
+@lru_cache(maxsize=4096)
+def _replay_flat_rank(model: ModelShape, tokens: int, layout: Layout, rank: int) -> Replayed:
+    return run(FlatPipelined(model, tokens, layout, rank))
 
 
 @lru_cache(maxsize=4096)

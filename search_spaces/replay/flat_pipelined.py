@@ -1,0 +1,123 @@
+"""What one rank of a pipeline of the `deepspeed` engine allocates in ways of its own, by `pipe/engine.py` and
+`bf16_optimizer.py` of DeepSpeed 0.19."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from search_spaces.layout import Layout
+from search_spaces.models import ModelShape
+from search_spaces.replay.flat import Flat
+from search_spaces.replay.groups import block_of
+from search_spaces.schedules import Action, Pass, order
+
+STATES = (
+    *("weights", "master weights", "sums of gradients", "first moments", "second moments"),
+    *("gradient ", "copy in fp32", "workspace", "cache", "buffer"),
+)
+"""How the names begin of what is there once, whatever microbatch is under way."""
+
+
+class FlatPipelined(Flat):
+    """One rank: its stage alone, whose passes come in the order of 1F1B. Its states are flat, of which replicas have
+    shares, but for weights and the sums of gradients.
+
+    A tied table is there twice. What is received comes by way of a buffer, which is also that of gradients, and is
+    copied once more before its forward pass; the first copy stays until its gradient is sent, before the next pass.
+    That gradient is there until the step's end: the allocator may have it once NCCL's stream is past it, and the host
+    is ahead of that. What a stage comes to stays until its backward pass, and the last one's logits until another
+    microbatch takes their place.
+    """
+
+    hands_on_logits = True
+
+    def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
+        self.order = order(layout, rank)
+        self.stage, self.last = rank, layout.pipeline_stages - 1
+        self.layers = layout.layers_by_stage(model.layers)[rank]
+        self.shards = layout.shard_ranks
+        self.places = max(2, min(layout.pipeline_stages - rank, layout.gradient_accumulation_steps))
+        self.under_way = ""
+        self.passed: list[str] = []
+        self.sent: list[str] = []
+        self.outputs: dict[int, str] = {}
+        super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
+
+    def start(self) -> None:
+        ends = {"embedding": self.stage == 0, "head": self.stage == self.last}
+        mine = {block_of(layer) for layer in self.layers} | {f"experts {layer}" for layer in self.layers}
+        self.groups = {name: group for name, group in self.groups.items() if ends.get(name, name in mine)}
+        self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
+        self.waiting = []
+        self.take("weights", self.count)
+        self.take("master weights", self.count / self.shards, 4)
+        self.take("sums of gradients", self.count, 4)
+        self.make_moments()
+        if self.stage:
+            self.take_all("buffer")
+
+    def make_moments(self) -> None:
+        for name in ("first moments", "second moments"):
+            self.take(name, self.count / self.shards, 4)
+
+    def named(self, name: str) -> str:
+        return name if name.startswith(STATES) else self.under_way + name
+
+    def _passes(self) -> None:
+        for action in self.order:
+            self._let_go(self.passed)
+            self.under_way = f"{action.microbatch} "
+            if action.step is Pass.FORWARD:
+                self._stage_forward(action)
+            else:
+                self._stage_backward()
+        self._let_go(self.passed)
+
+    def end(self) -> None:
+        self._let_go(self.sent)
+
+    def _stage_forward(self, action: Action) -> None:
+        if self.stage:
+            self.take_all("input")
+            self.take_all(f"x{self.layers[0]}")
+        else:
+            self._embed("embedding")
+        self._blocks_forward(self.layers)
+        if self.stage == self.last:
+            self._logits()
+            place = action.microbatch % self.places
+            if place in self.outputs:
+                self.allocator.give_back(self.live.pop(self.outputs[place]))
+            self.outputs[place] = f"logits in place {place}"
+            self.live[self.outputs[place]] = self.live.pop(self.named("logits"))
+            self._loss_forward()
+
+    def _stage_backward(self) -> None:
+        after = self.layers[-1] + 1
+        self._work_backward()
+        if self.stage == self.last:
+            self._loss_backward()
+            self._head_backward("head", after)
+            self.sum_up("head", False)
+        else:
+            if not self.holds("buffer"):
+                self.take_all("buffer")
+            self.take("dx", 1)  # it is in the buffer
+        self._blocks_backward(self.layers, False)
+        if self.stage:
+            self.rename("dx", "input's gradient")
+            self.passed.append(self.named("input"))
+            self.sent.append(self.named("input's gradient"))
+        else:
+            if self.is_gpt:
+                self.gradient("embedding", "positions")
+            self._table_gradient()
+            self.sum_up("embedding", False)
+            self.give_back("dx")
+        if self.stage != self.last:
+            self.give_back(f"x{after}")
+
+    def _let_go(self, names: list[str]) -> None:
+        for name in names:
+            self.allocator.give_back(self.live.pop(name))
+        names.clear()
