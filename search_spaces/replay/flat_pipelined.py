@@ -13,7 +13,7 @@ from search_spaces.schedules import Action, Pass, order
 
 STATES = (
     *("weights", "master weights", "sums of gradients", "first moments", "second moments"),
-    *("gradient ", "copy in fp32", "workspace", "cache", "buffer"),
+    *("gradient ", "copy in fp32", "workspace", "cache", "buffer", "place "),
 )
 """How the names begin of what is there once, whatever microbatch is under way."""
 
@@ -40,12 +40,11 @@ class FlatPipelined(Flat):
         self.under_way = ""
         self.passed: list[str] = []
         self.sent: list[str] = []
-        self.outputs: dict[int, str] = {}
         super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
 
     def start(self) -> None:
         ends = {"embedding": self.stage == 0, "head": self.stage == self.last}
-        mine = {block_of(layer) for layer in self.layers} | {f"experts {layer}" for layer in self.layers}
+        mine = {block_of(layer) for layer in self.layers}
         self.groups = {name: group for name, group in self.groups.items() if ends.get(name, name in mine)}
         self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
         self.waiting = []
@@ -85,11 +84,10 @@ class FlatPipelined(Flat):
         self._blocks_forward(self.layers)
         if self.stage == self.last:
             self._logits()
-            place = action.microbatch % self.places
-            if place in self.outputs:
-                self.allocator.give_back(self.live.pop(self.outputs[place]))
-            self.outputs[place] = f"logits in place {place}"
-            self.live[self.outputs[place]] = self.live.pop(self.named("logits"))
+            place = f"place {action.microbatch % self.places}"
+            if self.holds(place):
+                self.give_back(place)
+            self.rename("logits", place)
             self._loss_forward()
 
     def _stage_backward(self) -> None:
