@@ -91,7 +91,16 @@ def test_the_fullest_is_measured(schedule: str, virtual: int, recompute: str) ->
         assert memory[kind.pipeline_rank].needed == max(memory[rank].needed for rank in kind.stands_for)
 
 
-@pytest.mark.parametrize("name", ["blind2_2xh200", "blind5_2xh200", "blind9_2xh200", "shards_2xh200", "zero_2xh200"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blind9_2xh200",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("blind2_2xh200", "blind5_2xh200", "shards_2xh200", "zero_2xh200")
+        ),
+    ],
+)
 def test_of_ranks_that_sum_up_their_own_gradients_the_one_that_took_most_is_measured(name: str) -> None:
     differed = 0
     for row in read(DATA / f"{name}.measured.jsonl.xz"):

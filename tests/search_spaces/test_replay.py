@@ -133,7 +133,7 @@ def test_ranks_of_pipelines_that_were_measured() -> None:
                 if replayed(layout, work, rank["rank"]) is not None:
                     error = estimated.reserved(rank["rank"]) / 2**30 / rank["peak_memory_gib"] - 1
                     errors[layout.splits_backward].append(error)
-    assert [len(some) for some in errors.values()] == [28, 18]
+    assert [len(some) for some in errors.values()] == [30, 18]
     assert statistics.mean(map(abs, errors[False])) < 0.012
     assert max(map(abs, errors[False])) < 0.03
     assert statistics.mean(map(abs, errors[True])) < 0.02

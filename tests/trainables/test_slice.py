@@ -220,7 +220,7 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
 
 def test_the_last_of_ranks_that_sum_up_their_own_gradients_has_as_much_memory_alone(run_ranks: RunRanks) -> None:
     """DeepSpeed's ZeRO-2, of which ranks differ in when their own gradients come."""
-    trial = request(deepspeed(2, zero=2), LLAMA)
+    trial = replace(request(deepspeed(2, zero=2), LLAMA), trial_id="the last of them")
     among = reports(run_ranks(counted(trial)))
     (own,) = reports(run_ranks(counted(alone(trial, 1))))
     assert own.peak_memory_gib == among[1].peak_memory_gib
