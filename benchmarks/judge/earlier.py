@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay import fullest, rounds_of, run, shortened
+from search_spaces.replay.flat import Flat
 from search_spaces.replay.flat_pipelined import FlatPipelined
 from search_spaces.replay.flat_split import FlatSplit
 from search_spaces.replay.groups import groups_of, parameters_of
@@ -31,7 +32,7 @@ def make_whole(training: Training, groups: Mapping[str, Mapping[str, int]]) -> l
     return list(whole)
 
 
-class Leftovers(Shards):
+class Leftovers(Flat):
     """Parameters were made one by one, and then copied to what is flat."""
 
     def start(self) -> None:
@@ -40,7 +41,7 @@ class Leftovers(Shards):
         self.give_back(*whole)
 
 
-class LateMoments(Shards):
+class LateMoments(Flat):
     is_late = False
 
     def make_moments(self) -> None:
@@ -54,12 +55,18 @@ class LateMoments(Shards):
         super().end()
 
 
-class EarlierWhole(Leftovers, LateMoments, SummedWhole):
+class KeptGradients(Flat):
+    """Of steps of several microbatches, in bf16."""
+
     def arrive(self, name: str, count: int) -> None:
         if self.rounds == 1 or self.holds(f"kept {name}"):
             super().arrive(name, count)
         else:
             self.rename(name, f"kept {name}")
+
+
+class EarlierWhole(Leftovers, LateMoments, KeptGradients, SummedWhole):
+    pass
 
 
 class EarlierShare(Leftovers, SummedShare):
@@ -74,7 +81,7 @@ EARLIER: dict[int, type[Shards]] = {1: EarlierWhole, 2: EarlierShare, 3: Earlier
 """By ZeRO stage."""
 
 
-class EarlierFlat(FlatSplit):
+class EarlierFlat(KeptGradients, FlatSplit):
     """Parameters were made whole, one by one, before a rank had its part of each; the first step had its moments made
     at its end; gradients in bf16 were kept until the next microbatch's."""
 
@@ -97,12 +104,6 @@ class EarlierFlat(FlatSplit):
         self.give_back("copy")
         self.take("sums of gradients", self.count, 4)
 
-    def arrive(self, name: str, count: int) -> None:
-        if self.rounds == 1 or self.holds(f"kept {name}"):
-            super().arrive(name, count)
-        else:
-            self.rename(name, f"kept {name}")
-
     def end(self) -> None:
         if not self.has_moments:
             self.has_moments = True
@@ -110,34 +111,11 @@ class EarlierFlat(FlatSplit):
             self.take("second moments", self.count, 4)
 
 
-class EarlierFlatPipelined(FlatPipelined):
+class EarlierFlatPipelined(FlatPipelined, Leftovers, LateMoments, KeptGradients):
     """Likewise, of a pipeline's rank."""
-
-    has_moments = False
-
-    def start(self) -> None:
-        whole = make_whole(self, self.groups)
-        super().start()
-        self.give_back(*whole)
-
-    def make_moments(self) -> None:
-        if self.has_moments:
-            super().make_moments()
 
     def named(self, name: str) -> str:
         return name if name.startswith("kept ") else super().named(name)
-
-    def arrive(self, name: str, count: int) -> None:
-        if self.holds(f"kept {name}"):
-            super().arrive(name, count)
-        else:
-            self.rename(name, f"kept {name}")
-
-    def end(self) -> None:
-        super().end()
-        if not self.has_moments:
-            self.has_moments = True
-            self.make_moments()
 
 
 class EarlierReplicas(Replicas):

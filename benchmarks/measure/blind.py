@@ -63,6 +63,9 @@ SHOWN = ("step_time_s", "mean_power_w", "joules_per_token", "peak_memory_gib")
 IDLE = 0.1
 """Share of a step in which a GPU waits for a CPU, from which on that is told of its layout."""
 
+MODELS = "cost model's s/step"
+"""The heading of what the models foretold beside slices."""
+
 Row = dict[str, Any]
 """A line of a file, with `spec` and `config`: of `predict` `slices`, `seconds` and `foretold`, of `calibrated`
 `foretold`, what it was `by_operators` alone and `before`, of `foretell` `foretold`, of `measure` `full`."""
@@ -271,7 +274,7 @@ def _exposed_s(metrics: Mapping[str, Any]) -> float:
 def _foretold(row: Row) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
     """The figures that are told first, and those beside them, by heading."""
     if "slices" in row:
-        return row["slices"]["metrics"], {"cost model's s/step": row["foretold"]}
+        return row["slices"]["metrics"], {MODELS: row["foretold"]}
     if "before" not in row:
         return row["foretold"], {}
     if "by_operators" not in row:  # foretold by operators alone
@@ -310,10 +313,11 @@ def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
 
 def tell(rows: Sequence[Row], measured: Sequence[Row]) -> None:
     """Print every point, and why there is none; of slices also what the models foretold beside them."""
-    if compared := [row for row in points(rows, measured) if row["error"]]:
+    found = points(rows, measured)
+    by_models = [row | {"error": row["beside"][MODELS], "beside": {}} for row in found if MODELS in row["beside"]]
+    if compared := [row for row in found if row["error"]]:
         print(table(compared))
-    by_models = [{name: row[name] for name in row if name != "slices"} for row in rows if "slices" in row]
-    if compared := [row for row in points(by_models, measured) if row["error"]]:
+    if compared := [row for row in by_models if row["error"]]:
         print("\nBy the models alone:\n")
         print(table(compared))
     for line in failures(rows, measured):

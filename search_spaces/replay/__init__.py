@@ -89,7 +89,8 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
 
 def fullest_rank(layout: Layout, work: Workload) -> int:
     """The rank that reserves most in a legal layout without a pipeline; 0 where all are taken to be alike."""
-    if work.model is None or len(apart(layout)) == 1:
+    facts = ENGINES.get(layout.engine)
+    if work.model is None or facts is None or facts.allocates != "flat" or len(apart(layout)) == 1:
         return 0
     found = replayed(layout, work)
     return 0 if found is None else found.rank

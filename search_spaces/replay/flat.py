@@ -19,12 +19,20 @@ class Flat(Training):
     def compiles_recomputation(self) -> bool:
         return not self.has_mixture  # there the graph ends at the experts
 
+    replicas = 1
+    """Ranks that have a share each of what the optimizer updates and keeps."""
+
     def start(self) -> None:
-        count = sum(sum(parameters.values()) for parameters in self.groups.values())
-        self.take("weights", count)
-        for name in ("master weights", "sums of gradients", "first moments", "second moments"):
-            self.take(name, count, 4)
+        self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
         self.waiting: list[tuple[str, int]] = []
+        self.take("weights", self.count)
+        self.take("master weights", self.count / self.replicas, 4)
+        self.take("sums of gradients", self.count, 4)
+        self.make_moments()
+
+    def make_moments(self) -> None:
+        for name in ("first moments", "second moments"):
+            self.take(name, self.count / self.replicas, 4)
 
     def gradient(self, group: str, name: str) -> None:
         count = self.groups[group][name]

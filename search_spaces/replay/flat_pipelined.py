@@ -35,29 +35,21 @@ class FlatPipelined(Flat):
         self.order = order(layout, rank)
         self.stage, self.last = rank, layout.pipeline_stages - 1
         self.layers = layout.layers_by_stage(model.layers)[rank]
-        self.shards = layout.shard_ranks
-        self.places = max(2, min(layout.pipeline_stages - rank, layout.gradient_accumulation_steps))
+        self.replicas = layout.shard_ranks
+        rounds = layout.gradient_accumulation_steps
+        self.places = max(2, min(layout.pipeline_stages - rank, rounds))
         self.under_way = ""
         self.passed: list[str] = []
         self.sent: list[str] = []
-        super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
+        super().__init__(replace(model, tie_embeddings=False), tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:
         ends = {"embedding": self.stage == 0, "head": self.stage == self.last}
         mine = {block_of(layer) for layer in self.layers}
         self.groups = {name: group for name, group in self.groups.items() if ends.get(name, name in mine)}
-        self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
-        self.waiting = []
-        self.take("weights", self.count)
-        self.take("master weights", self.count / self.shards, 4)
-        self.take("sums of gradients", self.count, 4)
-        self.make_moments()
+        super().start()
         if self.stage:
             self.take_all("buffer")
-
-    def make_moments(self) -> None:
-        for name in ("first moments", "second moments"):
-            self.take(name, self.count / self.shards, 4)
 
     def named(self, name: str) -> str:
         return name if name.startswith(STATES) else self.under_way + name
@@ -73,6 +65,7 @@ class FlatPipelined(Flat):
         self._let_go(self.passed)
 
     def end(self) -> None:
+        super().end()
         self._let_go(self.sent)
 
     def _stage_forward(self, action: Action) -> None:
