@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from statistics import fmean
+from statistics import median
 
 from search_spaces.contention import contention
 from search_spaces.disturbances import undisturbed
@@ -291,16 +291,16 @@ def pauses(
 ) -> tuple[dict[Action, float], float]:
     """Seconds that a pipeline rank waits for others before each of its passes, and after the last.
 
-    If all ranks take for theirs what it takes for its own, on average over microbatches: `passes` are those of a step.
+    If all ranks take for theirs what it takes for its own, in the median of microbatches: `passes` are those of a step.
     """
     ranks = range(layout.pipeline_parallel_size)
     place = {stage: index for rank in ranks for index, stage in enumerate(layout.stages_of(rank))}
     taken: defaultdict[tuple[int, Pass], list[float]] = defaultdict(list)
     for action, seconds in passes.items():
         taken[place[action.stage], action.step].append(seconds)
-    means = {kind: fmean(each) for kind, each in taken.items()}
+    usual = {kind: median(each) for kind, each in taken.items()}
     played = play(
-        scripts(layout), lambda _, action: means[place[action.stage], action.step], transfers(layout, work, network)
+        scripts(layout), lambda _, action: usual[place[action.stage], action.step], transfers(layout, work, network)
     )
     spans, end, before = played.spans[pipeline_rank], 0.0, {}
     for span in spans:

@@ -170,14 +170,11 @@ def _slices(problem: Problem, several: Sequence[Forecast]) -> Slices:
 
 
 def _steps_s(measurement: Measurement, layout: Layout, step_s: float) -> float:
-    """About the seconds that one kind of rank trains, by the predicted time of the layout's step."""
+    """About the seconds that one kind of rank trains if its steps are alike, by the predicted time of the layout's."""
     sizes = short.sizes(layout, alone=True) if measurement.short_trials else ()
     each = [step_s * size / layout.global_batch_size for size in sizes] or [step_s]
-    window_s = measurement.window_s / len(each)
-    steps = [
-        (1 + measurement.steady_steps) * one_s + max(window_s, measurement.window_min_steps * one_s) for one_s in each
-    ]
-    return sum(steps)
+    profiled_s = each[0] if measurement.breakdown else 0.0
+    return profiled_s + sum(one_s + max(short.ALONE_S, 2 * one_s) for one_s in each)
 
 
 def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ALIKE = 0.005
-"""By how much steps may differ that are alike."""
+"""The standard error of the mean of steps that are alike, over that mean: two of them differ by twice as much."""
+
+PATIENCE = 2
+"""How many times as long as they must last the first steps may take to turn out alike."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Procedure:
     """When warm-up ends, how long the window is, and whether one more step is profiled after it.
 
     The fields are those of the spec's `measurement` section, but for `alike_s`: a window whose steps are alike need
-    last no longer than that.
+    last no longer than that, and the steps right after the first are such a window if they can be.
     """
 
     steady_steps: int
@@ -60,12 +63,17 @@ def is_steady(steps: list[float], procedure: Procedure) -> bool:
     return len(recent) == procedure.steady_steps and max(recent) <= min(recent) * (1 + procedure.warmup_tolerance)
 
 
-def is_over(window: list[float], procedure: Procedure) -> bool:
-    """Whether steps so long are a whole window, or two or more that are alike enough of one."""
-    length = sum(window)
-    if len(window) >= procedure.window_min_steps and length >= procedure.window_s:
-        return True
-    return len(window) > 1 and length >= procedure.alike_s and max(window) <= min(window) * (1 + ALIKE)
+def is_over(window: Sequence[float], procedure: Procedure) -> bool:
+    """Whether steps so long are a whole window, or enough of one."""
+    whole = len(window) >= procedure.window_min_steps and sum(window) >= procedure.window_s
+    return whole or are_alike(window, procedure)
+
+
+def are_alike(window: Sequence[float], procedure: Procedure) -> bool:
+    """Whether steps last as long as they must, and are known well enough by then."""
+    if len(window) < 2 or sum(window) < procedure.alike_s:
+        return False
+    return statistics.stdev(window) / math.sqrt(len(window)) <= ALIKE * statistics.fmean(window)
 
 
 def time_steps(
@@ -74,33 +82,48 @@ def time_steps(
     compiled: bool,
     on_phase: Callable[[str], None] = lambda phase: None,
     on_steady: Callable[[Stretch], None] = lambda steps: None,
+    apart: int = 1,
 ) -> Timing:
     """Run `step` through warm-up and window. `on_steady` is given the steps that agreed, if any did, before the window.
 
     `step` trains one optimizer step and returns its seconds, the same number on every rank so that all ranks take the
-    same decisions, and this node's `time.monotonic_ns()` after it.
+    same decisions, and this node's `time.monotonic_ns()` after it. The first `apart` steps are unlike the others.
     """
     on_phase("warmup")
-    warmup: list[float] = []
+    steps: list[float] = []
     stamps: list[int] = []
-    steady = False
-    while not steady:
+
+    def take() -> None:
         seconds, now = step()
-        warmup.append(seconds)
+        steps.append(seconds)
         stamps.append(now)
-        steady = is_steady(warmup, procedure)
+
+    def timing(begin: int) -> Timing:
+        window = tuple(steps[begin:])
+        usual = statistics.median(window)
+        first = steps[: max(1, begin - 1)]
+        compile_s = sum(max(0.0, seconds - usual) for seconds in first) if compiled else 0.0
+        return Timing(tuple(steps[:begin]), window, stamps[begin - 1], stamps[-1], compile_s)
+
+    while len(steps) < apart:
+        take()
+    if math.isfinite(procedure.alike_s):
+        on_phase("window")
+        while len(steps) < apart + 2 or sum(steps[apart:]) < PATIENCE * procedure.alike_s:
+            take()
+            if are_alike(steps[apart:], procedure):
+                return timing(apart)
+        on_phase("warmup")
+    while not (steady := is_steady(steps, procedure)):
         # The first step carries compilation and the creation of communicators: it has no say in the limit.
-        if len(warmup) > procedure.steady_steps and sum(warmup[1:]) >= procedure.warmup_max_s:
+        if len(steps) > procedure.steady_steps and sum(steps[1:]) >= procedure.warmup_max_s:
             break
+        take()
     if steady:
         agreed = procedure.steady_steps
-        on_steady(Stretch(tuple(warmup[-agreed:]), stamps[-agreed - 1], stamps[-1]))
+        on_steady(Stretch(tuple(steps[-agreed:]), stamps[-agreed - 1], stamps[-1]))
     on_phase("window")
-    start = now
-    window: list[float] = []
-    while not is_over(window, procedure):
-        seconds, now = step()
-        window.append(seconds)
-    usual = statistics.median(window)
-    compile_s = sum(max(0.0, seconds - usual) for seconds in warmup[:-1]) if compiled else 0.0
-    return Timing(tuple(warmup), tuple(window), start, now, compile_s)
+    begin = len(steps)
+    while not is_over(steps[begin:], procedure):
+        take()
+    return timing(begin)

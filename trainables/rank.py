@@ -139,9 +139,15 @@ class Rank:
             most,
         )
 
+    @property
+    def steps_apart(self) -> int:
+        """How many steps of a batch, its first, are unlike the others."""
+        return 1
+
     def time_steps(self) -> Timing:
         """Time steps of the present batch. Collective."""
-        return time_steps(self.timed_step, self.request.procedure, self.layout.compile, self.enter, self.agreed)
+        procedure, compiled = self.request.procedure, self.layout.compile
+        return time_steps(self.timed_step, procedure, compiled, self.enter, self.agreed, self.steps_apart)
 
     def check(self, losses: tuple[float, ...]) -> None:
         """Raise `InvalidTrial` if this is no training."""

@@ -31,8 +31,8 @@ from trainables.world import World
 WAIT_S = 0.5
 """Long enough for some samples of the power of waiting."""
 
-STEPS_APART = 2
-"""Steps without pauses, by the last of which these are set. The first carries what happens once."""
+TELLING = 3
+"""Microbatches of which one, the first, which carries what happens once, does not tell in the median."""
 
 
 def run_slice(
@@ -125,11 +125,17 @@ class SliceRank(Rank):
         self.steps_of_batch, self.clock.pauses = 0, {}
 
     def step(self) -> StepOutput:
-        if self.steps_of_batch == STEPS_APART and self.layout.pipeline_parallel_size > 1:
+        if self.steps_of_batch == self.steps_apart and self.layout.pipeline_parallel_size > 1:
             self.pause()
         self.steps_of_batch += 1
         self.world.ledger.clear()
         return super().step()
+
+    @property
+    def steps_apart(self) -> int:
+        """Likewise; of a pipeline those without pauses, by the last of which these are set."""
+        pipelined = self.layout.pipeline_parallel_size > 1
+        return 2 if pipelined and self.layout.gradient_accumulation_steps < TELLING else 1
 
     def deal(self) -> Iterator[Microbatch]:
         """The same, but for tokens whose embeddings other tensor ranks hold, in whose place are others that this one

@@ -31,10 +31,6 @@ from trainables.program import RankProgram, TrialRequest
 from trainables.status import Status
 from trainables.training import Training
 
-ALONE_S = 2.0
-"""Enough of a rank alone, whose steps vary less than a gang's: the first two differ by 0.1 to 0.3% from all of a window
-in the median of ten series of slices (benchmarks/data), and energy takes no more than that to be read."""
-
 Probe = Callable[[Bench, str, Layout], TrialResult | None]
 """A few steps that say whether a layout fits, under the id of its trial: the trial's result if it does not. Whatever
 else goes wrong with them shows in the trial itself."""
@@ -181,14 +177,14 @@ def _probe_at_depths(bench: Bench, trial_id: str, layout: Layout) -> TrialResult
 def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpose = Purpose.SEARCH) -> TrialRequest:
     """The trial as a gang gets it: finalists in full and in windows of their own, others short where that saves time.
 
-    The two windows of a short trial last half as long each, and those of ranks alone no longer than their steps need to
-    show that they are alike; a finalist that was explored by such a trial gets as many times as long a deadline as its
+    The two windows of a short trial last half as long each, and ranks alone take no more steps than show that these
+    are alike, if they are; a finalist that was explored by such a trial gets as many times as long a deadline as its
     steps are longer.
     """
     timing = asdict(problem.measurement)
     deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
     if problem.measurement.sliced and purpose.explores:
-        timing["alike_s"] = ALONE_S
+        timing["alike_s"] = short.ALONE_S
     sizes = short.sizes(layout, problem.measurement.sliced) if short_trials else ()
     if purpose in (Purpose.FINALIST, Purpose.PLACEMENT):
         timing["window_s"] = problem.finalists.window_s

@@ -4,8 +4,8 @@ Of a whole gang (`batches`), time and energy of a step are linear in its microba
 in 1F1B and its interleaved and zero-bubble forms a step takes (m + p - 1) times as long as one of m microbatches does
 on each of p ranks (Narayanan et al. 2021, section 2.2), and everything else once.
 
-Of a pipeline whose ranks run alone (`batch_alone`), each pass is measured, and the whole step played from them
-(`search_spaces.stretching`).
+They are so of ranks that run alone, too, but for those of a pipeline (`batch_alone`): of these each pass is measured,
+and the whole step played from them (`search_spaces.stretching`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ SPREAD = 3
 """The larger number by the smaller one. A noise of 1% in both steps' times becomes one of 1.6% in a step of many more
 microbatches; with twice as many it would be 2.2%, with four times 1.4% at more steps' cost."""
 
+SPREAD_ALONE = 2
+"""Likewise of ranks that run alone: their steps vary by 0.1 to 0.3%, of which twice as many make 0.2 to 0.7%."""
+
+ALONE_S = 2.0
+"""Enough of a rank alone, whose steps vary less than a gang's, if these are alike: energy takes no more to be read."""
+
 SAVED = 3
 """The least by which the whole batch must exceed both together for short trials to be worth their error."""
 
@@ -37,18 +43,19 @@ def sizes(layout: Layout, alone: bool) -> tuple[int, ...]:
     if alone and layout.pipeline_parallel_size > 1:
         size = batch_alone(layout)
         return () if size is None else (size,)
-    return batches(layout) or ()
+    return batches(layout, SPREAD_ALONE if alone else SPREAD) or ()
 
 
-def batches(layout: Layout) -> tuple[int, int] | None:
-    """The two global batch sizes to time in place of the layout's own, larger first; None where that saves too little.
+def batches(layout: Layout, spread: int = SPREAD) -> tuple[int, int] | None:
+    """The two global batch sizes to time in place of the layout's own, the larger first, which is `spread` times the
+    smaller; None where that saves too little.
 
     GPipe keeps all microbatches of a step in memory, of which a smaller step would say too little.
     """
     if layout.pipeline_parallel_size > 1 and layout.pipeline_schedule == "gpipe":
         return None
     few = FILL * layout.pipeline_parallel_size
-    many = SPREAD * few
+    many = spread * few
     if SAVED * (few + many) > layout.gradient_accumulation_steps:
         return None
     microbatch = layout.global_batch_size // layout.gradient_accumulation_steps

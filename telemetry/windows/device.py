@@ -19,7 +19,8 @@ from telemetry.samples import COUNTERS, GAUGES, MEANS, THROTTLE_CAUSES, TRAFFIC
 
 STEADY_POWER = ("power_average_w", "power_w")
 """Sampled power for the energy of a window, of which a device may lack the first. Instant power, at 10 Hz, beats with
-the steps."""
+the steps, which average power does not; but this trails, so that of a window soon after the load's begin it lacks some.
+Where they differ from the energy counter, the nearer one is held against that."""
 
 INSTANT_POWER = ("power_w", "power_average_w")
 """Sampled power for peaks, and for the slivers between a window's edges and the counters' readings, likewise. Average
@@ -114,6 +115,10 @@ def device_window(
     if samples.has("energy_mj"):
         refreshed_ns = _refreshed_ns(rows)
         energy_j = samples.ask("energy_mj", partial(counters.energy_j, drawn_j=drawn_j, refreshed_ns=refreshed_ns))
+        if integrated_j is not None and energy_j and not _is_near(integrated_j / energy_j):
+            instant_j = samples.ask(instant := _first_of(INSTANT_POWER, rows), counters.integral)
+            if instant_j is not None and abs(instant_j - energy_j) < abs(integrated_j - energy_j):
+                power_column, integrated_j = instant, instant_j
     throttle_s = {cause: samples.count(f"throttle_{cause}_ns", counters.throttled_s) for cause in THROTTLE_CAUSES}
     power_cap_method = "counter"
     if not samples.has("throttle_power_cap_ns") and (capped := samples.flagged(POWER)):
@@ -285,9 +290,13 @@ def _errors(samples: _Samples) -> list[str]:
 def _disagreement(window: DeviceWindow, power_column: str) -> list[str]:
     """A problem if integrated power and the energy counter are farther apart than RATIO_BOUNDS."""
     ratio = energy_ratio(window.integrated_j, window.energy_j)
-    if ratio is None or window.duration_s < MIN_RATIO_S or RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1]:
+    if ratio is None or window.duration_s < MIN_RATIO_S or _is_near(ratio):
         return []
     return [f"{power_column} gives, integrated, {ratio:.3f} times the energy of energy_mj"]
+
+
+def _is_near(ratio: float) -> bool:
+    return RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1]
 
 
 def _first_of(columns: tuple[str, ...], rows: pa.Table) -> str:

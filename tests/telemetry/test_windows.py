@@ -693,6 +693,32 @@ def test_integrated_power_stands_beside_the_counter(share: float, seconds: float
     assert WindowSummary.from_dict(json.loads(json.dumps(summary.to_dict()))) == summary
 
 
+@pytest.mark.parametrize(
+    ("instant", "ratio", "said"),
+    [
+        (1.01, 1.01, ""),  # average power had not come up when the window began
+        (0.9, 0.9, "power_w gives, integrated, 0.900"),
+        (0.7, 0.85, "power_average_w gives, integrated, 0.850"),
+        (None, 0.85, "power_average_w gives, integrated, 0.850"),
+    ],
+)
+def test_the_sampled_power_that_is_nearer_stands_beside_the_counter(
+    instant: float | None, ratio: float, said: str
+) -> None:
+    rows = [
+        {
+            "time_ns": at(s),
+            "energy_mj": round(7e9 + 600_000 * s),
+            "power_average_w": 0.85 * 600,
+            "power_w": instant and instant * 600,
+        }
+        for s in ticks(-1, 11)
+    ]
+    summary = summarise(table(rows), at(0), at(10), ["GPU-a"])
+    assert summary.energy_ratio == pytest.approx(ratio)
+    assert summary.problems == ((f"GPU-a: {said} times the energy of energy_mj",) if said else ())
+
+
 def test_the_ratio_needs_both_methods_on_every_device() -> None:
     bare = table([{"time_ns": at(s), "energy_mj": round(7e9 + 500_000 * s)} for s in ticks(-1, 11)], "GPU-b")
     summary = summarise(pa.concat_tables([ramp(), bare]), at(0), at(10), ["GPU-a", "GPU-b"])

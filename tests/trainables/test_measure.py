@@ -67,19 +67,36 @@ def test_the_window_has_both_its_steps_and_its_seconds(seconds: float, steps: in
     assert (timing.end_ns - timing.start_ns) / 1e9 == pytest.approx(sum(timing.window_steps_s))
 
 
+ALIKE = replace(PROCEDURE, alike_s=4.0)
+
+
 @pytest.mark.parametrize(
-    ("window", "steps"),
+    ("steps", "warmup", "window"),
     [
-        ([2.0] * 9, 2),  # alike, and long enough
-        ([0.5] * 30, 8),
-        ([0.5, *[0.503] * 30], 20),  # they differ by more
-        ([0.5, *[0.5025] * 30], 8),
-        ([9.0, *[8.5] * 9], 5),
+        ([9.0, *[2.0] * 9], 1, 2),  # the steps right after the first are alike, and long enough
+        ([9.0, *[0.5] * 30], 1, 8),
+        ([2.0, *[9.0] * 9], 1, 2),
+        ([9.0, 3.0, *[2.0] * 9], 5, 2),  # the next ones are not, but those after a whole warm-up
+        ([9.0, *[1.0, 1.016] * 30], 1, 4),  # they are known well enough
+        ([9.0, *[1.0, 1.1] * 30], 30, 10),  # they are not, and warm-up has its limit
+        ([9.0, 3.0, 2.0, 2.0, 2.0, *[2.0, 2.06] * 9], 5, 5),
     ],
 )
-def test_a_window_of_steps_that_are_alike_may_be_shorter(window: list[float], steps: int) -> None:
-    procedure = replace(PROCEDURE, alike_s=4.0)
-    assert len(timed([9.0, 2.0, 2.0, 2.0, *window], procedure).window_steps_s) == steps
+def test_fewer_steps_do_where_they_are_alike(steps: list[float], warmup: int, window: int) -> None:
+    timing = timed(steps, ALIKE)
+    assert timing.warmup_steps_s == tuple(steps[:warmup])
+    assert timing.window_steps_s == tuple(steps[warmup : warmup + window])
+    assert timing.start_ns == 1_000_000_000_000 + round(sum(steps[:warmup]) * 1e9)
+    assert (timing.end_ns - timing.start_ns) / 1e9 == pytest.approx(sum(timing.window_steps_s))
+
+
+def test_steps_that_are_unlike_all_others_are_no_part_of_a_window() -> None:
+    timing = time_steps(scripted([9.0, *[2.0] * 9]), ALIKE, False, apart=3)
+    assert (timing.warmup_steps_s, timing.window_steps_s) == ((9.0, 2.0, 2.0), (2.0, 2.0))
+
+
+def test_a_step_that_compiles_is_told_from_a_window_right_after_it() -> None:
+    assert timed([9.0, *[2.0] * 9], ALIKE, compiled=True).compile_s == pytest.approx(7.0)
 
 
 def test_compile_time_is_what_early_steps_took_beyond_a_steady_one() -> None:
@@ -113,3 +130,12 @@ def test_phases_are_told_as_they_begin() -> None:
 
     time_steps(watched, PROCEDURE, False, events.append)
     assert events == ["warmup", *["step"] * 4, "window", *["step"] * 5]
+    events.clear()
+    time_steps(watched, ALIKE, False, events.append)
+    assert events == ["warmup", "step", "window", *["step"] * 2]
+
+
+def test_a_window_that_was_none_is_told_as_warm_up() -> None:
+    events: list[str] = []
+    time_steps(scripted([9.0, 3.0, *[2.0] * 9]), ALIKE, False, events.append)
+    assert events == ["warmup", "window", "warmup", "window"]

@@ -13,7 +13,7 @@ from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.rules import refusal
 from search_spaces.workload import Workload
-from service.trials.short import SAVED, batch_alone, batches
+from service.trials.short import SAVED, batch_alone, batches, sizes
 
 PLAIN = Layout("megatron", 4, 256, zero_stage=1)  # 64 microbatches on each of four replicas
 PIPELINE = replace(PLAIN, pipeline_parallel_size=4)  # 256 microbatches
@@ -35,8 +35,15 @@ PIPELINE = replace(PLAIN, pipeline_parallel_size=4)  # 256 microbatches
     ],
 )
 def test_two_numbers_of_microbatches_stand_for_many(layout: Layout, counts: tuple[int, int] | None) -> None:
-    sizes = batches(layout)
-    assert sizes == (counts and tuple(count * layout.micro_batch_size * layout.data_parallel_size for count in counts))
+    chosen = batches(layout)
+    assert chosen == (counts and tuple(count * layout.micro_batch_size * layout.data_parallel_size for count in counts))
+
+
+def test_fewer_stand_for_many_where_a_rank_is_alone() -> None:
+    assert sizes(PLAIN, alone=False) == (24, 8)
+    assert sizes(PLAIN, alone=True) == (16, 8)
+    assert sizes(replace(PLAIN, global_batch_size=72), alone=True) == (16, 8)
+    assert sizes(replace(PLAIN, global_batch_size=68), alone=True) == ()
 
 
 @settings(deadline=None, max_examples=50)
@@ -62,13 +69,13 @@ def test_smaller_batches_are_legal_and_save_what_they_should(
         pipeline_parallel_size=pp,
         **stages if pp > 1 else {},
     )
-    sizes = batches(layout)
-    if sizes is None:
+    chosen = batches(layout)
+    if chosen is None:
         assert schedule == "gpipe" or rounds < 24 * pp
         return
-    assert sizes[0] % sizes[1] == 0
-    assert SAVED * sum(sizes) <= layout.global_batch_size
-    for size in sizes:
+    assert chosen[0] % chosen[1] == 0
+    assert SAVED * sum(chosen) <= layout.global_batch_size
+    for size in chosen:
         smaller = replace(layout, global_batch_size=size)
         assert smaller.gradient_accumulation_steps >= 2 * pp
         assert refusal(smaller, Workload(PRESETS["llama3-8b"], 8192, size)) is None
