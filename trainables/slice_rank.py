@@ -143,8 +143,13 @@ class SliceRank(Rank):
         ranks, vocab = self.layout.tensor_parallel_size, self.training.model.vocab
         held = math.ceil(vocab / ranks)
         first = self.layout.coordinates(self.world.rank)["tp"] * held
-        for inputs, labels in super().deal():
-            yield (inputs % min(held, vocab - first) + first if ranks > 1 else inputs), labels
+
+        def own(microbatch: Microbatch) -> Microbatch:
+            inputs, labels = microbatch
+            return inputs % min(held, vocab - first) + first, labels
+
+        # A loop would keep the tokens in whose place these are.
+        return map(own, super().deal()) if ranks > 1 else super().deal()
 
     def pause(self) -> None:
         """Have the device wait from now on where other pipeline ranks would have it wait: by what the last step took.
