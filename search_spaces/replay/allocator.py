@@ -20,12 +20,13 @@ STEP = 2 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """Some bytes of a segment, between its neighbours there; `segment` and `offset` say where."""
+    """Some bytes of a segment, between its neighbours there; `segment` and `offset` say where. `pool`: the free pieces
+    of its stream and kind."""
 
     size: int
     segment: int
     offset: int
-    pool: tuple[int, bool]
+    pool: list[Order]
     is_free: bool = False
     before: Piece | None = None
     after: Piece | None = None
@@ -50,19 +51,19 @@ class Allocator:
 
     def take(self, size: float, stream: int = 0) -> Piece:
         """At least `size` bytes for a stream."""
-        wanted = max(1, -(-int(size) // ROUNDING)) * ROUNDING
+        wanted = -(-int(size) // ROUNDING) * ROUNDING or ROUNDING
         is_small = wanted <= SMALL
-        pool = (stream, is_small)
-        free = self._free[pool]
+        free = self._free[stream, is_small]
         index = bisect_left(free, (wanted,))
-        piece = free.pop(index)[3] if index < len(free) else self._segment(wanted, pool)
+        piece = free.pop(index)[3] if index < len(free) else self._segment(wanted, free)
         left = piece.size - wanted
-        if left >= ROUNDING if is_small else left > SMALL:
-            rest = Piece(left, piece.segment, piece.offset + wanted, pool, True, piece, piece.after)
-            if piece.after is not None:
-                piece.after.before = rest
+        if left > SMALL or (is_small and left):
+            segment, offset, after = piece.segment, piece.offset + wanted, piece.after
+            rest = Piece(left, segment, offset, free, True, piece, after)
+            if after is not None:
+                after.before = rest
             piece.after, piece.size = rest, wanted
-            insort(free, (left, rest.segment, rest.offset, rest))
+            insort(free, (left, segment, offset, rest))
         piece.is_free = False
         self.used += piece.size
         if self.used > self.most:
@@ -72,32 +73,26 @@ class Allocator:
     def give_back(self, piece: Piece) -> None:
         """What `take` gave."""
         self.used -= piece.size
-        if piece.before is not None and piece.before.is_free:
-            self._forget(piece.before)
-            piece = _joined(piece.before, piece)
-        if piece.after is not None and piece.after.is_free:
-            self._forget(piece.after)
-            piece = _joined(piece, piece.after)
+        before, after, free = piece.before, piece.after, piece.pool
+        if before is not None and before.is_free:
+            del free[bisect_left(free, (before.size, before.segment, before.offset))]
+            before.size += piece.size
+            piece = before
+        if after is not None and after.is_free:
+            del free[bisect_left(free, (after.size, after.segment, after.offset))]
+            piece.size += after.size
+            after = after.after
+        if piece.after is not after:
+            piece.after = after
+            if after is not None:
+                after.before = piece
         piece.is_free = True
-        insort(self._free[piece.pool], (piece.size, piece.segment, piece.offset, piece))
+        insort(free, (piece.size, piece.segment, piece.offset, piece))
 
-    def _segment(self, wanted: int, pool: tuple[int, bool]) -> Piece:
-        size = SMALL_SEGMENT if pool[1] else MIDDLE_SEGMENT
+    def _segment(self, wanted: int, pool: list[Order]) -> Piece:
+        size = SMALL_SEGMENT if wanted <= SMALL else MIDDLE_SEGMENT
         if wanted >= MIDDLE:
             size = -(-wanted // STEP) * STEP
         self.reserved += size
         self._segments += 1
         return Piece(size, self._segments, 0, pool)
-
-    def _forget(self, piece: Piece) -> None:
-        free = self._free[piece.pool]
-        del free[bisect_left(free, (piece.size, piece.segment, piece.offset))]
-
-
-def _joined(first: Piece, second: Piece) -> Piece:
-    """Neighbours as one."""
-    first.size += second.size
-    first.after = second.after
-    if second.after is not None:
-        second.after.before = first
-    return first

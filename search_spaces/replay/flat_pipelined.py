@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
+from search_spaces.replay.allocator import Piece
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.groups import block_of
 from search_spaces.schedules import Action, Pass, order
@@ -38,9 +40,10 @@ class FlatPipelined(Flat):
         self.replicas = layout.shard_ranks
         rounds = layout.gradient_accumulation_steps
         self.places = max(2, min(layout.pipeline_stages - rank, rounds))
-        self.under_way = ""
-        self.passed: list[str] = []
-        self.sent: list[str] = []
+        self.own: dict[str, Piece] = {}
+        self.passes: defaultdict[str, dict[str, Piece]] = defaultdict(dict)
+        self.passed: list[Piece] = []
+        self.sent: list[Piece] = []
         super().__init__(replace(model, tie_embeddings=False), tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:
@@ -51,13 +54,16 @@ class FlatPipelined(Flat):
         if self.stage:
             self.take_all("buffer")
 
-    def named(self, name: str) -> str:
-        return name if name.startswith(STATES) else self.under_way + name
+    def among(self, name: str) -> dict[str, Piece]:
+        if name[0].isdigit():
+            return self.block
+        return self.live if name.startswith(STATES) else self.own
 
     def _passes(self) -> None:
         for action in self.order:
             self._let_go(self.passed)
-            self.under_way = f"{action.microbatch} "
+            self.under_way = f"{action.microbatch}"
+            self.own = self.passes[self.under_way]
             if action.step is Pass.FORWARD:
                 self._stage_forward(action)
             else:
@@ -96,9 +102,8 @@ class FlatPipelined(Flat):
             self.take("dx", 1)  # it is in the buffer
         self._blocks_backward(self.layers, False)
         if self.stage:
-            self.rename("dx", "input's gradient")
-            self.passed.append(self.named("input"))
-            self.sent.append(self.named("input's gradient"))
+            self.passed.append(self.own.pop("input"))
+            self.sent.append(self.own.pop("dx"))
         else:
             if self.is_gpt:
                 self.gradient("embedding", "positions")
@@ -108,7 +113,7 @@ class FlatPipelined(Flat):
         if self.stage != self.last:
             self.give_back(f"x{after}")
 
-    def _let_go(self, names: list[str]) -> None:
-        for name in names:
-            self.allocator.give_back(self.live.pop(name))
-        names.clear()
+    def _let_go(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            self.allocator.give_back(piece)
+        pieces.clear()

@@ -105,4 +105,4 @@ class FlatSplit(Flat):
         self._norm_gradients(group, "attention norm")
         self.give_back("dx", f"x{layer}", f"summed of {layer}")
         self.rename(f"{layer} d x2", "dx")
-        self._drop(layer)
+        self._drop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,10 +43,11 @@ class Pipelined(Sharded):
         self.layers = layout.layers_by_stage(model.layers)
         self.last = layout.pipeline_stages - 1
         self.stages = layout.stages_of(rank)
-        self.under_way = ""
+        self.own: dict[str, Piece] = {}
+        self.passes: defaultdict[str, dict[str, Piece]] = defaultdict(dict)
         self.is_split = False
         self.kept: dict[str, list[Piece]] = {}
-        self.output = ""
+        self.output: Piece | None = None
         self.is_past = False
         super().__init__(replace(model, tie_embeddings=False), tokens, 1, layout.compile, layout.recompute)
 
@@ -55,33 +56,42 @@ class Pipelined(Sharded):
         self.groups = {group: parameters for group, parameters in self.groups.items() if group in mine}
         super().start()
 
-    # Names of a microbatch's own
+    # A pass's own tensors
 
-    def named(self, name: str) -> str:
-        return name if name.startswith(STATES) else self.under_way + name
+    def among(self, name: str) -> dict[str, Piece]:
+        if name[0].isdigit():
+            return self.block
+        return self.live if name.startswith(STATES) else self.own
 
     def give_back(self, *names: str) -> None:
-        if self.is_split and "log-softmax" in names:  # as all that the loss needed
-            names = tuple(name for name in names if name != "log-softmax")
+        if not self.is_split:
+            super().give_back(*names)
+            return
         summed = any(" d n2 of " in name for name in names)
         for name in names:
-            if self.is_split and not (self._is_ended(name) or (summed and name.endswith(" d n2"))):
-                self.kept[self.under_way].append(self.live.pop(self.named(name)))
-            else:
+            if self._is_ended(name) or (summed and name.endswith(" d n2")):
                 super().give_back(name)
+            elif name != "log-softmax":  # which stays as all that the loss needed
+                self.kept[self.under_way].append(self.among(name).pop(name))
 
     @staticmethod
     def _is_ended(name: str) -> bool:
         own = name.lstrip("0123456789 ")
         return name.startswith(STATES) or own.startswith(ENDED) or own in ("d x2", "dn", "of chosen", "of copy")
 
-    def _drop(self, layer: int) -> None:
-        for name in self._left_of(layer):
-            piece = self.live.pop(self.named(name))
+    def _done(self, layer: int, *names: str) -> None:
+        if self.is_split:
+            self.give_back(*[f"{layer} {name}" for name in names])
+        else:
+            super()._done(layer, *names)
+
+    def _drop(self) -> None:
+        for name, piece in self.block.items():
             if self.is_split and name.endswith((" d x2", " d n1 of wq")):
                 self.kept[self.under_way].append(piece)
             else:
                 self.allocator.give_back(piece)
+        self.block.clear()
 
     @contextmanager
     def _letting_go(self) -> Iterator[bool]:
@@ -126,14 +136,15 @@ class Pipelined(Sharded):
     def _passes(self) -> None:
         left = Counter(action.stage for action in self.order)
         for action in self.order:
-            self.under_way = f"{action.stage}.{action.microbatch} "
+            self.under_way = f"{action.stage}.{action.microbatch}"
+            self.own = self.passes[self.under_way]
             self._act(action)
             left[action.stage] -= 1
             if not left[action.stage]:
                 for group in reversed(self._groups_of(action.stage)):
                     self.sum_up(group, False)
                     self.reduce(group, [f"sum {group} {name}" for name in self.groups[group]])
-        self._replace_output("")
+        self._replace_output(None)
 
     def _groups_of(self, stage: int) -> list[str]:
         groups = [group for layer in self.layers[stage] for group in (block_of(layer), f"experts {layer}")]
@@ -171,18 +182,18 @@ class Pipelined(Sharded):
         if stage == self.last:
             self.gather("head")
             self._logits()
-        self._replace_output(self.named(self._output(stage)))
+        self._replace_output(self.own[self._output(stage)])
         if stage == self.last:
             self._loss_forward()
 
     def _output(self, stage: int) -> str:
         return "logits" if stage == self.last else f"x{self.layers[stage][-1] + 1}"
 
-    def _replace_output(self, name: str) -> None:
+    def _replace_output(self, output: Piece | None) -> None:
         """The schedule has the last output in a variable, until the next takes its place."""
-        if self.is_past:
-            self.allocator.give_back(self.live.pop(self.output))
-        self.output, self.is_past = name, False
+        if self.is_past and self.output is not None:
+            self.allocator.give_back(self.output)
+        self.output, self.is_past = output, False
 
     def _stage_backward(self, stage: int) -> None:
         layers = self.layers[stage]
@@ -203,7 +214,8 @@ class Pipelined(Sharded):
             self.give_back("dx")
             if is_split and stage == self.last:
                 self.give_back("log-softmax")
-            if self.named(self._output(stage)) == self.output:
+            output = self.own.pop(self._output(stage))
+            if output is self.output:
                 self.is_past = True
             else:
-                self.give_back(self._output(stage))
+                self.allocator.give_back(output)

@@ -24,7 +24,8 @@ MAIN = 0
 
 
 class Training:
-    """A training of one model, whose tensors have names while they live: those of block i begin with its number."""
+    """A training of one model, whose tensors have names while they live: those of block i begin with its number, and
+    are apart from all others."""
 
     exchanges = False
     """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
@@ -41,7 +42,8 @@ class Training:
         # what they keep of eager blocks.
         self.whole_graph = compiled and not (self.has_mixture and self.selective)
         self.live: dict[str, Piece] = {}
-        self.noted: defaultdict[str, list[str]] = defaultdict(list)  # the names of each block's tensors
+        self.block: dict[str, Piece] = {}  # what lives of the one under way, in the order in which it was made
+        self.of_blocks: defaultdict[tuple[str, int], dict[str, Piece]] = defaultdict(dict)
         self.drops = False
         self.groups = groups_of(model)
         self.late = 0.0
@@ -56,13 +58,12 @@ class Training:
         self.take("cache", L2_CACHE, 1)
         self.give_back("cache")
 
-    def named(self, name: str) -> str:
-        """What a tensor is called among all that live."""
-        return name
+    def among(self, name: str) -> dict[str, Piece]:
+        """Those among which a tensor is."""
+        return self.block if name[0].isdigit() else self.live
 
     def take(self, name: str, values: float, width: int = 2, stream: int = MAIN) -> None:
-        self.live[self.named(name)] = self.allocator.take(values * width, stream)
-        self._note(name)
+        self.among(name)[name] = self.allocator.take(values * width, stream)
 
     def take_all(self, name: str) -> None:
         """Hidden states of all tokens."""
@@ -74,23 +75,13 @@ class Training:
 
     def give_back(self, *names: str) -> None:
         for name in names:
-            self.allocator.give_back(self.live.pop(self.named(name)))
+            self.allocator.give_back(self.among(name).pop(name))
 
     def rename(self, name: str, other: str) -> None:
-        self.live[self.named(other)] = self.live.pop(self.named(name))
-        self._note(other)
+        self.among(other)[other] = self.among(name).pop(name)
 
     def holds(self, name: str) -> bool:
-        return self.named(name) in self.live
-
-    def _note(self, name: str) -> None:
-        if name[0].isdigit():
-            self.noted[self.named(name.partition(" ")[0])].append(name)
-
-    def _left_of(self, layer: int) -> list[str]:
-        """What lives yet of a block, those first that were made first; once it is gone it is noted anew."""
-        latest = dict.fromkeys(reversed(self.noted.pop(self.named(f"{layer}"), [])))
-        return [name for name in reversed(latest) if self.holds(name)]
+        return name in self.among(name)
 
     # What engines do in ways of their own
 
@@ -179,15 +170,17 @@ class Training:
 
     def _blocks_forward(self, layers: Iterable[int]) -> None:
         for layer in layers:
+            self._enter(layer)
             self.gather(block_of(layer))
             self.drops = self.full and (self.compiles_recomputation() or not self.compiled)
             self._forward(layer)
             self.drops = False
             if self.full:
-                self._drop(layer)
+                self._drop()
 
     def _blocks_backward(self, layers: Sequence[int], is_last: bool) -> None:
         for layer in reversed(layers):
+            self._enter(layer)
             if self.full:
                 self._forward(layer, again=True)
             self._backward(layer, is_last)
@@ -281,20 +274,30 @@ class Training:
 
     # A block
 
+    under_way = ""
+    """Which microbatch's pass through which stage, where several may have been through the same block."""
+
+    def _enter(self, layer: int) -> None:
+        self.block = self.of_blocks[self.under_way, layer]
+
     def _keep(self, layer: int, name: str, values: float, width: int = 2) -> None:
         """Of each token."""
-        self.take(f"{layer} {name}", self.tokens * values, width)
+        self.block[f"{layer} {name}"] = self.allocator.take(self.tokens * values * width)
 
     def _done(self, layer: int, *names: str) -> None:
-        self.give_back(*(f"{layer} {name}" for name in names))
+        for name in names:
+            self.allocator.give_back(self.block.pop(f"{layer} {name}"))
 
     def _past(self, layer: int, *names: str) -> None:
         """Only a backward pass needs these, which eager blocks that are computed again do not keep for it."""
         if self.drops:
             self._done(layer, *names)
 
-    def _drop(self, layer: int) -> None:
-        self.give_back(*self._left_of(layer))
+    def _drop(self) -> None:
+        """What lives yet of the block."""
+        for piece in self.block.values():
+            self.allocator.give_back(piece)
+        self.block.clear()
 
     def _forward(self, layer: int, again: bool = False) -> None:
         """From x to the next one, which is not made where the block is computed `again`."""
@@ -492,7 +495,7 @@ class Training:
         self._norm_gradients(group, "attention norm")
         self.take_own("dx")
         self.give_back(f"x{layer}")
-        self._drop(layer)
+        self._drop()
 
     def _attend_back(self, layer: int) -> None:
         """From the gradients of what attention came to, to those of queries, keys and values."""

@@ -57,6 +57,7 @@ def test_between_steps_a_replica_has_its_states_alone(tensor: int, recompute: st
     whole = sum(sum(parameters.values()) for parameters in training.groups.values())
     for _ in range(3):
         training.step()
+        assert not any(training.of_blocks.values())
         assert set(training.live) == states | {"workspace", "workspace of backward passes"}
         assert training.allocator.used == pytest.approx(12 * whole + WORKSPACES, rel=0.001)
 

@@ -34,7 +34,7 @@ def kept_in_replay(shape: ModelShape, recompute: str, compiled: bool) -> float:
     training = RUNS["sharded"](shape, TOKENS, 1, compiled, recompute)
     training.take("x0", TOKENS * shape.hidden)
     training._forward(0)
-    return sum(piece.size for name, piece in training.live.items() if name.startswith("0 ") or name == "x0")
+    return sum(piece.size for piece in (training.live["x0"], *training.block.values()))
 
 
 def kept_by_torch(shape: ModelShape, recompute: str, compiled: bool) -> float:
