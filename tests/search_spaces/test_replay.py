@@ -125,9 +125,10 @@ def test_ranks_of_pipelines_that_were_measured() -> None:
     errors: dict[bool, list[float]] = {False: [], True: []}
     for name in ("blind_2xh200", "blind2_2xh200", "blind4_2xh100"):
         for row in read(DATA / f"{name}.measured.jsonl.xz"):
-            layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+            layout = Layout.from_dict(row["config"])
             if row["full"]["status"] != "ok" or layout.pipeline_parallel_size == 1:
                 continue
+            work = work_of(row["spec"])
             estimated = estimate(layout, work, range(2))
             for rank in row["full"]["ranks"]:
                 if replayed(layout, work, rank["rank"]) is not None:
@@ -202,9 +203,11 @@ def test_ranks_of_several_kinds_of_parallelism_that_were_measured() -> None:
     logits, which one of them had no place for."""
     errors: dict[tuple[str, Layout, int], list[float]] = {}
     for row in read(DATA / "blind_node_4xh200.measured.jsonl.xz"):
-        layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+        layout = Layout.from_dict(row["config"])
         kinds = (layout.pipeline_parallel_size, layout.tensor_parallel_size, layout.shard_ranks)
-        if layout.engine != "megatron" or max(kinds) == layout.num_gpus or replayed(layout, work) is None:
+        if layout.engine != "megatron" or max(kinds) == layout.num_gpus:
+            continue
+        if replayed(layout, work := work_of(row["spec"])) is None:
             continue
         estimated = estimate(layout, work, range(layout.pipeline_parallel_size))
         for rank in row["full"]["ranks"]:

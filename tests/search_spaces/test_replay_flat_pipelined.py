@@ -42,8 +42,10 @@ def measured() -> Iterator[tuple[Layout, int, float]]:
     """Layouts, ranks, and by how much the replay is off."""
     for name in ENGINES_NOW:
         for row in read(DATA / f"{name}.measured.jsonl.xz"):
-            layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
-            if layout.engine != "deepspeed" or layout.pipeline_parallel_size == 1 or work.shape.num_experts:
+            layout = Layout.from_dict(row["config"])
+            if layout.engine != "deepspeed" or layout.pipeline_parallel_size == 1:
+                continue
+            if (work := work_of(row["spec"])).shape.num_experts:
                 continue
             for rank in row["full"]["ranks"]:
                 found = replayed(layout, work, stage := rank["coordinates"]["pp"])

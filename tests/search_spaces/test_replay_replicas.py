@@ -38,9 +38,10 @@ def test_replicas_that_were_measured() -> None:
     """With full recomputation and without, in one microbatch a step and two, with products split and whole."""
     errors, kinds = [], set()
     for row in read(DATA / "blind_table_4xh200.measured.jsonl.xz"):
-        layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+        layout = Layout.from_dict(row["config"])
         if layout.engine != "deepspeed" or layout.zero_stage or layout.shard_ranks == 1:
             continue
+        work = work_of(row["spec"])
         assert replayed(layout, work) is not None
         gib = max(rank["peak_memory_gib"] for rank in row["full"]["ranks"])
         errors.append(abs(estimate(layout, work).peak_bytes / 2**30 / gib - 1))

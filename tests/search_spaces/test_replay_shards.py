@@ -161,11 +161,11 @@ def test_ranks_that_were_measured() -> None:
     errors: dict[int, list[float]] = {1: [], 2: [], 3: []}
     for name in ("blind2_2xh200", "zero_2xh200"):
         for row in read(DATA / f"{name}.measured.jsonl.xz"):
-            layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+            layout = Layout.from_dict(row["config"])
             zero = layout.zero_stage
-            if layout.engine != "deepspeed":
+            if layout.engine != "deepspeed" or not zero or (zero == 3 and layout.compile):
                 continue
-            if not zero or (zero == 3 and layout.compile) or (found := replayed(layout, work)) is None:
+            if (found := replayed(layout, work := work_of(row["spec"]))) is None:
                 continue
             measured = [rank["peak_memory_gib"] for rank in row["full"]["ranks"]]
             tokens = layout.microbatch_tokens(work.sequence_length)
