@@ -24,11 +24,13 @@ def named(one: Published) -> str:
     return f"{one.model}-{one.program}-{one.note.split(',')[0]}"
 
 
+SLOW = [("torchtitan", 8), ("torchtitan", 512), ("megatron-lm", 1024)]
+"""The largest spaces, and that which was not tuned: their tests are slow."""
+
 BOUNDS = [
-    pytest.param(one, *bounds, id=named(one), marks=[pytest.mark.slow] * (one.program == "torchtitan" and one.gpus > 8))
+    pytest.param(one, *bounds, id=named(one), marks=[pytest.mark.slow] * ((one.program, one.gpus) in SLOW))
     for one, *bounds in zip(PUBLISHED, HERE, THERE, strict=True)
 ]
-"""That which was not tuned is a slow test."""
 
 
 @pytest.mark.parametrize(("one", "ours", "its"), BOUNDS)
