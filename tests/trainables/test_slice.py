@@ -32,7 +32,7 @@ from trainables.passes import Moment, PassClock, PassTimes
 from trainables.platforms.cpu import Instant
 from trainables.program import TrialRequest
 from trainables.slice import Slice
-from trainables.slice_rank import WAIT_S
+from trainables.slice_rank import WAIT_S, SliceRank
 from trainables.training import Training
 
 Marked = tuple[int, Action | Moment | None]
@@ -150,6 +150,24 @@ def test_passes_are_those_of_the_schedule(model: ModelShape, layout: Layout, ran
     assert min(parts) > 0
     assert step.tail_s > step.update_s > 0
     assert sum(parts) <= sum(timing.window_steps_s) / len(timing.window_steps_s)
+
+
+@pytest.mark.parametrize(
+    ("layout", "apart"),
+    [(megatron(2, pp=2, mbs=1), 1), (megatron(2, pp=2, mbs=4), 2), (megatron(2, zero=1, mbs=4), 1)],
+)
+def test_pauses_follow_from_the_first_step_unless_too_few_microbatches_tell(layout: Layout, apart: int) -> None:
+    rank = object.__new__(SliceRank)
+    rank.layout = layout
+    assert rank.steps_apart == apart
+
+
+def test_a_rank_of_a_pipeline_pauses_where_others_would_let_it_wait(run_ranks: RunRanks) -> None:
+    trial = replace(request(megatron(2, pp=2, mbs=1), deep(LLAMA)), trial_id="pausing")
+    (report,) = reports(run_ranks(alone(trial, 0)))
+    assert report.slice is not None
+    (step,) = report.slice.times.values()
+    assert step.waited_s > 0
 
 
 @pytest.mark.parametrize(
