@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay import fullest, rounds_of, run, shortened
-from search_spaces.replay.allocator import Piece
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.flat_pipelined import FlatPipelined
 from search_spaces.replay.flat_split import FlatSplit
@@ -115,8 +114,7 @@ class EarlierFlat(KeptGradients, FlatSplit):
 class EarlierFlatPipelined(FlatPipelined, Leftovers, LateMoments, KeptGradients):
     """Likewise, of a pipeline's rank."""
 
-    def among(self, name: str) -> dict[str, Piece]:
-        return self.live if name.startswith("kept ") else super().among(name)
+    states = (*FlatPipelined.states, "kept ")
 
 
 class EarlierReplicas(Replicas):

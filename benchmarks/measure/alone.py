@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.measure.blind import Row, draw, left, read, write
-from benchmarks.measure.gang import Warm, some_gangs
-from benchmarks.measure.off import COMPARED, errors, over, percent, worst_first
+from benchmarks.measure.blind import Row, draw, layout_of, left, read, row_of, write
+from benchmarks.measure.gang import Warm, sliced, some_gangs
+from benchmarks.measure.off import COMPARED, errors, lines_of
 from search_spaces.kinds import kinds
 from search_spaces.layout import Layout
 from service.answers.tables import render
@@ -45,7 +45,7 @@ def whole(trial_id: str, layout: Layout, problem: Problem, warm: Warm) -> TrialR
 
 def tried(specs: Mapping[str, Problem], rows: Sequence[Row], until: float) -> Iterator[Row]:
     """A line for each of some rows, until time is up."""
-    layouts = [Layout.from_dict(row["config"]) for row in rows]
+    layouts = [layout_of(row) for row in rows]
     cluster = specs[rows[0]["spec"]].cluster
     with some_gangs(cluster, 1, layouts, most=1) as (warm,):
         for number, (row, layout) in enumerate(zip(rows, layouts, strict=True)):
@@ -77,21 +77,14 @@ def costs(rows: Sequence[Row]) -> str:
     ]
     taken = [row["seconds"] for row in rows]
     summary = f"{statistics.median(taken):.1f} s in the median, {max(taken):.1f} s at most"
-    return render(["model", "layout", "kinds", "s", "start, end", "compile", "warm-up", "window", "profile"], lines) + (
-        "\n" + summary
-    )
+    phases = ("start, end", "compile", "warm-up", "window", "profile")
+    return render(["model", "layout", "kinds", "s", *phases], lines) + "\n" + summary
 
 
 def off(rows: Sequence[Row]) -> str:
     """How far each trial's figures are off those of whole windows."""
     known = [row | {"error": errors(row["short"]["metrics"], row["whole"]["metrics"])} for row in rows]
-    ordered = worst_first(known)
-    lines = [
-        [Path(row["spec"]).stem, row["layout"], *(percent(row["error"].get(name)) for name in COMPARED)]
-        for row in ordered
-    ]
-    for name, of in (("mean", statistics.fmean), ("largest", max)):
-        lines.append(["", name, *over([row["error"] for row in ordered], of)])
+    lines = lines_of(known, lambda row: [Path(row["spec"]).stem, row["layout"]])
     return render(["model", "off whole windows", *map(heading, COMPARED)], lines)
 
 
@@ -103,22 +96,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e6)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)
-    specs = {path: load_spec(path).located() for path in arguments.specs}
-    specs = {
-        path: replace(spec, measurement=replace(spec.measurement, explore="slices")) for path, spec in specs.items()
-    }
+    specs = {path: sliced(load_spec(path).located()) for path in arguments.specs}
     drawn = [
-        {"spec": path, "layout": layout.label, "config": layout.to_dict()}
+        row_of(path, layout)
         for path, spec in specs.items()
         for layout in draw([one for one in spec.legal.layouts if one.num_gpus > 1], arguments.layouts, arguments.seed)
     ]
-    todo = left(drawn, arguments.out)
-    if todo:
-        write(
-            arguments.out,
-            tried(specs, todo, time.monotonic() + arguments.seconds),
-            lambda row: f"{row['seconds']:.1f} s",
-        )
+    if todo := left(drawn, arguments.out):
+        new = tried(specs, todo, time.monotonic() + arguments.seconds)
+        write(arguments.out, new, lambda row: f"{row['seconds']:.1f} s")
     rows = read(arguments.out)
     ok = [row for row in rows if row["short"]["status"] == row["whole"]["status"] == "ok"]
     print()

@@ -40,7 +40,7 @@ from typing import Any
 
 from benchmarks import text_of
 from benchmarks.judge.search import Table, of_any_batch
-from benchmarks.measure.gang import RunTrial, some_gangs, spread
+from benchmarks.measure.gang import RunTrial, sliced, some_gangs, spread
 from benchmarks.measure.off import errors, over, percent, worst_first
 from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
@@ -97,7 +97,7 @@ def predict(
     rows = []
     for path, spec in specs.items():
         new = [one for one in spec.legal.layouts if one.num_gpus > 1 and of_any_batch(one) not in known]
-        rows += [_row(path, layout) for layout in draw(new, layouts, seed)]
+        rows += [row_of(path, layout) for layout in draw(new, layouts, seed)]
     run_slices(specs, rows, out, until)
 
 
@@ -106,15 +106,14 @@ def run_slices(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, unt
     if not (todo := left(rows, out)):
         return
     cluster = specs[todo[0]["spec"]].cluster
-    with some_gangs(cluster, 1, [_layout(row) for row in todo], most=cluster.size) as gangs:
+    with some_gangs(cluster, 1, [layout_of(row) for row in todo], most=cluster.size) as gangs:
 
         def one(number: int, row: Row, run: RunTrial) -> Row | None:
             if (began := time.monotonic()) > until:
                 return None
-            spec, layout = specs[row["spec"]], _layout(row)
-            sliced = replace(spec, measurement=replace(spec.measurement, explore="slices"))
-            result = run(f"slices-{number}", layout, sliced)
-            return _row(row["spec"], layout) | {
+            spec, layout = specs[row["spec"]], layout_of(row)
+            result = run(f"slices-{number}", layout, sliced(spec))
+            return row_of(row["spec"], layout) | {
                 "slices": result.to_dict(),
                 "seconds": time.monotonic() - began,
                 "foretold": foretold(spec, layout),
@@ -166,7 +165,7 @@ def _calibrated(specs: Mapping[str, Problem], layouts: int, seed: int) -> Iterat
             print(f"{operators.measured} of {operators.wanted} operators measured", *operators.left_out, sep="\n")
         alone = replace(before, operators=timings(Home.locate(), spec.cluster.accelerator))
         for layout in draw(new, layouts, seed):
-            yield _row(path, layout) | {
+            yield row_of(path, layout) | {
                 "foretold": foretold(spec, layout),
                 "by_operators": predicted_metrics(layout, spec.workload, alone),
                 "before": predicted_metrics(layout, spec.workload, before),
@@ -177,7 +176,7 @@ def foretell(specs: Mapping[str, Problem], layouts: int, seed: int, out: Path) -
     """Append lines to `out` for each spec that has none there yet, by the models as they are."""
     done = {row["spec"] for row in read(out)}
     rows = (
-        _row(path, layout) | {"foretold": foretold(spec, layout)}
+        row_of(path, layout) | {"foretold": foretold(spec, layout)}
         for path, spec in specs.items()
         if path not in done
         for layout in draw(spec.legal.layouts, layouts, seed)
@@ -190,7 +189,7 @@ def measure(specs: Mapping[str, Problem], rows: Sequence[Row], out: Path, until:
     if not (todo := left(rows, out)):
         return
     cluster = specs[todo[0]["spec"]].cluster
-    with some_gangs(cluster, cluster.size, [_layout(row) for row in todo], most=1) as (run,):
+    with some_gangs(cluster, cluster.size, [layout_of(row) for row in todo], most=1) as (run,):
         write(out, _measured(run, specs, todo, until), _step)
 
 
@@ -201,8 +200,8 @@ def _measured(run: RunTrial, specs: Mapping[str, Problem], rows: Iterable[Row], 
             return
         spec = specs[row["spec"]]
         full = replace(spec.measurement, explore="gang", short_trials=False, breakdown=True)
-        result = run(f"full-{number}", _layout(row), replace(spec, measurement=full, borderline="risk"))
-        yield _row(row["spec"], _layout(row)) | {"full": result.to_dict()}
+        result = run(f"full-{number}", layout_of(row), replace(spec, measurement=full, borderline="risk"))
+        yield row_of(row["spec"], layout_of(row)) | {"full": result.to_dict()}
 
 
 def write(out: Path, rows: Iterable[Row], came: Callable[[Row], str]) -> None:
@@ -224,16 +223,17 @@ def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in text_of(path).splitlines()] if path.exists() else []
 
 
-def _row(spec: str, layout: Layout) -> Row:
+def row_of(spec: str, layout: Layout) -> Row:
+    """What tells a line of a file from others."""
     return {"spec": spec, "layout": layout.label, "config": layout.to_dict()}
 
 
-def _layout(row: Row) -> Layout:
+def layout_of(row: Row) -> Layout:
     return Layout.from_dict(row["config"])
 
 
 def _key(row: Row) -> tuple[str, Layout]:
-    return row["spec"], _layout(row)
+    return row["spec"], layout_of(row)
 
 
 def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:

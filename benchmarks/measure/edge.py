@@ -22,8 +22,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure.blind import Row, draw, read, write
-from benchmarks.measure.gang import Warm, some_gangs, spread
+from benchmarks.measure.blind import Row, draw, read, row_of, write
+from benchmarks.measure.gang import Warm, sliced, some_gangs, spread
 from search_spaces.layout import Layout
 from search_spaces.memory import SAFE_SHARE, band, estimate
 from search_spaces.workload import Workload
@@ -56,7 +56,7 @@ def at_the_edge(specs: Mapping[str, Problem], seed: int) -> Iterator[tuple[str, 
     turns = []
     for path, spec in specs.items():
         doubtful = [one for one in spec.legal.layouts if is_doubtful(one, spec.workload)]
-        probed = replace(spec, borderline="probe", measurement=replace(spec.measurement, explore="slices"))
+        probed = replace(sliced(spec), borderline="probe")
         turns.append([(path, probed, layout) for layout in draw(doubtful, len(doubtful), seed)])
     for turn in itertools.zip_longest(*turns):
         yield from (one for one in turn if one is not None)
@@ -78,8 +78,7 @@ def tried(specs: Mapping[str, Problem], launches: int, seed: int, until: float) 
         launched[verdict(result)] += 1
         share = estimate(layout, spec.workload.run).share
         seconds = time.monotonic() - began
-        known = {"spec": path, "layout": layout.label, "config": layout.to_dict(), "share": share}
-        return known | {"seconds": seconds, "result": result.to_dict()}
+        return row_of(path, layout) | {"share": share, "seconds": seconds, "result": result.to_dict()}
 
     with some_gangs(cluster, 1, [layout for _, _, layout in todo], most=cluster.size) as gangs:
         rows = spread(gangs, [partial(one, number, *what) for number, what in enumerate(todo)])

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -89,6 +89,11 @@ def _up(cluster: Cluster, size: int, layouts: Iterable[Layout], most: int) -> It
         finally:
             close_gangs(gangs)
             stop_telemetry(telemetry)
+
+
+def sliced(problem: Problem) -> Problem:
+    """The same, explored by slices."""
+    return replace(problem, measurement=replace(problem.measurement, explore="slices"))
 
 
 def spread(gangs: Sequence[Free], jobs: Iterable[Callable[[Free], Told]]) -> Iterator[Told]:

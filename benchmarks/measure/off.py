@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,3 +32,14 @@ def over(rows: Iterable[Errors], of: Callable[[list[float]], float], names: Iter
     rows = list(rows)
     columns = [[abs(row[name]) for row in rows if name in row] for name in names]
     return [f"{of(column):.2%}" if column else "" for column in columns]
+
+
+def lines_of(rows: Iterable[dict[str, Any]], named: Callable[[dict[str, Any]], list[str]]) -> list[list[str]]:
+    """Cells of a table: of each row that has errors how it is `named`, and these, worst first; then the mean and the
+    largest of their sizes."""
+    ok = worst_first(rows)
+    lines = [[*named(row), *(percent(row["error"].get(name)) for name in COMPARED)] for row in ok]
+    before = [""] * (len(named(ok[0])) - 1)
+    for name, of in (("mean", statistics.fmean), ("largest", max)):
+        lines.append([*before, name, *over([row["error"] for row in ok], of)])
+    return lines

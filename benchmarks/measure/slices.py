@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.judge.search import Table
-from benchmarks.measure.gang import RunTrial, one_gang
-from benchmarks.measure.off import COMPARED, errors, over, percent, worst_first
+from benchmarks.measure.gang import RunTrial, one_gang, sliced
+from benchmarks.measure.off import COMPARED, errors, lines_of, worst_first
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.metrics import heading
@@ -66,13 +66,10 @@ def compare(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One row a layout, the worst first, then the means and the largest of the errors' sizes."""
-    ok = worst_first(rows)
-    lines = [
-        [row["layout"], *(percent(row["error"].get(name)) for name in COMPARED), f"{row['seconds']:.1f}"] for row in ok
-    ]
-    for name, of in (("mean", statistics.fmean), ("largest", max)):
-        seconds = of([row["seconds"] for row in ok])
-        lines.append([name, *over([row["error"] for row in ok], of), f"{seconds:.1f}"])
+    seconds = [row["seconds"] for row in worst_first(rows)]
+    lines = lines_of(rows, lambda row: [row["layout"]])
+    for line, taken in zip(lines, [*seconds, statistics.fmean(seconds), max(seconds)], strict=True):
+        line.append(f"{taken:.1f}")
     return render(["error of", *map(heading, COMPARED), "s"], lines)
 
 
@@ -92,8 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", type=part, default=slice(None), metavar="I/N")
     arguments = parser.parse_args(argv)
-    spec = load_spec(arguments.source.with_suffix(".yaml")).located()
-    problem = replace(spec, measurement=replace(spec.measurement, explore="slices"))
+    problem = sliced(load_spec(arguments.source.with_suffix(".yaml")).located())
     rows: list[tuple[Layout, Measured | None]]
     if arguments.source.suffix == ".csv":
         rows, size = [*tabled(arguments.source, problem)], 1

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from search_spaces.layout import Layout
@@ -11,16 +10,11 @@ from search_spaces.models import ModelShape
 from search_spaces.replay.allocator import Piece
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.groups import block_of
+from search_spaces.replay.passing import Passing
 from search_spaces.schedules import Action, Pass, order
 
-STATES = (
-    *("weights", "master weights", "sums of gradients", "first moments", "second moments"),
-    *("gradient ", "copy in fp32", "workspace", "cache", "buffer", "place "),
-)
-"""How the names begin of what is there once, whatever microbatch is under way."""
 
-
-class FlatPipelined(Flat):
+class FlatPipelined(Passing, Flat):
     """One rank: its stage alone, whose passes come in the order of 1F1B. Its states are flat, of which replicas have
     shares, but for weights and the sums of gradients.
 
@@ -31,7 +25,10 @@ class FlatPipelined(Flat):
     microbatch takes their place.
     """
 
-    hands_on_logits = True
+    states: tuple[str, ...] = (
+        *("weights", "master weights", "sums of gradients", "first moments", "second moments"),
+        *("gradient ", "copy in fp32", "workspace", "cache", "buffer", "place "),
+    )
 
     def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
         self.order = order(layout, rank)
@@ -40,8 +37,6 @@ class FlatPipelined(Flat):
         self.replicas = layout.shard_ranks
         rounds = layout.gradient_accumulation_steps
         self.places = max(2, min(layout.pipeline_stages - rank, rounds))
-        self.own: dict[str, Piece] = {}
-        self.passes: defaultdict[str, dict[str, Piece]] = defaultdict(dict)
         self.passed: list[Piece] = []
         self.sent: list[Piece] = []
         super().__init__(replace(model, tie_embeddings=False), tokens, rounds, layout.compile, layout.recompute)
@@ -54,16 +49,10 @@ class FlatPipelined(Flat):
         if self.stage:
             self.take_all("buffer")
 
-    def among(self, name: str) -> dict[str, Piece]:
-        if name[0].isdigit():
-            return self.block
-        return self.live if name.startswith(STATES) else self.own
-
     def _passes(self) -> None:
         for action in self.order:
             self._let_go(self.passed)
-            self.under_way = f"{action.microbatch}"
-            self.own = self.passes[self.under_way]
+            self.enter_pass(f"{action.microbatch}")
             if action.step is Pass.FORWARD:
                 self._stage_forward(action)
             else:

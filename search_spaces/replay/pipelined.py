@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,14 +11,9 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.allocator import Piece
 from search_spaces.replay.groups import block_of
+from search_spaces.replay.passing import Passing
 from search_spaces.replay.sharded import Sharded
 from search_spaces.schedules import Action, Pass, order
-
-STATES = (
-    *("whole ", "shard ", "cast", "block ", "embedding ", "head ", "experts "),
-    *("gradient ", "sum ", "sent", "late ", "first ", "second ", "workspace"),
-)
-"""How the names begin of what is there once, whatever microbatch is under way."""
 
 ENDED = (
     *("d n2 of ", "d n1 of w", "d activated", "d silu", "d attended"),
@@ -28,7 +23,7 @@ ENDED = (
 """Gradients that no product's weights need, in a backward pass that is split."""
 
 
-class Pipelined(Sharded):
+class Pipelined(Passing, Sharded):
     """One rank: its stages alone, whose passes come in the order of the schedule.
 
     A tied table is there twice. What a stage hands on stays until its backward pass. Where that is split, as torch
@@ -36,15 +31,16 @@ class Pipelined(Sharded):
     products made stay until the weights' turn; the first stage has its whole backward pass then.
     """
 
-    hands_on_logits = True
+    states = (
+        *("whole ", "shard ", "cast", "block ", "embedding ", "head ", "experts "),
+        *("gradient ", "sum ", "sent", "late ", "first ", "second ", "workspace"),
+    )
 
     def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
         self.order = order(layout, rank)
         self.layers = layout.layers_by_stage(model.layers)
         self.last = layout.pipeline_stages - 1
         self.stages = layout.stages_of(rank)
-        self.own: dict[str, Piece] = {}
-        self.passes: defaultdict[str, dict[str, Piece]] = defaultdict(dict)
         self.is_split = False
         self.kept: dict[str, list[Piece]] = {}
         self.output: Piece | None = None
@@ -58,11 +54,6 @@ class Pipelined(Sharded):
 
     # A pass's own tensors
 
-    def among(self, name: str) -> dict[str, Piece]:
-        if name[0].isdigit():
-            return self.block
-        return self.live if name.startswith(STATES) else self.own
-
     def give_back(self, *names: str) -> None:
         if not self.is_split:
             super().give_back(*names)
@@ -74,10 +65,9 @@ class Pipelined(Sharded):
             elif name != "log-softmax":  # which stays as all that the loss needed
                 self.kept[self.under_way].append(self.among(name).pop(name))
 
-    @staticmethod
-    def _is_ended(name: str) -> bool:
+    def _is_ended(self, name: str) -> bool:
         own = name.lstrip("0123456789 ")
-        return name.startswith(STATES) or own.startswith(ENDED) or own in ("d x2", "dn", "of chosen", "of copy")
+        return name.startswith(self.states) or own.startswith(ENDED) or own in ("d x2", "dn", "of chosen", "of copy")
 
     def _done(self, layer: int, *names: str) -> None:
         if self.is_split:
@@ -136,8 +126,7 @@ class Pipelined(Sharded):
     def _passes(self) -> None:
         left = Counter(action.stage for action in self.order)
         for action in self.order:
-            self.under_way = f"{action.stage}.{action.microbatch}"
-            self.own = self.passes[self.under_way]
+            self.enter_pass(f"{action.stage}.{action.microbatch}")
             self._act(action)
             left[action.stage] -= 1
             if not left[action.stage]:

@@ -209,9 +209,8 @@ class PipelinedSplit(Split, Pipelined):
         self.share(layout)
         Pipelined.__init__(self, share_of(model, self.ranks), tokens, layout, rank)
 
-    @staticmethod
-    def _is_ended(name: str) -> bool:
-        return name in ("exponentials", "sum") or Pipelined._is_ended(name)
+    def _is_ended(self, name: str) -> bool:
+        return name in ("exponentials", "sum") or super()._is_ended(name)
 
     def gather_tokens(self, name: str) -> None:
         with self._letting_go():
