@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from search_spaces.blocks import Cut, Used, parts_of, update_of
 from search_spaces.coefficients import Coefficients
-from search_spaces.cost import launch_s, update_s
+from search_spaces.cost import launch_s, predict, update_s
+from search_spaces.doubt import may_wait
 from search_spaces.engines import facts_of
 from search_spaces.launches import ENDS, launch_of
 from search_spaces.layout import Layout
@@ -18,7 +19,8 @@ from search_spaces.workload import Workload
 
 
 def operators_of(layouts: Iterable[Layout], work: Workload, c: Coefficients) -> list[Operator]:
-    """Those of legal layouts, those first that take most seconds of a step of each layout together, as predicted."""
+    """Those of legal layouts, those first that take most seconds of a step of each layout together, as predicted; no
+    launches of layouts whose GPUs have so much to do that no step is the CPU's."""
     seconds: defaultdict[Operator, float] = defaultdict(float)
     through: defaultdict[tuple[Cut, tuple[Used, ...]], int] = defaultdict(int)
     for layout in layouts:
@@ -28,7 +30,8 @@ def operators_of(layouts: Iterable[Layout], work: Workload, c: Coefficients) -> 
         layers = layout.layers_of(first, work.shape.layers)
         for part, times in ((parts.block, layers), (parts.embedding, 1), (parts.head, 1)):
             through[cut, part] += rounds * times
-        seconds[launch_of(layout, work)] += rounds * (layers + ENDS) * launch_s(layout, work, c)
+        if may_wait(layout, work, predict(layout, work, c)):
+            seconds[launch_of(layout, work)] += rounds * (layers + ENDS) * launch_s(layout, work, c)
         if not layout.offload_optimizer:
             for rank in {first, last}:
                 shard = held(layout, work.shape, rank, engine.splits_tables).sharded(layout)

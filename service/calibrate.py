@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from service.fitting import (
 )
 from service.home import Home
 from service.home import tracking_uri as store_uri
-from service.operators import MeasuredOperators, measure_operators
-from service.problem import Measurement, Problem
+from service.operators import QUICK, MeasuredOperators, measure_operators
+from service.problem import Problem
 from service.queue.actor import Member
 from service.queue.admission import admit
 from service.queue.policy import read_policy
@@ -46,7 +46,6 @@ from service.turns import bench_in_turn
 from trainables.collectives import Collectives
 from trainables.laps import Laps
 from trainables.mailbox import Mailbox
-from trainables.measure import Procedure
 from trainables.program import TrialRequest
 
 TRIALS = 16
@@ -204,8 +203,7 @@ def measure_collectives(name: str, problem: Problem, home: Home, queue: Member) 
     file = home.collectives(cluster.accelerator)
     sizes = CPU_SIZES if cluster.device.platform == "cpu" else SIZES
     program = Collectives(sizes, BUDGET_S)
-    procedure = Procedure(**{f.name: getattr(Measurement, f.name) for f in fields(Procedure)})
-    request = TrialRequest("collectives", Layout("megatron", size, size), program, procedure, DEADLINE_S)
+    request = TrialRequest("collectives", Layout("megatron", size, size), program, QUICK, DEADLINE_S)
     with bench_in_turn(name, problem, size, program.preload([request.layout]), queue) as bench:
         outcomes, _, _ = ray.get(call(bench.mailbox, Mailbox.evaluate, request, bench.workers))
     first = outcomes[0]
