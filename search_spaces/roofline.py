@@ -62,6 +62,15 @@ AUTOCAST_NORMS = 25
 copies in bf16 for each product."""
 
 
+EXCHANGE_COPIES = 2
+"""Copies of what context-parallel ranks exchange for heads, one each to order it by rank before and by token after
+(`single_all_to_all` of `deepspeed/sequence/layer.py`); of a single sequence one of the two leaves all where it is."""
+
+EXCHANGE_COPY = 2.4
+"""How many times as long such a copy takes as an eager kernel that moves as much, as it reorders what it moves: the
+median of 39 layouts on two to four H200, eager and compiled, with and without recomputation."""
+
+
 class Load(NamedTuple):
     """Work of one GPU: seconds at the full clock by kind, FLOPs as bf16 would have them for the same time, and bytes
     that it moves in its memory and sends to others."""
@@ -107,12 +116,13 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     """For a microbatch of sequences of `sequence_length` tokens."""
     parts, tokens = parts_of(cut, model, sequence_length), cut.tokens(sequence_length)
     there, back = _tensor_sums(cut, model, tokens, c)
-    spread = _spread(cut, model, tokens, c)
+    spread, exchanged = _spread(cut, model, tokens, c), _exchanged(cut, model, tokens, c)
+    dispatched = _dispatched(cut, model, tokens, c)
     ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
     spared, spared_back = _spared_casts(cut, model, tokens, c)
     merging, parting = _merged(cut, model, tokens, c)
-    beside = [(there, 1), (spread, 1), (merging, 1), (spared, -1)]
-    beside_back = [(back, 1), (spread, 1), (parting, 1), (spared_back, -1)]
+    beside = [(there, 1), (spread, 1), (exchanged, 1), (dispatched, 1), (merging, 1), (spared, -1)]
+    beside_back = [(back, 1), (spread, 1), (exchanged, 1), (dispatched, 1), (parting, 1), (spared_back, -1)]
     forward = _total([*beside, *((load, count) for (load, _), count in ways)])
     backward = _total([*beside_back, *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
@@ -124,6 +134,9 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
             block = block.plus(_total((priced(one, cut, c)[0], 1) for one in selected_of(cut, model, sequence_length)))
         if cut.sequence_parallel and not cut.engine.gathers_again:
             block = block.plus(_gathers(cut, model, tokens, c))
+        block = block.plus(dispatched)  # nothing keeps what was exchanged; what rings merged is kept
+        if cut.engine.exchanges_heads:
+            block = block.plus(spread)
     embedding, head = (
         _total((load, count) for operator, count in part for load in priced(operator, cut, c)) for part in parts[1:]
     )
@@ -398,24 +411,38 @@ def _traffic(moved: float, compiled: bool, c: Coefficients) -> Load:
 
 
 def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
-    """The exchanges of tokens and of keys and values of a block among their GPUs, one way."""
-    hidden, _, heads, keys = cut.shares(model)
-    spread = Load()
-    if cut.context > 1:
-        # Ulysses's four exchanges, or keys and values of the whole sequence.
-        keys = heads if cut.engine.rings_heads else keys
-        beside = cut.engine.rings_keys and not cut.waits_at_once
-        shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
-        kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
-        size = cut.width * tokens * shape
-        seconds, sent = communicate(kind, size, count, cut.context, cut.tensor, cut.places, c)
-        spread = Load(context=c.contention * seconds if beside else seconds, sent=sent)
+    """The exchanges of keys and values of a block among the ranks of a sequence, one way."""
+    if cut.context == 1:
+        return Load()
+    # Ulysses's four exchanges, or keys and values of the whole sequence.
+    _, _, heads, keys = cut.shares(model)
+    keys = heads if cut.engine.rings_heads else keys
+    beside = cut.engine.rings_keys and not cut.waits_at_once
+    shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
+    kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
+    size = cut.width * tokens * shape
+    seconds, sent = communicate(kind, size, count, cut.context, cut.tensor, cut.places, c)
+    return Load(context=c.contention * seconds if beside else seconds, sent=sent)
+
+
+def _exchanged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """The copies before and after the exchanges of heads for tokens, one way."""
+    if cut.context == 1 or not cut.engine.exchanges_heads:
+        return Load()
+    _, _, heads, keys = cut.shares(model)
+    copies = EXCHANGE_COPIES if cut.micro_batch_size > 1 else 1
+    moved = _traffic(2.0 * cut.width * tokens * copies * 2 * (heads + keys), False, c)
+    return moved._replace(elementwise=EXCHANGE_COPY * moved.elementwise)
+
+
+def _dispatched(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """The exchanges of tokens of a block among the GPUs of its experts, one way."""
     if not model.num_experts:
-        return spread
+        return Load()
     rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.is_uneven else 1.0)
-    size = 2 * cut.width * rows * hidden
+    size = 2 * cut.width * rows * model.hidden
     seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
-    return spread.plus(Load(experts=seconds, sent=sent))
+    return Load(experts=seconds, sent=sent)
 
 
 def _merged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
