@@ -52,6 +52,7 @@ class Cut(NamedTuple):
     precision: str
     width: int
     autocast: bool
+    adds_biases: bool
     leaves_out_last: bool
     attention: Kernel
     places: Places
@@ -72,6 +73,7 @@ class Cut(NamedTuple):
             layout.precision,
             layout.width,
             engine.autocasts(layout),
+            engine.adds_biases(layout) and not layout.compile,
             engine.leaves_out_last(layout),
             engine.attention(work.accelerator, engine.exchanges_heads or layout.context_parallel_size == 1),
             Places.of(layout, work),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.network import Network
+from search_spaces.network import Curves, Network
 from search_spaces.operators import NONE_MEASURED, Timings
 
 LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.77, 0.8, 0.985
@@ -41,7 +41,7 @@ class Coefficients:
     - `contention`: share of the time of communication beside computation by which the step is longer for it.
     - `expert_imbalance`: tokens that come to the experts of the busiest rank, in those of an even share.
     - `offloaded_per_s`: parameters of one GPU that the CPU updates, their transfers included.
-    - `operators`: what was measured of operators, which counts in place of what the others say of them;
+    - `collectives`, `operators`: what was measured of these, which counts in place of what the others say of them;
       `operators_in_step`, `launches_in_step`: what these take within a step, in what they were measured to take alone,
       of the GPU and of the CPU.
     - `idle_w`: power of a GPU that waits for others within a step; `unlaunched_share`: of one that waits for the CPU,
@@ -77,12 +77,15 @@ class Coefficients:
     operators_in_step: float = 1.03
     launches_in_step: float = 1.0
     operators: Timings = NONE_MEASURED
+    collectives: Curves = Curves()  # noqa: RUF009
 
     @property
     def told(self) -> str:
-        """Where they come from, and how many operators were measured, for readers."""
-        count = len(self.operators.rows)
-        return f"{self.source}; {count} operators measured" if count else self.source
+        """Where they come from, and what was measured besides, for readers."""
+        told = self.source
+        if count := len(self.operators.rows):
+            told += f"; {count} operators measured"
+        return told + "; collectives measured" * bool(self.collectives.rows)
 
     def network(
         self,
@@ -102,6 +105,7 @@ class Coefficients:
             gpus_per_switch,
             oversubscription,
             rank_order,
+            self.collectives.rows,
         )
 
     def stated(

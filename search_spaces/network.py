@@ -121,6 +121,17 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Curves:
+    """What was measured of collectives, each kind and group once."""
+
+    rows: tuple[Curve, ...] = ()
+
+    def __hash__(self) -> int:
+        """Predictions ask for it all the time: what more differs, a comparison tells."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
 class Network:
     """The links within nodes and the network between them.
 

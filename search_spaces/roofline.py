@@ -12,7 +12,7 @@ from operator import mul
 from typing import NamedTuple
 
 from search_spaces.attention import MERGED, PARTED, PARTED_KEYS
-from search_spaces.blocks import Cut, Places, last_product, parts_of, selected_of
+from search_spaces.blocks import Cut, Places, Used, last_product, parts_of, selected_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Group, Network, group_of, sent_bytes
@@ -66,9 +66,10 @@ EXCHANGE_COPIES = 2
 """Copies of what context-parallel ranks exchange for heads, one each to order it by rank before and by token after
 (`single_all_to_all` of `deepspeed/sequence/layer.py`); of a single sequence one of the two leaves all where it is."""
 
-EXCHANGE_COPY = 2.4
-"""How many times as long such a copy takes as an eager kernel that moves as much, as it reorders what it moves: the
-median of 39 layouts on two to four H200, eager and compiled, with and without recomputation."""
+INDEXED = 2.4
+"""How many times as long as other eager kernels those of torch take that find each value by its index: that reorder
+what they copy, or add a bias to each row. The median of 39 layouts on two to four H200 that exchange heads, eager and
+compiled, with and without recomputation."""
 
 
 class Load(NamedTuple):
@@ -121,7 +122,8 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
     spared, spared_back = _spared_casts(cut, model, tokens, c)
     merging, parting = _merged(cut, model, tokens, c)
-    beside = [(there, 1), (spread, 1), (exchanged, 1), (dispatched, 1), (merging, 1), (spared, -1)]
+    biases = _biases(cut, parts.block, c)
+    beside = [(there, 1), (spread, 1), (exchanged, 1), (dispatched, 1), (biases, 1), (merging, 1), (spared, -1)]
     beside_back = [(back, 1), (spread, 1), (exchanged, 1), (dispatched, 1), (parting, 1), (spared_back, -1)]
     forward = _total([*beside, *((load, count) for (load, _), count in ways)])
     backward = _total([*beside_back, *((load, count) for (_, load), count in ways)])
@@ -410,6 +412,12 @@ def _traffic(moved: float, compiled: bool, c: Coefficients) -> Load:
     return Load(elementwise=moved / (c.memory_bytes_per_s if compiled else c.eager_bytes_per_s), moved=moved)
 
 
+def _indexed(moved: float, c: Coefficients) -> Load:
+    """Eager kernels that move so many bytes and find each value by its index."""
+    load = _traffic(moved, False, c)
+    return load._replace(elementwise=INDEXED * load.elementwise)
+
+
 def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     """The exchanges of keys and values of a block among the ranks of a sequence, one way."""
     if cut.context == 1:
@@ -431,8 +439,15 @@ def _exchanged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Loa
         return Load()
     _, _, heads, keys = cut.shares(model)
     copies = EXCHANGE_COPIES if cut.micro_batch_size > 1 else 1
-    moved = _traffic(2.0 * cut.width * tokens * copies * 2 * (heads + keys), False, c)
-    return moved._replace(elementwise=EXCHANGE_COPY * moved.elementwise)
+    return _indexed(2.0 * cut.width * tokens * copies * 2 * (heads + keys), c)
+
+
+def _biases(cut: Cut, block: Iterable[Used], c: Coefficients) -> Load:
+    """Biases that a block's products do not add themselves, forward: outputs are read and written once more."""
+    if not cut.adds_biases:
+        return Load()
+    biased = ((one.dims, count) for one, count in block if one.kind == Kind.PRODUCT and "bias" in one.form)
+    return _indexed(2.0 * cut.width * sum(count * rows * wide for (rows, _, wide), count in biased), c)
 
 
 def _dispatched(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:

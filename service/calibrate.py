@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from search_spaces.cost import Coefficients
+from search_spaces.coefficients import Coefficients, data_sheet
 from search_spaces.layout import Layout
 from search_spaces.network import Curve
 from service.checks import check_data, check_machine, check_power_limits
@@ -19,6 +19,7 @@ from service.driver import Driver
 from service.errors import InputError, NoAnswerError
 from service.fitting import (
     Observation,
+    as_measured,
     design,
     expected,
     fit,
@@ -26,7 +27,6 @@ from service.fitting import (
     ratios,
     save,
     save_curves,
-    timings,
 )
 from service.home import Home
 from service.home import tracking_uri as store_uri
@@ -72,7 +72,7 @@ class Error:
 @dataclass(frozen=True)
 class Calibrated:
     """What a calibration came to: its record, its file, the trials it rests on, and its errors on just these trials,
-    and what was measured besides: nothing of what it was stopped before. `spent_s`: seconds by what they went into."""
+    and what was measured besides: no operators if it was stopped before. `spent_s`: seconds by what they went into."""
 
     search_id: str
     path: Path
@@ -124,9 +124,9 @@ class Measured:
 def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
-    The operators of which the layouts consist are measured first, so that what is run settles what they leave in doubt,
-    and last the collectives of several GPUs. The coefficients and what was measured are kept in the state directory,
-    for all searches on the problem's accelerator.
+    The collectives of several GPUs and the operators of which the layouts consist are measured first, so that what is
+    run settles what they leave in doubt. The coefficients and what was measured are kept in the state directory, for
+    all searches on the problem's accelerator.
     Raises `InputError` for an accelerator of which no data sheet is known and for whatever `service.search.run` does,
     `NoAnswerError` if no trial ended well.
     """
@@ -144,11 +144,12 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     chosen = design(layouts, problem.workload, start, count)
     if not chosen:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
-    home = Home.locate().create()
+    home, sheet = Home.locate().create(), data_sheet(accelerator)
+    assert sheet is not None
 
     def known() -> Coefficients:
-        """What is to be expected where operators were measured."""
-        return replace(start, operators=timings(home, accelerator))
+        """What is to be expected by what was measured."""
+        return as_measured(sheet, home, problem.cluster)
 
     known()  # what was measured before may not be readable: then nothing is to be run
     store.check(store_uri(tracking_uri))
@@ -168,12 +169,14 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
             agenda.change(design(layouts, problem.workload, known(), count))
 
         driver = Driver(problem, search_id, home, tracker, agenda, None, admission, beforehand)
-        driver.run()
-        laps.end("trials")
         collectives = None
-        if problem.cluster.size > 1 and not agenda.stopped:
+        if problem.cluster.size > 1:
+            driver.display.say("measuring collectives")
+            laps.end("start")
             collectives = measure_collectives(search_id, problem, home, queue)
             laps.end("collectives")
+        driver.run()
+        laps.end("trials")
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")

@@ -16,7 +16,7 @@ from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
 from search_spaces.cost import Coefficients, Prediction, data_sheet, predict
 from search_spaces.doubt import may_wait
 from search_spaces.layout import Layout
-from search_spaces.network import Curve, Network
+from search_spaces.network import Curve, Curves, Network
 from search_spaces.operators import OperatorTiming, Timings
 from search_spaces.workload import Workload
 from service.errors import InputError
@@ -218,14 +218,26 @@ def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
 
 def load(home: Home, cluster: Cluster) -> Coefficients | None:
     """What is known of a cluster: the accelerator's calibration, else its data sheet, else nothing; what was measured
-    of operators there, and what is stated.
+    of operators and collectives there, and what is stated.
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
     known = _fitted(home.calibration(cluster.accelerator)) or data_sheet(cluster.accelerator)
-    if known is None:
-        return None
-    return cluster.as_stated(replace(known, operators=timings(home, cluster.accelerator)))
+    return None if known is None else as_measured(known, home, cluster)
+
+
+def as_measured(known: Coefficients, home: Home, cluster: Cluster) -> Coefficients:
+    """What is known of a cluster's accelerator, with what was measured of operators and collectives there, and what is
+    stated of the cluster.
+
+    Raises `InputError` if what was measured cannot be read.
+    """
+    curves = curves_of(home, cluster)
+    links = known.network(cluster.gpus_per_node).informed(curves).link_bytes_per_s
+    known = replace(
+        known, operators=timings(home, cluster.accelerator), collectives=Curves(curves), link_bytes_per_s=links
+    )
+    return cluster.as_stated(known)
 
 
 def _fitted(file: Path) -> Coefficients | None:
@@ -274,18 +286,27 @@ def save_curves(home: Home, accelerator: str, curves: Sequence[Curve]) -> None:
 
 
 def network(home: Home, cluster: Cluster) -> Network | None:
-    """The network of a cluster: what was measured here, but where the spec states other links or another network, and
-    beyond that the coefficients'. None if neither the accelerator's is known nor both bandwidths are stated.
+    """The network of a cluster, by what is known of it (`load`). None if neither the accelerator's is known nor both
+    bandwidths are stated.
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
     known, stated = load(home, cluster), cluster.network or Interconnect()
     if known is None:
         return _stated_alone(cluster, stated)
-    found = known.network(cluster.gpus_per_node, stated.gpus_per_switch, stated.oversubscription)
+    return known.network(cluster.gpus_per_node, stated.gpus_per_switch, stated.oversubscription)
+
+
+def curves_of(home: Home, cluster: Cluster) -> tuple[Curve, ...]:
+    """What collectives were measured to take on a cluster's accelerator, but where the spec states other links or
+    another network.
+
+    Raises `InputError` if what there is cannot be read.
+    """
+    stated = cluster.network or Interconnect()
     links, between = "link_bytes_per_s" not in cluster.stated, replace(stated, gpu_gb_per_s=None) == Interconnect()
     curves = _curves(home.collectives(cluster.accelerator))
-    return found.informed([curve for curve in curves if (links if curve.together == curve.ranks else between)])
+    return tuple(curve for curve in curves if (links if curve.together == curve.ranks else between))
 
 
 def _stated_alone(cluster: Cluster, stated: Interconnect) -> Network | None:

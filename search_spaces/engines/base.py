@@ -232,6 +232,10 @@ class EngineFacts(ABC):
         updated."""
         return False
 
+    def adds_biases(self, layout: Layout) -> bool:
+        """Whether eager products add their biases by a kernel of its own."""
+        return False
+
     def autocasts(self, layout: Layout) -> bool:
         """Whether weights and gradients are in fp32 and products in bf16."""
         return False

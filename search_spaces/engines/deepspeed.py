@@ -133,6 +133,10 @@ class DeepSpeed(EngineFacts):
         gradients. Torch's autocast has fp32 weights and gradients instead."""
         return layout.precision == "bf16" and layout.zero_stage == 0 and layout.shard_ranks > 1
 
+    def adds_biases(self, layout: Layout) -> bool:
+        """ZeRO-3 has products of its own (`LinearFunctionForZeroStage3` in `deepspeed/runtime/zero/linear.py`)."""
+        return layout.zero_stage == 3
+
     def eager_loss_bytes(self, layout: Layout) -> int:
         """Two in bf16, three in fp32, and the logits: each in memory of its own."""
         return 16 if sums_apart(layout) else 19

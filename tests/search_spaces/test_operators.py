@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from search_spaces.blocks import Cut, Parts, parts_of, update_of
@@ -21,7 +21,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.operators import Kind, Operator, OperatorTiming, Timings
 from search_spaces.parameters import held
-from search_spaces.roofline import FILLED, passes, priced
+from search_spaces.roofline import FILLED, INDEXED, passes, priced
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -105,9 +105,11 @@ def last_product_s(layout: Layout, work: Workload) -> float:
 @settings(deadline=None, max_examples=60)
 @given(LAYOUTS)
 def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layout]) -> None:
-    """But for the casts that eager ranks which split products do once for several, and what recomputation leaves
-    out."""
+    """But for the casts that eager ranks which split products do once for several, what DeepSpeed's ranks do besides,
+    and what recomputation leaves out."""
     work, layout = drawn
+    assume(layout.engine == "megatron" or layout.context_parallel_size == 1)
+    assume(work.shape.family == "llama" or layout.zero_stage < 3 or layout.compile or layout.engine == "megatron")
     cut, found = Cut.of(layout, work), consists(layout, work)
     priced_parts = passes(cut, work.shape, work.sequence_length, SHEET)
     for part, through in zip(found, priced_parts, strict=True):
@@ -129,6 +131,57 @@ def test_all_work_of_a_part_is_that_of_its_operators(drawn: tuple[Workload, Layo
                 again[0] -= last_product_s(layout, work)
         total = [sum(seconds) for seconds in zip(forward, backward, again, strict=True)]
         assert [getattr(through, name) for name in PARTS] == pytest.approx(total)
+
+
+def besides(layout: Layout, work: Workload) -> float:
+    """Seconds of kernels that only move memory which a block takes more than one GPU's that has no ZeRO."""
+    alone = replace(layout, num_gpus=1, context_parallel_size=1, zero_stage=0, micro_batch_size=1)
+    one = passes(Cut.of(alone, work), work.shape, work.sequence_length, SHEET).block.elementwise
+    tokens = layout.micro_batch_size / layout.context_parallel_size
+    return passes(Cut.of(layout, work), work.shape, work.sequence_length, SHEET).block.elementwise - tokens * one
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "times"),
+    [
+        (2, {"micro_batch_size": 2}, 16),  # q, k, v and output, before and after, there and back
+        (2, {}, 8),
+        (2, {"micro_batch_size": 2, "recompute": "full"}, 24),
+        (2, {"micro_batch_size": 2, "recompute": "selective", "compile": True}, 24),
+        (1, {"micro_batch_size": 2}, 0),
+    ],
+)
+def test_heads_that_are_exchanged_for_tokens_are_copied(ranks: int, settings: dict[str, Any], times: int) -> None:
+    """Of GPT-3 1.3B each copy is of a token's hidden states, which it reads and writes."""
+    work = WORKS[1]
+    layout = Layout("deepspeed", ranks, 8, context_parallel_size=ranks, zero_stage=1, **settings)
+    copy = 2 * 2 * Cut.of(layout, work).tokens(work.sequence_length) * work.shape.hidden / SHEET.eager_bytes_per_s
+    assert besides(layout, work) == pytest.approx(times * INDEXED * copy)
+    fewer = replace(work, model=replace(work.shape, kv_heads=work.shape.heads // 4))
+    assert besides(layout, fewer) == pytest.approx(times * INDEXED * copy * (1 + 1 / 4) / 2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_products_of_zero3_add_their_biases_apart(recompute: str) -> None:
+    work, forward = WORKS[1], {"none": 1, "full": 2}[recompute]
+    layout = Layout("deepspeed", 2, 8, zero_stage=3, recompute=recompute)
+    wide = 4 * work.shape.hidden + work.shape.ffn_hidden + work.shape.hidden
+    added = 2 * 2 * work.sequence_length * wide / SHEET.eager_bytes_per_s
+    assert besides(layout, work) == pytest.approx(forward * INDEXED * added)
+    assert besides(replace(layout, zero_stage=2), work) == pytest.approx(0)
+    assert besides(replace(layout, compile=True), work) == pytest.approx(0), "the compiler fuses them"
+    assert besides(layout, WORKS[0]) == pytest.approx(0), "a Llama has none"
+
+
+def test_what_is_exchanged_is_exchanged_again_where_only_products_are_kept() -> None:
+    sequence = Layout("deepspeed", 2, 8, context_parallel_size=2)
+    experts = Layout("deepspeed", 2, 8, expert_parallel_size=2)
+    for work, layout, name in ((WORKS[1], sequence, "context"), (WORKS[2], experts, "experts")):
+        once, again = (
+            getattr(passes(Cut.of(one, work), work.shape, work.sequence_length, SHEET).block, name)
+            for one in (layout, replace(layout, recompute="selective"))
+        )
+        assert again == pytest.approx(1.5 * once)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def error(observed: list[Observation], calibration: Coefficients) -> float:
 
 def test_every_coefficient_has_a_spread() -> None:
     assert list(SPREADS) == [name for name in (f.name for f in fields(Coefficients)) if name in SPREADS]
-    assert set(SPREADS) == {field.name for field in fields(Coefficients)} - {"source", "operators"}
+    assert set(SPREADS) == {field.name for field in fields(Coefficients)} - {"source", "operators", "collectives"}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -319,6 +319,28 @@ def test_measured_collectives_are_kept_and_make_the_network(home: Home) -> None:
     assert network(home, cluster("gpu")) is None
     stated = network(home, cluster("gpu", network=Interconnect(preset="nvlink4_ndr")))
     assert stated == replace(SHEET.network(8), source="as the spec states")
+
+
+def test_predictions_take_measured_collectives(home: Home) -> None:
+    slow = replace(GATHER, seconds=(1e-4, 3e-2), beside_s=(1e-4, 4e-2))
+    save_curves(home, "h200", [slow, replace(slow, kind=Collective.REDUCE_SCATTER)])
+    found = load(home, cluster("h200"))
+    assert found is not None
+    assert found.told == "data sheet of h200; collectives measured"
+    gathers = Layout("megatron", 4, 16, zero_stage=3)
+    parts = [predict(gathers, WORK, c).parts["data_parallel"] for c in (SHEET, found)]
+    assert parts[1] > 5 * parts[0]
+    sums = Layout("megatron", 2, 16, zero_stage=0)  # of two ranks nothing was measured but what links attain
+    links = (1 - 1 / 4) * 2**30 / 3e-2 / 0.9
+    assert found.link_bytes_per_s == pytest.approx(links)
+    slower = predict(sums, WORK, found).parts["data_parallel"] / predict(sums, WORK, SHEET).parts["data_parallel"]
+    assert slower > 5
+    assert predict(sums, WORK, replace(SHEET, link_bytes_per_s=links)) == predict(sums, WORK, found)
+    fitted = fit([Observation(gathers, WORK, 2.0, None)], found)
+    assert fitted.link_bytes_per_s == pytest.approx(found.link_bytes_per_s, rel=1e-4), "it is known"
+    stated = load(home, cluster("h200", network=Interconnect(gpu_gb_per_s=300)))
+    assert stated is not None
+    assert stated.collectives.rows == ()
 
 
 @pytest.mark.parametrize(
