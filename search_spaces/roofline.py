@@ -136,8 +136,7 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
             block = block.plus(_total((priced(one, cut, c)[0], 1) for one in selected_of(cut, model, sequence_length)))
         if cut.sequence_parallel and not cut.engine.gathers_again:
             block = block.plus(_gathers(cut, model, tokens, c))
-        block = block.plus(dispatched)  # nothing keeps what was exchanged; what rings merged is kept
-        if cut.engine.exchanges_heads:
+        if cut.engine.exchanges_heads:  # nothing keeps what was exchanged
             block = block.plus(spread)
     embedding, head = (
         _total((load, count) for operator, count in part for load in priced(operator, cut, c)) for part in parts[1:]
