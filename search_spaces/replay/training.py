@@ -315,6 +315,8 @@ class Training:
         if self.exchanges:
             self._keep(layer, "exchanged", queries)
         self.take_summands(f"{layer} wo", f"{layer} n1")
+        if self.exchanges and selective:  # the policy leaves exchanges to be done again
+            self._done(layer, "exchanged")
         self._past(layer, "n1", "attended", *(["exchanged"] if self.exchanges else []))
         if not fused or self.has_mixture:
             self._keep(layer, "x2", self.own_width)
@@ -473,6 +475,8 @@ class Training:
         self.give_back("dx")
         self.spread(f"{layer} d x2")
         self._keep(layer, "d attended", queries)
+        if self.exchanges and in_graph:
+            self._keep(layer, "exchanged", queries)
         self.gradient(group, "wo")
         if self.is_gpt:
             self.gradient(group, "wo bias")
@@ -527,6 +531,8 @@ class Training:
         if not self.is_gpt:
             for name, width in (("q", model.query_width), ("k", model.key_width)):
                 self._rotate(layer, name, width)
+        if self.exchanges:
+            self._keep(layer, "exchanged", model.query_width)
         self._keep(layer, "x2", self.own_width)
         self.take_normed(f"{layer} n2")
         if self.has_mixture:

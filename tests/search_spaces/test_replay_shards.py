@@ -258,3 +258,33 @@ def test_ranks_of_a_sequence_shard_as_replicas_do_and_keep_what_they_exchange() 
     assert alone is not None
     kept = 2 * 1024 * GPT.hidden * GPT.layers
     assert kept <= together.reserved - alone.reserved < 1.3 * kept
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selective_recomputation_exchanges_again(compiled: bool) -> None:
+    """So that ranks of a sequence keep no more than replicas do."""
+    two, replicas = (
+        Layout("deepspeed", 2, 2, context_parallel_size=cp, zero_stage=1, recompute="selective", compile=compiled)
+        for cp in (2, 1)
+    )
+    together, alone = (SHARDED[1](GPT, 2048, 1, layout) for layout in (two, replace(replicas, global_batch_size=4)))
+    for training in (together, alone):
+        training._embed("ends")
+        training._blocks_forward(range(GPT.layers))
+    assert together.allocator.used == alone.allocator.used
+
+
+def test_selective_recomputation_of_ranks_of_a_sequence_that_were_measured() -> None:
+    errors = []
+    for name in ("context_2xh200", "blind3_2xh100", "blind6_2xh100", "blind9_2xh200", "blind10_2xh200"):
+        for row in read(DATA / f"{name}.measured.jsonl.xz"):
+            layout = Layout.from_dict(row["config"])
+            if layout.engine != "deepspeed" or layout.context_parallel_size == 1 or layout.recompute != "selective":
+                continue
+            found = replayed(layout, work_of(row["spec"]))
+            assert found is not None
+            measured = max(rank["peak_memory_gib"] for rank in row["full"]["ranks"])
+            errors.append(abs(found.reserved / 2**30 / measured - 1))
+    assert len(errors) == 7
+    assert statistics.mean(errors) < 0.007
+    assert max(errors) < 0.012
