@@ -91,8 +91,8 @@ class FlatSplit(Flat):
         self._keep(layer, "d attended", model.query_width)
         for name, width in (("d q", model.query_width), ("d k", model.key_width), ("d v", model.key_width)):
             self._keep(layer, name, width)
-        self._keep(layer, "workspace of attention", 2 * model.query_width + model.heads, 4)
-        self._done(layer, "workspace of attention", "v", "rotated q", "sums", "d attended")
+        self._work_on_attention(layer)
+        self._done(layer, "v", "rotated q", "sums", "d attended")
         self.gradient(group, "wo")
         self._done(layer, "rotated k", "attended")
         for name in ("wv", "wk", "wq"):

@@ -17,10 +17,10 @@ from search_spaces.schedules import Action, Pass, order
 
 ENDED = (
     *("d n2 of ", "d n1 of w", "d activated", "d silu", "d attended"),
-    *("d weighted", "d rows", "d copies"),
+    *("d weighted", "d rows", "d copies", "workspace of attention"),
     *("d all keys", "d keys", "d queries", "d of ranks", "d own keys"),
 )
-"""Gradients that no product's weights need, in a backward pass that is split."""
+"""Gradients that no product's weights need, in a backward pass that is split, and what kernels work in."""
 
 
 class Pipelined(Passing, Sharded):

@@ -509,6 +509,7 @@ class Training:
             self._keep(layer, "rotated k", keys)
         for name, width in (("d q", queries), ("d k", keys), ("d v", keys)):
             self._keep(layer, name, width)
+        self._work_on_attention(layer)
         self._done(layer, "d attended", "attended", "sums", "v")
         if self.is_gpt:
             self._done(layer, "q", "k")
@@ -519,6 +520,15 @@ class Training:
             self._rotate_back(layer, "d k", keys)
         if self.selective:
             self._done(layer, "q", "k")
+
+    def _work_on_attention(self, layer: int) -> None:
+        """What the kernel works in that goes back through attention: in fp32 a sum for each value of the queries and
+        for each head, and where heads share keys and values, the gradients of these for each head, in half the
+        width."""
+        model = self.model
+        of_heads = model.query_width if model.kv_heads < model.heads else 0
+        self._keep(layer, "workspace of attention", model.query_width + of_heads + model.heads, 4)
+        self._done(layer, "workspace of attention")
 
     def _recompute(self, layer: int) -> None:
         """What selective recomputation does not keep; in one graph, what the next products need, and later the rest."""

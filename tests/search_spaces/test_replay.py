@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from search_spaces.memory import estimate
 from search_spaces.models import PRESETS, ModelShape
 from search_spaces.replay import replayed
 from search_spaces.replay.context import ContextFullySharded, ContextPipelined, ContextSharded
-from search_spaces.replay.flat_split import FlatSplit
+from search_spaces.replay.flat import Flat
+from search_spaces.replay.flat_split import FlatSplit, share_of
 from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
 from search_spaces.replay.split import FullySplit, PipelinedSplit, Split
@@ -250,6 +252,28 @@ def test_replicas_of_a_pipeline_fill_it_each() -> None:
         one = replace(pipeline(schedule, virtual, 8), num_gpus=4, tensor_parallel_size=2)
         replicas = replace(one, num_gpus=64, global_batch_size=16 * one.global_batch_size)
         assert replayed(one, work, rank=1) == replayed(replicas, work, rank=1) is not None
+
+
+class Working(Flat):
+    """Notes what attention works in, in bytes."""
+
+    def _done(self, layer: int, *names: str) -> None:
+        if "workspace of attention" in names:
+            self.worked_in = self.block[f"{layer} workspace of attention"].size
+        super()._done(layer, *names)
+
+
+def test_attention_works_in_what_was_recorded() -> None:
+    """By torch's record of what was asked for and given back at once."""
+    for row in read(DATA / "allocations_2xh200.jsonl.xz"):
+        layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
+        alone = share_of(work.shape, layout.tensor_parallel_size)
+        rank = Working(replace(alone, layers=1), layout.microbatch_tokens(work.sequence_length), 1, False, "none")
+        rank.step()
+        events = row["ranks"][0]["events"]
+        pairs = enumerate(pairwise(events))
+        at_once = {event[0] for index, (event, then) in pairs if len(event) == 3 and then == [index]}
+        assert any(abs(size - rank.worked_in) <= 512 for size in at_once)
 
 
 def test_zero_bubble_keeps_gradients_until_the_turn_of_the_weights() -> None:
