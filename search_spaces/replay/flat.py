@@ -65,6 +65,135 @@ class Flat(Training):
         self.take("copy in fp32", count, 4)
         self.give_back("copy in fp32", name)
 
+    # A Llama's block that is one compiled graph, and whose backward pass computes it again within another one
+
+    keeps_sums = False
+    """Whether such a block keeps what attention's last product came to."""
+
+    @property
+    def recomputes_in_graph(self) -> bool:
+        return self.compiled and self.full and not (self.is_gpt or self.has_mixture)
+
+    def _forward(self, layer: int, again: bool = False) -> None:
+        if not self.recomputes_in_graph:
+            super()._forward(layer, again)
+        elif not again:  # or its backward pass begins with it
+            self._forward_at_once(layer)
+
+    def _take_projected(self, layer: int) -> None:
+        model = self.model
+        self._keep(layer, "n1", model.hidden)
+        for name, width in (("q", model.query_width), ("k", model.key_width), ("v", model.key_width)):
+            self._keep(layer, name, width)
+
+    def _take_attended(self, layer: int) -> None:
+        queries, keys = self.model.query_width, self.model.key_width
+        if self.exchanges:
+            for name, width in (("rotated q", queries), ("rotated k", keys), ("v", keys)):
+                self._exchange(layer, width)
+                self._done(layer, name)
+                self.rename(f"{layer} exchanged", f"{layer} {name}")
+        self._keep(layer, "attended", queries)
+        self._keep(layer, "sums", self.model.heads, 4)
+        if self.exchanges:
+            self._exchange(layer, queries)
+
+    def _exchange(self, layer: int, width: float) -> None:
+        """Of heads for tokens: in order, as it came, and in order again."""
+        self._keep(layer, "to send", width)
+        self._keep(layer, "received", width)
+        self._keep(layer, "exchanged", width)
+        self._done(layer, "to send", "received")
+
+    def _attention(self, layer: int) -> None:
+        self._take_projected(layer)
+        for name, width in (("q", self.model.query_width), ("k", self.model.key_width)):
+            self._rotate(layer, name, width)
+            self._done(layer, name)
+        self._take_attended(layer)
+
+    def _forward_at_once(self, layer: int) -> None:
+        """What the compiler makes takes the place of what is as large and not needed any more."""
+        model = self.model
+        alike = model.query_width == model.hidden
+        self._take_projected(layer)
+        if alike:
+            self.rename(f"{layer} n1", f"{layer} rotated q")
+        else:
+            self._keep(layer, "rotated q", model.query_width)
+        self._done(layer, "q")
+        self._rotate(layer, "k", model.key_width)
+        self._done(layer, "k")
+        self._take_attended(layer)
+        self._done(layer, "v", "rotated k", "sums", *(() if alike else ("rotated q",)))
+        self.rename(f"{layer} rotated q" if alike else f"{layer} n1", f"x{layer + 1}")
+        self._done(layer, *(["exchanged"] if self.exchanges else []))
+        if alike:
+            self.rename(f"{layer} attended", f"{layer} n2")
+        else:
+            self._done(layer, "attended")
+            self._keep(layer, "n2", model.hidden)
+        self._keep(layer, "gate", model.ffn_hidden)
+        self._keep(layer, "up", model.ffn_hidden)
+        self._done(layer, "n2", "up")
+        self._keep(layer, "down", model.hidden)
+        self._done(layer, "gate")
+        self._add_at_once(layer)
+
+    def _add_at_once(self, layer: int) -> None:
+        """The next hidden states lie where what attention's last product came to did."""
+        self._done(layer, "down")
+
+    def _backward(self, layer: int, is_last: bool) -> None:
+        """The gradients of all that goes into products are there at once, beside what they are computed from."""
+        if not self.recomputes_in_graph:
+            super()._backward(layer, is_last)
+            return
+        model, group = self.model, block_of(layer)
+        hidden, inner = model.hidden, model.ffn_hidden
+        if not self.keeps_sums:
+            self._attention(layer)
+            self.take(f"summed of {layer}", self.tokens * hidden)
+        self._keep(layer, "n2", hidden)
+        for name in ("gate", "up", "d activated", "activated", "d gate", "d up"):
+            self._keep(layer, name, inner)
+        self._done(layer, "gate", "up", "d activated")
+        self.gradient(group, "down")
+        self._done(layer, "activated")
+        self.gradient(group, "up")
+        self.gradient(group, "gate")
+        self._done(layer, "d up")
+        self._keep(layer, "d n2 of gate", hidden)  # the other one in place of n2
+        self._done(layer, "d gate")
+        self._norm_gradients(group, "ffn norm")
+        self._keep(layer, "d x2", hidden)
+        if self.keeps_sums:
+            self._attention(layer)
+        self._keep(layer, "d attended", model.query_width)
+        if self.exchanges:
+            self._keep(layer, "d exchanged", model.query_width)
+            self._done(layer, "d attended")
+            self.rename(f"{layer} d exchanged", f"{layer} d attended")
+        for name, width in (("d q", model.query_width), ("d k", model.key_width), ("d v", model.key_width)):
+            self._keep(layer, name, width)
+        self._work_on_attention(layer)
+        self._done(layer, "v", "rotated q", "sums", "d attended")
+        self.gradient(group, "wo")
+        self._done(layer, "rotated k", "attended", *(["exchanged"] if self.exchanges else []))
+        for name in ("wv", "wk", "wq"):
+            self.gradient(group, name)
+        self._done(layer, "d q")
+        self._keep(layer, "d n1 of wq", hidden)
+        self._done(layer, "d k")
+        self._keep(layer, "d n1 of wk", hidden)  # the last one in place of n1
+        self._done(layer, "d v")
+        self._norm_gradients(group, "attention norm")
+        self.give_back("dx", f"x{layer}", f"summed of {layer}")
+        self.rename(f"{layer} d x2", "dx")
+        self._drop()
+
+    # Experts
+
     def _experts_forward(self, layer: int) -> None:
         """One after the other, each with room for as many tokens as the fullest has; results are weighed in fp32."""
         model, chosen = self.model, self.model.experts_per_token

@@ -254,6 +254,32 @@ def test_replicas_of_a_pipeline_fill_it_each() -> None:
         assert replayed(one, work, rank=1) == replayed(replicas, work, rank=1) is not None
 
 
+class Widest(Flat):
+    """Notes how many tensors as wide as a network within there are in a block at once."""
+
+    most = 0
+
+    def _keep(self, layer: int, name: str, values: float, width: int = 2) -> None:
+        super()._keep(layer, name, values, width)
+        size = self.block[f"{layer} {name}"].size
+        inner = 2 * self.tokens * self.model.ffn_hidden
+        if size == inner:
+            self.most = max(self.most, sum(piece.size == inner for piece in self.block.values()))
+
+
+def test_a_compiled_block_that_deepspeed_computes_again_is_one_graph_backwards() -> None:
+    """What torch's compiler writes for it has gate, up and the gradient of their product beside that product and the
+    gradients of both; where it is not computed again, two of these lie where others were."""
+    model = replace(PRESETS["llama3-1b"], layers=2)
+    most = {}
+    for recompute in ("none", "full"):
+        block = Widest(model, 2048, 1, True, recompute)
+        block.step()
+        assert not [name for name in block.live if name.startswith(("x", "summed"))]
+        most[recompute] = block.most
+    assert most == {"none": 4, "full": 6}
+
+
 class Working(Flat):
     """Notes what attention works in, in bytes."""
 
