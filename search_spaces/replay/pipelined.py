@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from search_spaces.layout import Layout
+from search_spaces.layout import ONE_STAGE_SCHEDULES, Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.allocator import Piece
 from search_spaces.replay.groups import block_of
@@ -42,6 +42,9 @@ class Pipelined(Passing, Sharded):
         self.last = layout.pipeline_stages - 1
         self.stages = layout.stages_of(rank)
         self.is_split = False
+        self.keeps_output = layout.pipeline_schedule in ONE_STAGE_SCHEDULES
+        """Others run their passes as calls of a function, whose variables are gone with it (`_perform_action` of
+        `_PipelineScheduleRuntime` in `torch/distributed/pipelining/schedules.py`)."""
         self.kept: dict[str, list[Piece]] = {}
         self.output: Piece | None = None
         self.is_past = False
@@ -171,7 +174,8 @@ class Pipelined(Passing, Sharded):
         if stage == self.last:
             self.gather("head")
             self._logits()
-        self._replace_output(self.own[self._output(stage)])
+        if self.keeps_output:
+            self._replace_output(self.own[self._output(stage)])
         if stage == self.last:
             self._loss_forward()
 
