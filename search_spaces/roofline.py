@@ -66,7 +66,6 @@ AUTOCAST_NORMS = 25
 """Values that autocast's kernels read and write for one of the hidden states of a block: norms, which are in fp32, and
 copies in bf16 for each product."""
 
-
 EXCHANGE_COPIES = 2
 """Copies of what context-parallel ranks exchange for heads, one each to order it by rank before and by token after
 (`single_all_to_all` of `deepspeed/sequence/layer.py`); of a single sequence one of the two leaves all where it is."""
