@@ -419,7 +419,8 @@ def _block_activations(
     if model.num_experts:
         spread = layout.expert_parallel_size > 1
         uneven = (spread or engine.fills_experts) and not engine.routes_evenly
-        rows = model.experts_per_token * (IMBALANCE if uneven else 1.0)
+        fullest = IMBALANCE if engine.fills_experts else min(IMBALANCE, layout.expert_parallel_size)  # of all tokens
+        rows = model.experts_per_token * (fullest if uneven else 1.0)
         network, products = rows * (hidden + 4 * inner) + model.experts_per_token * hidden, rows * (2 * inner + hidden)
         if engine.fills_experts:  # hidden states in fp32, for the router and for its loss
             routing = 8.0 * hidden

@@ -410,6 +410,20 @@ def test_what_was_never_measured_is_refused_later() -> None:
             assert band(layout, replace(work, accelerator=Accelerator(memory_gib))) == expected
 
 
+def test_no_rank_has_more_tokens_than_there_are() -> None:
+    """The fullest of two has twice an even share at most, of four and more the 2.8 times that were fitted; of a token
+    and expert it keeps a hidden state and four values as wide as the network within."""
+    work = Workload(replace(PRESETS["mixtral-8x7b"], layers=2), 4096, 8, ACCELERATORS["h200"])
+    two, four, eight = (
+        estimate(Layout("megatron", ranks, 8, expert_parallel_size=ranks, zero_stage=1), work).ranks[0].activations
+        for ranks in (2, 4, 8)
+    )
+    model = work.shape
+    chosen = model.layers * work.sequence_length * model.experts_per_token
+    assert four - two == pytest.approx((2.8 - 2) * chosen * 2 * (model.hidden + 4 * model.ffn_hidden))
+    assert eight == four
+
+
 def test_spread_experts_are_never_safe() -> None:
     work = Workload(PRESETS["mixtral-8x7b"], 128, 8, ACCELERATORS["h200"], depths=(1, 2))
     spread = replicas(expert_parallel_size=4)
