@@ -275,7 +275,7 @@ def timings(home: Home, accelerator: str) -> Timings:
 
 
 def _unreadable(file: Path, error: Exception) -> InputError:
-    return InputError(f"{file}: not a calibration ({error!r}); delete it, or calibrate again")
+    return InputError(f"{file}: not a calibration ({error!r}); delete it and calibrate again")
 
 
 def save_curves(home: Home, accelerator: str, curves: Sequence[Curve]) -> None:
