@@ -163,7 +163,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
 
         def beforehand(bench: Bench) -> None:
             laps.end("start")
-            driver.display.say("measuring operators, for a minute or so")
+            driver.display.say("measuring operators, for a minute or two")
             measured.append(measure_operators(bench, start, home))
             laps.end("operators")
             agenda.change(design(layouts, problem.workload, known(), count))
