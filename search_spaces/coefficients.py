@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from search_spaces.hardware import ACCELERATORS
-from search_spaces.network import Curves, Network
+from search_spaces.network import NO_CURVES, Curves, Network
 from search_spaces.operators import NONE_MEASURED, Timings
 
 LINK_SHARE, NETWORK_SHARE, POWER_SHARE = 0.77, 0.8, 0.985
@@ -77,7 +77,7 @@ class Coefficients:
     operators_in_step: float = 1.03
     launches_in_step: float = 1.0
     operators: Timings = NONE_MEASURED
-    collectives: Curves = Curves()  # noqa: RUF009
+    collectives: Curves = NO_CURVES
 
     @property
     def told(self) -> str:

@@ -131,6 +131,9 @@ class Curves:
         return len(self.rows)
 
 
+NO_CURVES = Curves()
+
+
 @dataclass(frozen=True)
 class Network:
     """The links within nodes and the network between them.

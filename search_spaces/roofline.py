@@ -121,14 +121,14 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     """For a microbatch of sequences of `sequence_length` tokens."""
     parts, tokens = parts_of(cut, model, sequence_length), cut.tokens(sequence_length)
     there, back = _tensor_sums(cut, model, tokens, c)
-    spread, exchanged = _spread(cut, model, tokens, c), _exchanged(cut, model, tokens, c)
+    spread, copied = _spread(cut, model, tokens, c), _exchange_copies(cut, model, tokens, c)
     dispatched = _dispatched(cut, model, tokens, c)
     ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
     spared, spared_back = _spared_casts(cut, model, tokens, c)
     merging, parting = _merged(cut, model, tokens, c)
     biases = _biases(cut, parts.block, c)
-    beside = [(there, 1), (spread, 1), (exchanged, 1), (dispatched, 1), (biases, 1), (merging, 1), (spared, -1)]
-    beside_back = [(back, 1), (spread, 1), (exchanged, 1), (dispatched, 1), (parting, 1), (spared_back, -1)]
+    beside = [(there, 1), (spread, 1), (copied, 1), (dispatched, 1), (biases, 1), (merging, 1), (spared, -1)]
+    beside_back = [(back, 1), (spread, 1), (copied, 1), (dispatched, 1), (parting, 1), (spared_back, -1)]
     forward = _total([*beside, *((load, count) for (load, _), count in ways)])
     backward = _total([*beside_back, *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
@@ -438,7 +438,7 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     return Load(context=c.contention * seconds if beside else seconds, sent=sent)
 
 
-def _exchanged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+def _exchange_copies(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     """The copies before and after the exchanges of heads for tokens, one way."""
     if cut.context == 1 or not cut.engine.exchanges_heads:
         return Load()

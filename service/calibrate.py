@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from search_spaces.coefficients import Coefficients, data_sheet
+from search_spaces.cost import Coefficients
 from search_spaces.layout import Layout
 from search_spaces.network import Curve
 from service.checks import check_data, check_machine, check_power_limits
@@ -144,12 +144,11 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     chosen = design(layouts, problem.workload, start, count)
     if not chosen:
         raise InputError("space: no layout surely fits the GPUs' memory, as a calibration wants it")
-    home, sheet = Home.locate().create(), data_sheet(accelerator)
-    assert sheet is not None
+    home = Home.locate().create()
 
     def known() -> Coefficients:
         """What is to be expected by what was measured."""
-        return as_measured(sheet, home, problem.cluster)
+        return as_measured(start, home, problem.cluster)
 
     known()  # what was measured before may not be readable: then nothing is to be run
     store.check(store_uri(tracking_uri))

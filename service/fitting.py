@@ -223,21 +223,17 @@ def load(home: Home, cluster: Cluster) -> Coefficients | None:
     Raises `InputError` if there is a calibration that cannot be read.
     """
     known = _fitted(home.calibration(cluster.accelerator)) or data_sheet(cluster.accelerator)
-    return None if known is None else as_measured(known, home, cluster)
+    return None if known is None else as_measured(cluster.as_stated(known), home, cluster)
 
 
 def as_measured(known: Coefficients, home: Home, cluster: Cluster) -> Coefficients:
-    """What is known of a cluster's accelerator, with what was measured of operators and collectives there, and what is
-    stated of the cluster.
+    """What is known of a cluster, with what was measured of operators and collectives on its accelerator.
 
     Raises `InputError` if what was measured cannot be read.
     """
-    curves = curves_of(home, cluster)
+    curves, operators = curves_of(home, cluster), timings(home, cluster.accelerator)
     links = known.network(cluster.gpus_per_node).informed(curves).link_bytes_per_s
-    known = replace(
-        known, operators=timings(home, cluster.accelerator), collectives=Curves(curves), link_bytes_per_s=links
-    )
-    return cluster.as_stated(known)
+    return replace(known, operators=operators, collectives=Curves(curves), link_bytes_per_s=links)
 
 
 def _fitted(file: Path) -> Coefficients | None:

@@ -42,7 +42,6 @@ from benchmarks import text_of
 from benchmarks.judge.search import Table, of_any_batch
 from benchmarks.measure.gang import RunTrial, sliced, some_gangs, spread
 from benchmarks.measure.off import errors, over, percent, worst_first
-from search_spaces.coefficients import data_sheet
 from search_spaces.cost import predicted_metrics
 from search_spaces.layout import AXES, Layout
 from search_spaces.memory import estimate
@@ -155,8 +154,8 @@ def predict_calibrated(specs: Mapping[str, Problem], layouts: int, seed: int, ou
 def _calibrated(specs: Mapping[str, Problem], layouts: int, seed: int) -> Iterator[Row]:
     """What is foretold of layouts that no calibration tried, one spec after the other."""
     for path, spec in specs.items():
-        sheet, before = data_sheet(spec.cluster.accelerator), expected(spec.cluster)
-        if sheet is None or before is None:
+        before = expected(spec.cluster)
+        if before is None:
             raise SystemExit(f"{path}: there is no cost model of {spec.cluster.accelerator} to calibrate")
         came = calibrate(spec)
         tried = {trial.layout for trial in Results(store_uri(None)).search(came.search_id).trials}
@@ -164,7 +163,7 @@ def _calibrated(specs: Mapping[str, Problem], layouts: int, seed: int) -> Iterat
         print(f"{path}: {came.trials} trials, in {came.took}")
         if (operators := came.operators) is not None:
             print(f"{operators.measured} of {operators.wanted} operators measured", *operators.left_out, sep="\n")
-        alone = as_measured(sheet, Home.locate(), spec.cluster)
+        alone = as_measured(before, Home.locate(), spec.cluster)
         for layout in draw(new, layouts, seed):
             yield row_of(path, layout) | {
                 "foretold": foretold(spec, layout),
