@@ -1,4 +1,4 @@
-"""Measuring what a space's layouts consist of, on a GPU or two of those at hand: see `search_spaces.operators`."""
+"""Measuring what a space's layouts consist of, on all GPUs at hand: see `search_spaces.operators`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from trainables.operators import Operators
 from trainables.program import RankReport, TrialRequest
 
 KERNELS_S, LAUNCHES_S = 40.0, 100.0
-"""Seconds after which no other kernel, and no other modes' launches, are begun to be measured: these after kernels, or
-beside them on another GPU in as much time less."""
+"""Seconds after which a GPU begins to measure no other kernel, and no other modes' launches, which come after these."""
 
 CPU_KERNELS_S, CPU_LAUNCHES_S = 10.0, 20.0
 """On a CPU."""
@@ -53,8 +52,8 @@ class MeasuredOperators:
 
 
 def measure_operators(bench: Bench, start: Coefficients, home: Home) -> MeasuredOperators:
-    """Have the workers of a bench measure the operators of the layouts of its problem, and keep what they take: of two
-    one has the kernels and the other the launches, side by side.
+    """Have the workers of a bench measure the operators of the layouts of its problem, each its share, and keep what
+    they take.
 
     First those that take most time by `start`, of those that are wanted. Whatever fails is left out. Raises
     `InputError` if what was measured before cannot be read.
@@ -71,8 +70,7 @@ def measure_operators(bench: Bench, start: Coefficients, home: Home) -> Measured
         *((CPU_KERNELS_S, CPU_LAUNCHES_S) if on_cpu else (KERNELS_S, LAUNCHES_S)),
     )
     workers = bench.workers or (0,)
-    programs = whole.apart() if len(workers) > 1 else (whole,)
-    answers = [_asked(bench, program, worker) for program, worker in zip(programs, workers, strict=False)]
+    answers = [_asked(bench, share, worker) for worker, share in zip(workers, whole.shares(len(workers)), strict=True)]
     reports, left_out, spent_s = list[RankReport](), list[str](), dict[str, float]()
     for answer in answers:
         try:

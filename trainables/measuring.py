@@ -70,7 +70,7 @@ def measure(
     began = found.laps.began
     kernels_until, launches_until = began + program.kernels_s, began + program.launches_s
     launches = program.launches if program.launches_s > 0 else ()
-    at_once = min(AT_ONCE, len(os.sched_getaffinity(0)))
+    at_once = max(1, min(AT_ONCE, len(os.sched_getaffinity(0)) // program.processes))
     first, *others = [launches[n : n + at_once] for n in range(0, len(launches), at_once)] or [()]
     with _getting_ready(first, request, place) as specimens:
         forks = [specimen.fork for specimen in specimens]

@@ -16,17 +16,22 @@ class Operators(RankProgram):
     """Measures `kernels`, what the device does, in their order, and then `launches`, of `search_spaces.launches`.
 
     What has not begun by `kernels_s` and `launches_s` seconds, both from the start, is left out. So is, with a line in
-    the report's `problems`, what runs out of memory or fails.
+    the report's `problems`, what runs out of memory or fails. So many `processes` do so side by side, on as many
+    devices, each with a share of the host.
     """
 
     kernels: tuple[Operator, ...]
     launches: tuple[Operator, ...]
     kernels_s: float
     launches_s: float
+    processes: int = 1
 
-    def apart(self) -> tuple[Operators, Operators]:
-        """The kernels, and the launches in what time these leave: what two processes measure side by side."""
-        return replace(self, launches=()), replace(self, kernels=(), launches_s=self.launches_s - self.kernels_s)
+    def shares(self, processes: int) -> list[Operators]:
+        """What each of so many processes measures, side by side."""
+        return [
+            replace(self, kernels=self.kernels[n::processes], launches=self.launches[n::processes], processes=processes)
+            for n in range(processes)
+        ]
 
     @staticmethod
     def preload(layouts: Iterable[Layout]) -> list[str]:

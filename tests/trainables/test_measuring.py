@@ -111,11 +111,17 @@ def test_what_memory_was_short_for_beside_models_is_measured_once_these_are_gone
     assert report.problems == ()
 
 
-def test_two_processes_measure_kernels_and_launches_in_what_time_these_leave(tiny: None) -> None:
-    kernel_half, launch_half = Operators((SMALL,), (LAUNCH,), 20.0, 60.0).apart()
-    assert [row.operator for row in report_of(kernel_half).operators] == [SMALL]
-    assert [row.operator for row in report_of(launch_half).operators] == [LAUNCH]
-    assert (kernel_half.kernels_s, launch_half.launches_s) == (20.0, 40.0)
+def test_each_process_has_a_share_of_kernels_and_launches(tiny: None) -> None:
+    context, gathers = (LAUNCH._replace(form=(*LAUNCH.form, mode)) for mode in ("context", "gathers"))
+    first, second, third = Operators((SMALL, OTHER), (LAUNCH, context, gathers), 20.0, 60.0).shares(3)
+    assert [row.operator for row in report_of(first).operators] == [SMALL, LAUNCH]
+    assert [row.operator for row in report_of(second).operators] == [OTHER, context]
+    assert [row.operator for row in report_of(third).operators] == [gathers]
+
+
+def test_many_processes_have_few_models_get_ready_at_once(tiny: None) -> None:
+    (share, *_) = Operators((), (LAUNCH,) * 20_000, 20.0, 1e-9).shares(10_000)
+    assert [row.operator for row in report_of(share).operators] == [LAUNCH]
 
 
 def test_what_is_too_large_for_all_memory_is_told_once(tiny: None) -> None:
