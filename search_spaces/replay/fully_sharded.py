@@ -38,8 +38,8 @@ class FullySharded(Sharded):
         if group in self.gathered:
             return
         self._send_for(group)
-        self._let_go_of_piece()
         self._copy_out(group)
+        self._let_go_of_piece()
         self.latest = group
 
     def _gather_back(self, group: str) -> None:

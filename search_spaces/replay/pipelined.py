@@ -55,6 +55,14 @@ class Pipelined(Passing, Sharded):
         self.groups = {group: parameters for group, parameters in self.groups.items() if group in mine}
         super().start()
 
+    @property
+    def keeps_gradients(self) -> bool:
+        return self.is_split or super().keeps_gradients
+
+    @property
+    def makes_weights_first(self) -> bool:
+        return not self.is_split and super().makes_weights_first
+
     # A pass's own tensors
 
     def give_back(self, *names: str) -> None:

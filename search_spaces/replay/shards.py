@@ -156,6 +156,8 @@ class GatheredWhole(Bucketed):
     gathered module by module, ahead of their turn. Gradients of a block go to the bucket together, in the model's
     order."""
 
+    adds_in_place = True
+
     def start(self) -> None:
         super().start()
         self._find_modules()

@@ -19,6 +19,9 @@ L2_CACHE = 60 * 2**20
 """Bytes that are written before each try of a kernel while the compiler looks for the fastest: an H200's, others' are
 like it. They stay reserved, and small things that last find room there."""
 
+FEW_TOKENS = 3072
+"""For which another kernel sums up the gradients of a table's entries."""
+
 MAIN = 0
 """The stream that computes."""
 
@@ -26,6 +29,10 @@ MAIN = 0
 class Training:
     """A training of one model, whose tensors have names while they live: those of block i begin with its number, and
     are apart from all others."""
+
+    adds_in_place = False
+    """Whether gradients of what several products were given are added where the first of them is, as those are that
+    no function of torch's own has made."""
 
     exchanges = False
     """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
@@ -50,13 +57,19 @@ class Training:
         self.start()
         if compiled and not self.is_gpt:  # norms are the first to be tried, and in a GPT what follows products
             self._try_kernels()
-        self.take("workspace", WORKSPACE, 1)
+        if compiled:
+            self._work_forward()
         if compiled and self.is_gpt:
             self._try_kernels()
 
     def _try_kernels(self) -> None:
         self.take("cache", L2_CACHE, 1)
         self.give_back("cache")
+
+    def _work_forward(self) -> None:
+        """Have what products work in, as the first has just made room for what it comes to."""
+        if not self.holds("workspace"):
+            self.take("workspace", WORKSPACE, 1)
 
     def among(self, name: str) -> dict[str, Piece]:
         """Those among which a tensor is."""
@@ -82,6 +95,17 @@ class Training:
 
     def holds(self, name: str) -> bool:
         return name in self.among(name)
+
+    @property
+    def makes_weights_first(self) -> bool:
+        """Of eager products without a bias, autograd has the gradients of weights first."""
+        return not (self.compiled or self.is_gpt or self.adds_in_place)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether others still have the gradient of what comes out of attention or a network, when that of what went
+        in is to be added: which makes a new one."""
+        return self.compiled or self.adds_in_place
 
     # What engines do in ways of their own
 
@@ -189,6 +213,7 @@ class Training:
     def _logits(self) -> None:
         self.take_normed("n")
         self.take("logits", self.tokens * self.model.vocab)
+        self._work_forward()
 
     def _loss_forward(self) -> None:
         """Of logits: compiled in bf16 alone; else of a copy in fp32, of which the log-softmax is left."""
@@ -250,7 +275,17 @@ class Training:
             self.rename(TABLE, made)
         else:
             self.take(made, count)
+            if name == "tokens":
+                self._sum_entries()
         return made
+
+    def _sum_entries(self) -> None:
+        """What the kernel works in that sums up the gradients of a table's entries over many tokens: sums in fp32 of ten
+        of an entry each (`EmbeddingBackwardKernel.cu` of PyTorch)."""
+        if self.tokens > FEW_TOKENS:
+            sums = self.tokens // 10 + min(self.tokens, self.model.vocab)
+            self.take("sums of entries", sums * self.model.hidden, 4)
+            self.give_back("sums of entries")
 
     def _work_backward(self) -> None:
         if not self.holds("workspace of backward passes"):
@@ -261,10 +296,14 @@ class Training:
         if not self.model.tie_embeddings:
             self.gradient("embedding", "tokens")
             return
-        self.take("second part", self.model.vocab * self.model.hidden)
         if self.is_gpt:
             self.gradient("ends", "positions")
-        self.give_back("second part")
+        table = self.model.vocab * self.model.hidden
+        self.take("second part", table)
+        self._sum_entries()
+        self.take("both parts", table)
+        self.give_back("second part", TABLE)
+        self.rename("both parts", TABLE)
         self.gradient("ends", "tokens")
 
     def _norm_gradients(self, group: str, norm: str) -> None:
@@ -306,6 +345,7 @@ class Training:
         self.take_normed(f"{layer} n1")
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
+            self._work_forward()
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
@@ -333,6 +373,8 @@ class Training:
                 self._keep(layer, "silu", inner)
             self._keep(layer, "activated", inner)
             self._past(layer, "up", *(() if self.is_gpt else ("gate",) if fused else ("gate", "silu")))
+            if again and not fused:  # all is there that its backward pass wants
+                return
             if selective:
                 self._done(layer, "n2", *(("silu",) if self.holds(f"{layer} silu") else ()))
             self.take_summands(f"{layer} down", f"{layer} n2")
@@ -423,11 +465,9 @@ class Training:
             self._recompute(layer)
         if self.has_mixture:
             self._experts_backward(layer, is_last)
+            self._done(layer, "n2")
         else:
-            self._keep(layer, "d activated", inner)
-            self.gradient(group, "down")
-            if self.is_gpt:
-                self.gradient(group, "down bias")
+            self._product_back(layer, "d activated", inner, "down")
             self._done(layer, "activated")
             self.spread_no_more("dx")
             if fused:  # in place of what goes in, where that is the last to need it
@@ -443,43 +483,40 @@ class Training:
             else:
                 self._keep(layer, "d silu", inner)
                 self._keep(layer, "d up", inner)
-                self._done(layer, "d activated", "silu")
+                self._done(layer, "d activated", "silu", "up")
                 self._keep(layer, "d gate", inner)
-                self._done(layer, "d silu", "gate", "up")
+                self._done(layer, "d silu", "gate")
             if not self.is_gpt:
-                self._keep(layer, "d n2 of gate", hidden)
-                self.gradient(group, "gate")
+                self._product_back(layer, "d n2 of gate", hidden, "gate")
                 self._done(layer, "d gate")
-            self._keep(layer, "d n2", hidden)
-            self.gradient(group, "up")
-            if self.is_gpt:
-                self.gradient(group, "up bias")
-            self._done(layer, "d up")
-            if not self.is_gpt and fused:
+            self._product_back(layer, "d n2", hidden, "up")
+            self._done(layer, "d up", "n2")
+            if not self.is_gpt and (fused or self.adds_in_place):
                 self._done(layer, "d n2 of gate")
             elif not self.is_gpt:
-                self._keep(layer, "both", hidden)
-                self._done(layer, "d n2 of gate", "d n2")
-                self.rename(f"{layer} both", f"{layer} d n2")
-        self._done(layer, "n2")
+                self._add(layer, "d n2 of gate", "d n2")
         self.sum_gradients(f"{layer} d n2")
         self._norm_gradients(group, "ffn norm")
         self._keep(layer, "d x2", self.own_width)
         self._done(layer, "d n2")
         if self.holds(f"{layer} x2"):
-            self._keep(layer, "both", self.own_width)
-            self._done(layer, "d x2", "x2")
-            self.rename(f"{layer} both", f"{layer} d x2")
+            if self.keeps_gradients:
+                self._keep(layer, "both", self.own_width)
+                self._done(layer, "d x2")
+                self.rename(f"{layer} both", f"{layer} d x2")
+            self._done(layer, "x2")
         if self.holds(f"{layer} wo"):
             self._done(layer, "wo")
         self.give_back("dx")
         self.spread(f"{layer} d x2")
-        self._keep(layer, "d attended", queries)
         if self.exchanges and in_graph:
+            self._keep(layer, "d attended", queries)
             self._keep(layer, "exchanged", queries)
-        self.gradient(group, "wo")
-        if self.is_gpt:
-            self.gradient(group, "wo bias")
+            self.gradient(group, "wo")
+            if self.is_gpt:
+                self.gradient(group, "wo bias")
+        else:
+            self._product_back(layer, "d attended", queries, "wo")
         self.spread_no_more(f"{layer} d x2")
         if self.exchanges:
             self._keep(layer, "d exchanged", queries)
@@ -488,18 +525,47 @@ class Training:
         self._attend_back(layer)
         if in_graph:
             self._keep(layer, "n1", hidden)
-        for name in ("wv", "wk", "wq"):
-            self._keep(layer, f"d n1 of {name}", hidden)
-            self.gradient(group, name)
-        if self.is_gpt:
+        if fused:
             for name in ("wv", "wk", "wq"):
-                self.gradient(group, f"{name} bias")
-        self._done(layer, "d q", "d k", "d v", "n1")
-        self.sum_gradients(*(f"{layer} d n1 of {name}" for name in ("wq", "wk", "wv")))
+                self._keep(layer, f"d n1 of {name}", hidden)
+                self.gradient(group, name)
+            if self.is_gpt:
+                for name in ("wv", "wk", "wq"):
+                    self.gradient(group, f"{name} bias")
+            self._done(layer, "d q", "d k", "d v", "n1")
+            self.sum_gradients(*(f"{layer} d n1 of {name}" for name in ("wq", "wk", "wv")))
+        else:
+            for name in ("v", "k", "q"):
+                self._product_back(layer, f"d n1 of w{name}", hidden, f"w{name}")
+                self._done(layer, f"d {name}")
+                if name == "k" and not self.adds_in_place:
+                    self._add(layer, "d n1 of wv", "d n1 of wk")
+                elif name != "v":  # the sum of the two before is nobody else's
+                    self._done(layer, "d n1 of wv" if name == "k" else "d n1 of wk")
+            self._done(layer, "n1")
+            self.sum_gradients(f"{layer} d n1 of wq")
         self._norm_gradients(group, "attention norm")
         self.take_own("dx")
         self.give_back(f"x{layer}")
         self._drop()
+
+    def _product_back(self, layer: int, name: str, values: float, parameter: str) -> None:
+        """The gradient `name` of what went into a product, of each token, and that of its weight: which comes first if
+        autograd takes it by itself."""
+        group = block_of(layer)
+        if self.makes_weights_first:
+            self.gradient(group, parameter)
+        self._keep(layer, name, values)
+        if not self.makes_weights_first:
+            self.gradient(group, parameter)
+        if self.is_gpt:
+            self.gradient(group, f"{parameter} bias")
+
+    def _add(self, layer: int, *names: str) -> None:
+        """Two gradients, which others may have views of, to a new one with the name of the last."""
+        self._keep(layer, "both", self.model.hidden)
+        self._done(layer, *names)
+        self.rename(f"{layer} both", f"{layer} {names[-1]}")
 
     def _attend_back(self, layer: int) -> None:
         """From the gradients of what attention came to, to those of queries, keys and values."""
@@ -516,8 +582,8 @@ class Training:
             return
         self._done(layer, "rotated q", "rotated k")
         if not self.compiled:
-            self._rotate_back(layer, "d q", queries)
             self._rotate_back(layer, "d k", keys)
+            self._rotate_back(layer, "d q", queries)
         if self.selective:
             self._done(layer, "q", "k")
 
@@ -557,18 +623,18 @@ class Training:
             self._keep(layer, "activated", model.ffn_hidden)
 
     def _rotate_back(self, layer: int, name: str, width: int) -> None:
-        for made, gone in (
-            ("copy", ()),
-            ("sines", ()),
-            ("turned", ()),
-            ("cosines", ("copy", "sines")),
-            ("sum", ("turned", "cosines")),
+        """The two copies in fp32 that were turned and not have a gradient each."""
+        for made, size, gone in (
+            ("copy", 4, (name,)),
+            ("sines", 4, ()),
+            ("negative", 2, ()),
+            ("cosines", 4, ("copy",)),
+            ("straight", 2, ("cosines",)),
+            ("turned", 4, ("sines", "negative")),
+            (name, 2, ("turned", "straight")),
         ):
-            self._keep(layer, made, width, 4)
+            self._keep(layer, made, width, size)
             self._done(layer, *gone)
-        self._keep(layer, "back", width)
-        self._done(layer, "sum", name)
-        self.rename(f"{layer} back", f"{layer} {name}")
 
     def _experts_backward(self, layer: int, is_last: bool) -> None:
         model, chosen = self.model, self.model.experts_per_token
