@@ -89,6 +89,7 @@ class Replicas(Training):
         """What comes of a block's weight."""
         copy = self._cast(block_of(layer), weight)
         self._keep(layer, made, values)
+        self._work_forward()
         if self.drops and self.splits:
             self.give_back(copy)
         elif self.drops:
@@ -101,12 +102,6 @@ class Replicas(Training):
         self._keep(layer, made, values)
         self.give_back(f"{group} {weight} in bf16")
         self._done(layer, *gone)
-
-    def _add_up(self, layer: int, name: str, other: str) -> None:
-        """Gradients of the same hidden states, to another one."""
-        self._keep(layer, "both", self.model.hidden)
-        self._done(layer, name, other)
-        self.rename(f"{layer} both", f"{layer} {name}")
 
     # Norms
 
@@ -217,7 +212,7 @@ class Replicas(Training):
         self._product_back(layer, "up", "of up", hidden, "d up")
         self.gradient(group, "up")
         self._product_back(layer, "gate", "of gate", hidden, "n2", "d gate")
-        self._add_up(layer, "of gate", "of up")
+        self._add_gradients(layer, "of gate", "of up")
         self.gradient(group, "gate")
         self.rename(f"{layer} of gate", f"d {layer} n2")
         self._norm_back(f"{layer} n2", group, "ffn norm")
@@ -228,10 +223,10 @@ class Replicas(Training):
         self._product_back(layer, "wv", "of v", hidden, "d v")
         self.gradient(group, "wv")
         self._product_back(layer, "wk", "of k", hidden, "d k")
-        self._add_up(layer, "of k", "of v")
+        self._add_gradients(layer, "of k", "of v")
         self.gradient(group, "wk")
         self._product_back(layer, "wq", "of q", hidden, "n1", "d q")
-        self._add_up(layer, "of q", "of k")
+        self._add_gradients(layer, "of q", "of k")
         self.gradient(group, "wq")
         self.rename(f"{layer} of q", f"d {layer} n1")
         self._norm_back(f"{layer} n1", group, "attention norm")

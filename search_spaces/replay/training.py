@@ -280,8 +280,8 @@ class Training:
         return made
 
     def _sum_entries(self) -> None:
-        """What the kernel works in that sums up the gradients of a table's entries over many tokens: sums in fp32 of ten
-        of an entry each (`EmbeddingBackwardKernel.cu` of PyTorch)."""
+        """What the kernel works in that sums up the gradients of a table's entries over many tokens: sums in fp32 of
+        ten of an entry each (`EmbeddingBackwardKernel.cu` of PyTorch)."""
         if self.tokens > FEW_TOKENS:
             sums = self.tokens // 10 + min(self.tokens, self.model.vocab)
             self.take("sums of entries", sums * self.model.hidden, 4)
@@ -467,7 +467,7 @@ class Training:
             self._experts_backward(layer, is_last)
             self._done(layer, "n2")
         else:
-            self._product_back(layer, "d activated", inner, "down")
+            self._back_through(layer, "d activated", inner, "down")
             self._done(layer, "activated")
             self.spread_no_more("dx")
             if fused:  # in place of what goes in, where that is the last to need it
@@ -487,14 +487,14 @@ class Training:
                 self._keep(layer, "d gate", inner)
                 self._done(layer, "d silu", "gate")
             if not self.is_gpt:
-                self._product_back(layer, "d n2 of gate", hidden, "gate")
+                self._back_through(layer, "d n2 of gate", hidden, "gate")
                 self._done(layer, "d gate")
-            self._product_back(layer, "d n2", hidden, "up")
+            self._back_through(layer, "d n2", hidden, "up")
             self._done(layer, "d up", "n2")
             if not self.is_gpt and (fused or self.adds_in_place):
                 self._done(layer, "d n2 of gate")
             elif not self.is_gpt:
-                self._add(layer, "d n2 of gate", "d n2")
+                self._add_gradients(layer, "d n2", "d n2 of gate")
         self.sum_gradients(f"{layer} d n2")
         self._norm_gradients(group, "ffn norm")
         self._keep(layer, "d x2", self.own_width)
@@ -516,7 +516,7 @@ class Training:
             if self.is_gpt:
                 self.gradient(group, "wo bias")
         else:
-            self._product_back(layer, "d attended", queries, "wo")
+            self._back_through(layer, "d attended", queries, "wo")
         self.spread_no_more(f"{layer} d x2")
         if self.exchanges:
             self._keep(layer, "d exchanged", queries)
@@ -536,10 +536,10 @@ class Training:
             self.sum_gradients(*(f"{layer} d n1 of {name}" for name in ("wq", "wk", "wv")))
         else:
             for name in ("v", "k", "q"):
-                self._product_back(layer, f"d n1 of w{name}", hidden, f"w{name}")
+                self._back_through(layer, f"d n1 of w{name}", hidden, f"w{name}")
                 self._done(layer, f"d {name}")
                 if name == "k" and not self.adds_in_place:
-                    self._add(layer, "d n1 of wv", "d n1 of wk")
+                    self._add_gradients(layer, "d n1 of wk", "d n1 of wv")
                 elif name != "v":  # the sum of the two before is nobody else's
                     self._done(layer, "d n1 of wv" if name == "k" else "d n1 of wk")
             self._done(layer, "n1")
@@ -549,7 +549,7 @@ class Training:
         self.give_back(f"x{layer}")
         self._drop()
 
-    def _product_back(self, layer: int, name: str, values: float, parameter: str) -> None:
+    def _back_through(self, layer: int, name: str, values: float, parameter: str) -> None:
         """The gradient `name` of what went into a product, of each token, and that of its weight: which comes first if
         autograd takes it by itself."""
         group = block_of(layer)
@@ -561,11 +561,11 @@ class Training:
         if self.is_gpt:
             self.gradient(group, f"{parameter} bias")
 
-    def _add(self, layer: int, *names: str) -> None:
-        """Two gradients, which others may have views of, to a new one with the name of the last."""
+    def _add_gradients(self, layer: int, name: str, other: str) -> None:
+        """Gradients of the same hidden states, of which others may have views, to another one."""
         self._keep(layer, "both", self.model.hidden)
-        self._done(layer, *names)
-        self.rename(f"{layer} both", f"{layer} {names[-1]}")
+        self._done(layer, name, other)
+        self.rename(f"{layer} both", f"{layer} {name}")
 
     def _attend_back(self, layer: int) -> None:
         """From the gradients of what attention came to, to those of queries, keys and values."""
