@@ -3,7 +3,9 @@
 As `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.11 has it by default: a request is rounded to 512 bytes and takes
 the smallest free piece of its stream that is large enough; what is left of the piece stays free; neighbours that are
 free become one again. Where there is none, a segment is reserved: 2 MiB for requests of up to 1 MiB, which have
-segments of their own, 20 MiB for those below 10 MiB, and else what was asked for, in steps of 2 MiB.
+segments of their own, 20 MiB for those below 10 MiB, and else what was asked for, in steps of 2 MiB. Of free pieces
+that are alike it takes the one at the lowest address, and each new segment is below the older ones: so CUDA's driver
+for Linux places them (seen on H200, in 44 records of all that ranks asked for).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Piece:
 
 
 Order = tuple[int, int, int, Piece]
-"""Smallest first, and of pieces alike the one that was reserved first."""
+"""Smallest first, and of pieces alike the one at the lowest address."""
 
 
 class Allocator:

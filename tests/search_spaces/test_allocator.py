@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks import DATA
 from benchmarks.measure.blind import read
-from search_spaces.replay.allocator import Allocator, Piece
+from search_spaces.replay.allocator import Allocator, Order, Piece
 
 MIB = 2**20
 
@@ -72,26 +72,65 @@ def test_what_is_given_back_becomes_whole_again(requests: list[tuple[int, int]])
     assert allocator.reserved == reserved
 
 
+class Emptied(Allocator):
+    """Whose free segments can be given back to the driver, which then has their addresses for others: the highest at
+    which a new one fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lowest = 0
+        self.holes: list[tuple[int, int]] = []
+
+    def _segment(self, wanted: int, pool: list[Order]) -> Piece:
+        piece = super()._segment(wanted, pool)
+        if fitting := [hole for hole in self.holes if hole[1] >= piece.size]:
+            start, size = max(fitting)
+            self.holes.remove((start, size))
+            piece.segment = start + size - piece.size
+            if size > piece.size:
+                self.holes.append((start, size - piece.size))
+        else:
+            self.lowest -= piece.size
+            piece.segment = self.lowest
+        return piece
+
+    def empty(self) -> None:
+        for free in self._free.values():
+            for order in [one for one in free if one[3].before is one[3].after is None]:
+                free.remove(order)
+                self.reserved -= order[0]
+                self.holes.append((order[1], order[0]))
+        holes, self.holes = sorted(self.holes), []
+        for start, size in holes:
+            if self.holes and sum(self.holes[-1]) == start:
+                start, size = self.holes[-1][0], self.holes.pop()[1] + size
+            self.holes.append((start, size))
+
+
 def reserved(rank: dict[str, Any]) -> int:
-    """Bytes, of the requests in a rank's record, from where the engine has emptied torch's cache before its moments."""
+    """Bytes at most, by the requests in a rank's record. One of the engines empties torch's cache before it makes the
+    moments."""
     events, places = rank["events"], rank["places"]
-    empty = next(i for i, one in enumerate(events) if len(one) == 3 and "_make_moments" in places[one[2]])
     late = {one[0] for one in events if one[1:] == ["late"]}
-    before = {one[0] for one in events[:empty] if len(one) == 1}
-    allocator, held = Allocator(), dict[int, Piece]()
+    allocator, held, most, is_new = Emptied(), dict[int, Piece](), 0, True
     for number, one in enumerate(events):
         if len(one) == 3:
-            if number >= empty or number not in before:
-                held[number] = allocator.take(one[0], one[1])
-        elif number > empty and one[0] in held and (one[1:] == ["late"] or (len(one) == 1 and one[0] not in late)):
+            if is_new and "_make_moments" in places[one[2]]:
+                allocator.empty()
+                is_new = False
+            held[number] = allocator.take(one[0], one[1])
+        elif one[1:] == ["late"] or (len(one) == 1 and one[0] not in late):
             allocator.give_back(held.pop(one[0]))
-    return allocator.reserved
+        most = max(most, allocator.reserved)
+    return most
 
 
 def test_what_was_asked_for_on_gpus_is_reserved_as_it_was_there() -> None:
-    """To the byte, but with experts and ZeRO-3, where things go when a stream is through with them, which torch notices
-    at some later request."""
-    for row in read(DATA / "allocations_2xh200.jsonl.xz"):
-        is_exact = row["config"]["zero_stage"] < 3 and "moe" not in row["spec"]
-        for rank in row["ranks"]:
-            assert abs(reserved(rank) / rank["reserved"] - 1) <= (0 if is_exact else 0.04)
+    """To the byte, by 41 of 44 ranks of two engines; two others begin again among older segments."""
+    off = [
+        reserved(rank) - rank["reserved"]
+        for name in ("allocations_2xh200", "allocations2_2xh200")
+        for row in read(DATA / f"{name}.jsonl.xz")
+        for rank in row["ranks"]
+    ]
+    assert sorted(off) == [0] * 41 + [2 * MIB] + [64 * MIB] * 2
