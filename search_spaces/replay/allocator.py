@@ -95,4 +95,4 @@ class Allocator:
             size = -(-wanted // STEP) * STEP
         self.reserved += size
         self._segments += 1
-        return Piece(size, self._segments, 0, pool)
+        return Piece(size, -self._segments, 0, pool)
