@@ -194,11 +194,15 @@ class Split(Sharded):
         if self.is_gpt:
             self.gradient("ends", "positions")
         self.take("second part", self.ranks * table)
+        self._work_on_table(self.model.vocab)
         self.spread_no_more("dx")
         self.take("own of second part", table)
         self.take("both parts", table)
         self.give_back("second part", "own of second part", "both parts")
         self.gradient("ends", "tokens")
+
+    def _work_on_table(self, rows: int) -> None:
+        super()._work_on_table(rows * self.ranks)
 
 
 class PipelinedSplit(Split, Pipelined):

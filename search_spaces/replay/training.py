@@ -19,6 +19,10 @@ L2_CACHE = 60 * 2**20
 """Bytes that are written before each try of a kernel while the compiler looks for the fastest: an H200's, others' are
 like it. They stay reserved, and small things that last find room there."""
 
+FEW_ROWS, ROWS = 3072, 10
+"""Tokens up to which torch goes back through a table without a workspace, and tokens of which it adds up the gradients
+of one row first (`aten/src/ATen/native/cuda/Embedding.cu`)."""
+
 MAIN = 0
 """The stream that computes."""
 
@@ -260,12 +264,22 @@ class Training:
         """A tied table's comes in two parts, of which autograd keeps the first until it has the second."""
         if not self.model.tie_embeddings:
             self.gradient("embedding", "tokens")
+            self._work_on_table(self.model.vocab)
             return
         self.take("second part", self.model.vocab * self.model.hidden)
+        self._work_on_table(self.model.vocab)
         if self.is_gpt:
             self.gradient("ends", "positions")
         self.give_back("second part")
         self.gradient("ends", "tokens")
+
+    def _work_on_table(self, rows: int) -> None:
+        """What the kernel works in that adds up the gradients of what was looked up in a table, in fp32: a sum for each
+        row that may have been, and for all further parts of its tokens."""
+        if self.tokens > FEW_ROWS:
+            sums = min(self.tokens, rows) + self.tokens // ROWS
+            self.take("workspace of a table", sums * self.model.hidden, 4)
+            self.give_back("workspace of a table")
 
     def _norm_gradients(self, group: str, norm: str) -> None:
         for name in self.groups[group]:
