@@ -46,9 +46,11 @@ class SplitGraphs(Sharded):
             return
         inner = self.model.ffn_hidden
         self._own(layer, "n1 own")
+        self._try_kernels()
         self._all(layer, "gathered")
         self._all(layer, "n1")
         self._place(layer, "n1 own", "q")
+        self._work_forward()
         for name in ("k", "v"):
             self._keep(layer, name, self.model.key_width)
         if not self.is_gpt:

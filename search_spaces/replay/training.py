@@ -52,15 +52,17 @@ class Training:
         self.groups = groups_of(model)
         self.late = 0.0
         self.start()
-        if compiled and not self.is_gpt:  # norms are the first to be tried, and in a GPT what follows products
-            self._try_kernels()
-        self.take("workspace", WORKSPACE, 1)
-        if compiled and self.is_gpt:
-            self._try_kernels()
 
     def _try_kernels(self) -> None:
-        self.take("cache", L2_CACHE, 1)
-        self.give_back("cache")
+        """Those of the first norm, which come before the first product."""
+        if self.compiled and not self.holds("workspace"):
+            self.take("cache", L2_CACHE, 1)
+            self.give_back("cache")
+
+    def _work_forward(self) -> None:
+        """In the first product, which has what it comes to already."""
+        if not self.holds("workspace"):
+            self.take("workspace", WORKSPACE, 1)
 
     def among(self, name: str) -> dict[str, Piece]:
         """Those among which a tensor is."""
@@ -318,8 +320,10 @@ class Training:
         model, selective, fused = self.model, self.selective, self.compiled
         inner, queries, keys = model.ffn_hidden, model.query_width, model.key_width
         self.take_normed(f"{layer} n1")
+        self._try_kernels()
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
+            self._work_forward()
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
