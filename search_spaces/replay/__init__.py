@@ -33,8 +33,9 @@ from search_spaces.workload import Workload
 STEPS = 3
 """After which no more is reserved: the second is the first with moments, the third has them where they stay."""
 
-ROUNDS = 2
-"""Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
+ROUNDS = 3
+"""Microbatches of a step that differ: the first finds no gradients, the last sums them up, and one between both changes
+what room the last finds."""
 
 FULL, LEAST = 2, 8
 """Microbatches of a step, in the pipeline's ranks, and in any case, after which all further ones are like the last."""

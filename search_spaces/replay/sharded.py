@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from search_spaces.replay.training import Training
 
+TIED = "ends"
+"""The group of a tied table."""
+
 REDUCING = 1
 """The stream on which FSDP2 makes the gradients of its shards."""
 
@@ -19,15 +22,32 @@ class Sharded(Training):
     """Ranks that hold a part of each parameter."""
 
     def start(self) -> None:
-        """Each part of the model is made whole, and once all that the rank holds of it is copied, let go of."""
+        """Each part of the model is made whole, and then copied to what the rank holds of it: experts before what else
+        their block has, and what tied tables are in last."""
         self.gathered: set[str] = set()
         self.summed: set[str] = set()
         self.has_moments = self.is_sending = False
-        for group, parameters in self.groups.items():
+        made: list[str] = []
+        for group in self.groups:
             self.make(group)
-            for name, count in parameters.items():
-                self.take(f"shard {group} {name}", count / self.shards, 4)
-            self.give_back(*(f"whole {group} {name}" for name in parameters))
+            made.append(group)
+            if group != TIED and not (self.has_mixture and group.startswith("block")):
+                while made and made[-1] != TIED:
+                    self.shard(made.pop())
+        if made:
+            self.make_head()
+            self.shard(TIED)
+
+    def make_head(self) -> None:
+        """A tied one has a table of its own, which is dropped for the embedding's before that is sharded."""
+        self.take("table", self.groups[TIED]["tokens"], 4)
+        self.give_back("table")
+
+    def shard(self, group: str) -> None:
+        """Copy all of a group's parameters to what the rank holds of them, before any is let go of."""
+        for name, count in self.groups[group].items():
+            self.take(f"shard {group} {name}", count / self.shards, 4)
+        self.give_back(*(f"whole {group} {name}" for name in self.groups[group]))
 
     def make(self, group: str) -> None:
         """What FSDP2 is given of a group's parameters."""
@@ -39,9 +59,12 @@ class Sharded(Training):
             return
         self.gathered.add(group)
         for name, count in self.groups[group].items():
-            self.take("cast", count)
+            self.take("next cast", count)
+            if self.holds("cast"):
+                self.give_back("cast")
+            self.rename("next cast", "cast")
             self.take(f"{group} {name}", count)
-            self.give_back("cast")
+        self.give_back("cast")
 
     def gradient(self, group: str, name: str) -> None:
         self._make_gradient(group, name, self.made(group, name))

@@ -9,7 +9,8 @@ from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.fully_sharded import FullySharded
 from search_spaces.replay.pipelined import Pipelined
-from search_spaces.replay.sharded import Sharded
+from search_spaces.replay.sharded import TIED
+from search_spaces.replay.split_graphs import SplitGraphs
 
 WHOLE = ("norm", "attention norm", "ffn norm", "wo bias", "down bias", "router")
 """How the names begin of parameters that each rank has whole, as wide as hidden states."""
@@ -27,7 +28,7 @@ def share_of(model: ModelShape, ranks: int) -> ModelShape:
     )
 
 
-class Split(Sharded):
+class Split(SplitGraphs):
     """One of the ranks that share all products (Shoeybi et al. 2019).
 
     Under sequence parallelism (Korthikanti et al. 2022) it has its own tokens alone where hidden states are added up
@@ -46,7 +47,9 @@ class Split(Sharded):
     def share(self, layout: Layout) -> None:
         """Take note of what the ranks split, and how."""
         self.ranks, self.scatters = layout.tensor_parallel_size, layout.splits_sequence
-        self.joins = layout.micro_batch_size > 1
+        self.sequences = layout.micro_batch_size
+        self.joins = self.sequences > 1
+        self.know_graphs(layout)
 
     def make(self, group: str) -> None:
         """Whole, but for experts, and then a rank's part of each parameter."""
@@ -57,6 +60,12 @@ class Split(Sharded):
             self.take("part", self.groups[group][name], 4)
             self.give_back(f"whole {group} {name}")
             self.rename("part", f"whole {group} {name}")
+
+    def make_head(self) -> None:
+        table = self.groups[TIED]["tokens"]
+        self.take("table", table * self.ranks, 4)
+        self.take("part", table, 4)
+        self.give_back("table", "part")
 
     @property
     def own_width(self) -> float:
@@ -152,10 +161,27 @@ class Split(Sharded):
 
     # The ends
 
+    @property
+    def positions(self) -> float:
+        """Values that are looked up of positions, which all sequences share."""
+        return self.tokens / self.sequences * self.model.hidden
+
     def _embed(self, group: str) -> None:
+        """What is looked up in one table stays until it is in the other as well."""
         self.gather(group)
-        self.take_all("x0")
-        self.sum_tokens("x0")
+        self.take_all("looked up")
+        self._add_up()
+        self.rename("sum", "x0")
+        if self.is_gpt:
+            self.take("of positions", self.positions)
+            self.take("in order", self.positions)
+            self.take("own of positions", self.positions / self.ranks)
+            self.give_back("in order", "of positions", "looked up")
+            self.take_own("sum")
+            self.give_back("x0", "own of positions")
+            self.rename("sum", "x0")
+        else:
+            self.give_back("looked up")
         self.take_own("arrived")
         self.give_back("x0")
         self.rename("arrived", "x0")
@@ -185,20 +211,32 @@ class Split(Sharded):
         self.give_back("of copy")
 
     def _table_gradient(self) -> None:
+        """Once the gradients of hidden states are gathered for it, a rank's own are let go of."""
+        is_tied = self.model.tie_embeddings
+        if self.is_gpt and is_tied:
+            self.take("own of positions", self.positions / self.ranks)
+            self.take("of positions", self.positions)
+            self.give_back("own of positions")
+            self.gradient("ends", "positions")
+            self.give_back("of positions")
         self.spread("dx")
-        if not self.model.tie_embeddings:
+        if self.scatters:
+            self.give_back("dx")
+            self.rename("dx spread", "dx")
+        if not is_tied:
             super()._table_gradient()
-            self.spread_no_more("dx")
             return
         table = self.model.vocab * self.model.hidden
-        if self.is_gpt:
-            self.gradient("ends", "positions")
         self.take("second part", self.ranks * table)
-        self.spread_no_more("dx")
-        self.take("own of second part", table)
+        self._work_on_table(self.model.vocab)
+        self.give_back("dx")
+        self.take("dx", table)  # what the rank has of that part, the last to be let go of
         self.take("both parts", table)
-        self.give_back("second part", "own of second part", "both parts")
+        self.give_back("second part", "both parts")
         self.gradient("ends", "tokens")
+
+    def _work_on_table(self, rows: int) -> None:
+        super()._work_on_table(rows * self.ranks)
 
 
 class PipelinedSplit(Split, Pipelined):
@@ -208,7 +246,6 @@ class PipelinedSplit(Split, Pipelined):
     def __init__(self, model: ModelShape, tokens: int, layout: Layout, rank: int) -> None:
         self.share(layout)
         Pipelined.__init__(self, share_of(model, self.ranks), tokens, layout, rank)
-        self.keeps_output = True  # something as large is kept: without, one of four ranks came out 12% too low
 
     def _is_ended(self, name: str) -> bool:
         return name in ("exponentials", "sum") or super()._is_ended(name)

@@ -19,8 +19,9 @@ L2_CACHE = 60 * 2**20
 """Bytes that are written before each try of a kernel while the compiler looks for the fastest: an H200's, others' are
 like it. They stay reserved, and small things that last find room there."""
 
-FEW_TOKENS = 3072
-"""For which another kernel sums up the gradients of a table's entries."""
+FEW_ROWS, ROWS = 3072, 10
+"""Tokens up to which torch goes back through a table without a workspace, and tokens of which it adds up the gradients
+of one row first (`aten/src/ATen/native/cuda/Embedding.cu`)."""
 
 MAIN = 0
 """The stream that computes."""
@@ -55,19 +56,15 @@ class Training:
         self.groups = groups_of(model)
         self.late = 0.0
         self.start()
-        if compiled and not self.is_gpt:  # norms are the first to be tried, and in a GPT what follows products
-            self._try_kernels()
-        if compiled:
-            self._work_forward()
-        if compiled and self.is_gpt:
-            self._try_kernels()
 
     def _try_kernels(self) -> None:
-        self.take("cache", L2_CACHE, 1)
-        self.give_back("cache")
+        """Those of the first norm, which come before the first product."""
+        if self.compiled and not self.holds("workspace"):
+            self.take("cache", L2_CACHE, 1)
+            self.give_back("cache")
 
     def _work_forward(self) -> None:
-        """Have what products work in, as the first has just made room for what it comes to."""
+        """In the first product, which has what it comes to already."""
         if not self.holds("workspace"):
             self.take("workspace", WORKSPACE, 1)
 
@@ -276,16 +273,8 @@ class Training:
         else:
             self.take(made, count)
             if name == "tokens":
-                self._sum_entries()
+                self._work_on_table(self.model.vocab)
         return made
-
-    def _sum_entries(self) -> None:
-        """What the kernel works in that sums up the gradients of a table's entries over many tokens: sums in fp32 of
-        ten of an entry each (`EmbeddingBackwardKernel.cu` of PyTorch)."""
-        if self.tokens > FEW_TOKENS:
-            sums = self.tokens // 10 + min(self.tokens, self.model.vocab)
-            self.take("sums of entries", sums * self.model.hidden, 4)
-            self.give_back("sums of entries")
 
     def _work_backward(self) -> None:
         if not self.holds("workspace of backward passes"):
@@ -300,11 +289,19 @@ class Training:
             self.gradient("ends", "positions")
         table = self.model.vocab * self.model.hidden
         self.take("second part", table)
-        self._sum_entries()
+        self._work_on_table(self.model.vocab)
         self.take("both parts", table)
         self.give_back("second part", TABLE)
         self.rename("both parts", TABLE)
         self.gradient("ends", "tokens")
+
+    def _work_on_table(self, rows: int) -> None:
+        """What the kernel works in that adds up the gradients of what was looked up in a table, in fp32: a sum for each
+        row that may have been, and for all further parts of its tokens."""
+        if self.tokens > FEW_ROWS:
+            sums = min(self.tokens, rows) + self.tokens // ROWS
+            self.take("workspace of a table", sums * self.model.hidden, 4)
+            self.give_back("workspace of a table")
 
     def _norm_gradients(self, group: str, norm: str) -> None:
         for name in self.groups[group]:
@@ -343,6 +340,7 @@ class Training:
         model, selective, fused = self.model, self.selective, self.compiled
         inner, queries, keys = model.ffn_hidden, model.query_width, model.key_width
         self.take_normed(f"{layer} n1")
+        self._try_kernels()
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
             self._work_forward()
