@@ -19,7 +19,8 @@ class Sharded(Training):
     """Ranks that hold a part of each parameter."""
 
     def start(self) -> None:
-        """Each part of the model is made whole, and then copied to what the rank holds of it."""
+        """Each part of the model is made whole, and then copied to what the rank holds of it, which FSDP2 does parameter
+        by parameter, with all of the part in a list meanwhile."""
         self.gathered: set[str] = set()
         self.summed: set[str] = set()
         self.has_moments = self.is_sending = False
@@ -27,7 +28,7 @@ class Sharded(Training):
             self.make(group)
             for name, count in parameters.items():
                 self.take(f"shard {group} {name}", count / self.shards, 4)
-                self.give_back(f"whole {group} {name}")
+            self.give_back(*(f"whole {group} {name}" for name in parameters))
 
     def make(self, group: str) -> None:
         """What FSDP2 is given of a group's parameters."""
