@@ -19,8 +19,8 @@ class Sharded(Training):
     """Ranks that hold a part of each parameter."""
 
     def start(self) -> None:
-        """Each part of the model is made whole, and then copied to what the rank holds of it, which FSDP2 does parameter
-        by parameter, with all of the part in a list meanwhile."""
+        """Each part of the model is made whole, and then copied to what the rank holds of it, which FSDP2
+        does parameter by parameter, with all of the part in a list meanwhile."""
         self.gathered: set[str] = set()
         self.summed: set[str] = set()
         self.has_moments = self.is_sending = False
@@ -93,7 +93,8 @@ class Sharded(Training):
         super().step()
 
     def end(self) -> None:
-        self.give_back("sent")
+        if self.is_sending:
+            self.give_back("sent")
         self.is_sending = False
         if not self.has_moments:
             self.has_moments = True

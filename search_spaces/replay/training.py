@@ -33,6 +33,10 @@ class Training:
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
+    works_at_once = True
+    """Whether what cuBLAS and the compiler work in is taken to be there from the start, and at a backward pass's: a
+    record of real allocations has it made once the first norm and the first products need it."""
+
     def __init__(self, model: ModelShape, tokens: int, rounds: int, compiled: bool, recompute: str) -> None:
         self.allocator = Allocator()
         self.model, self.tokens, self.rounds, self.compiled = model, tokens, rounds, compiled
@@ -44,17 +48,19 @@ class Training:
         self.live: dict[str, Piece] = {}
         self.block: dict[str, Piece] = {}  # what lives of the one under way, in the order in which it was made
         self.of_blocks: defaultdict[tuple[str, int], dict[str, Piece]] = defaultdict(dict)
-        self.drops = False
+        self.drops, self.tries = False, compiled
         self.groups = groups_of(model)
         self.late = 0.0
         self.start()
-        if compiled and not self.is_gpt:  # norms are the first to be tried, and in a GPT what follows products
-            self._try_kernels()
-        self.take("workspace", WORKSPACE, 1)
-        if compiled and self.is_gpt:
-            self._try_kernels()
+        if self.works_at_once:
+            if compiled and not self.is_gpt:  # norms are the first to be tried, and in a GPT what follows products
+                self._try_kernels()
+            self.take("workspace", WORKSPACE, 1)
+            if compiled and self.is_gpt:
+                self._try_kernels()
 
     def _try_kernels(self) -> None:
+        self.tries = False
         self.take("cache", L2_CACHE, 1)
         self.give_back("cache")
 
@@ -237,8 +243,10 @@ class Training:
     def _head_products(self) -> None:
         """The gradients of weights before those of what comes in, as autograd takes them without a bias."""
         self._table_product()
-        self._work_backward()
+        if self.holds(TABLE):
+            self._work_backward()
         self.take("dn", self.tokens * self.model.hidden)
+        self._work_backward()
 
     def _table_product(self) -> None:
         self.take(TABLE, self.model.vocab * self.model.hidden)
@@ -253,8 +261,12 @@ class Training:
         return made
 
     def _work_backward(self) -> None:
-        if not self.holds("workspace of backward passes"):
-            self.take("workspace of backward passes", WORKSPACE, 1)
+        self._work("workspace of backward passes")
+
+    def _work(self, name: str) -> None:
+        """Have what the first product of a thread makes after what that comes to."""
+        if not self.holds(name):
+            self.take(name, WORKSPACE, 1)
 
     def _table_gradient(self) -> None:
         """A tied table's comes in two parts, of which autograd keeps the first until it has the second."""
@@ -273,6 +285,10 @@ class Training:
                 self.gradient(group, name)
 
     # A block
+
+    adds_in_place = sums_in_place = False
+    """Whether autograd adds to the gradient of what came out of a block, and of its first half, in the place of that,
+    as it does where nothing else has it."""
 
     under_way = ""
     """Which microbatch's pass through which stage, where several may have been through the same block."""
@@ -304,8 +320,12 @@ class Training:
         model, selective, fused = self.model, self.selective, self.compiled
         inner, queries, keys = model.ffn_hidden, model.query_width, model.key_width
         self.take_normed(f"{layer} n1")
+        if self.tries:
+            self._try_kernels()
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
+            if not self.works_at_once:
+                self._work("workspace of backward passes" if again else "workspace")
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
@@ -335,6 +355,8 @@ class Training:
             self._past(layer, "up", *(() if self.is_gpt else ("gate",) if fused else ("gate", "silu")))
             if selective:
                 self._done(layer, "n2", *(("silu",) if self.holds(f"{layer} silu") else ()))
+            if again and not fused:  # all that is kept is there, and the rest is not done again
+                return
             self.take_summands(f"{layer} down", f"{layer} n2")
             if selective:
                 self._done(layer, "activated")
@@ -424,10 +446,7 @@ class Training:
         if self.has_mixture:
             self._experts_backward(layer, is_last)
         else:
-            self._keep(layer, "d activated", inner)
-            self.gradient(group, "down")
-            if self.is_gpt:
-                self.gradient(group, "down bias")
+            self._back_through(layer, "d activated", inner, "down")
             self._done(layer, "activated")
             self.spread_no_more("dx")
             if fused:  # in place of what goes in, where that is the last to need it
@@ -447,13 +466,9 @@ class Training:
                 self._keep(layer, "d gate", inner)
                 self._done(layer, "d silu", "gate", "up")
             if not self.is_gpt:
-                self._keep(layer, "d n2 of gate", hidden)
-                self.gradient(group, "gate")
+                self._back_through(layer, "d n2 of gate", hidden, "gate")
                 self._done(layer, "d gate")
-            self._keep(layer, "d n2", hidden)
-            self.gradient(group, "up")
-            if self.is_gpt:
-                self.gradient(group, "up bias")
+            self._back_through(layer, "d n2", hidden, "up")
             self._done(layer, "d up")
             if not self.is_gpt and fused:
                 self._done(layer, "d n2 of gate")
@@ -466,20 +481,20 @@ class Training:
         self._norm_gradients(group, "ffn norm")
         self._keep(layer, "d x2", self.own_width)
         self._done(layer, "d n2")
+        adds_in_place = not fused and self.adds_in_place
         if self.holds(f"{layer} x2"):
-            self._keep(layer, "both", self.own_width)
+            if not adds_in_place:
+                self._keep(layer, "both", self.own_width)
             self._done(layer, "d x2", "x2")
-            self.rename(f"{layer} both", f"{layer} d x2")
+            self.rename("dx" if adds_in_place else f"{layer} both", f"{layer} d x2")
         if self.holds(f"{layer} wo"):
             self._done(layer, "wo")
-        self.give_back("dx")
+        if self.holds("dx"):
+            self.give_back("dx")
         self.spread(f"{layer} d x2")
-        self._keep(layer, "d attended", queries)
         if self.exchanges and in_graph:
             self._keep(layer, "exchanged", queries)
-        self.gradient(group, "wo")
-        if self.is_gpt:
-            self.gradient(group, "wo bias")
+        self._back_through(layer, "d attended", queries, "wo")
         self.spread_no_more(f"{layer} d x2")
         if self.exchanges:
             self._keep(layer, "d exchanged", queries)
@@ -489,17 +504,46 @@ class Training:
         if in_graph:
             self._keep(layer, "n1", hidden)
         for name in ("wv", "wk", "wq"):
-            self._keep(layer, f"d n1 of {name}", hidden)
-            self.gradient(group, name)
-        if self.is_gpt:
-            for name in ("wv", "wk", "wq"):
-                self.gradient(group, f"{name} bias")
-        self._done(layer, "d q", "d k", "d v", "n1")
-        self.sum_gradients(*(f"{layer} d n1 of {name}" for name in ("wq", "wk", "wv")))
+            self._back_through(layer, f"d n1 of {name}", hidden, name)
+            if not fused:
+                self._done(layer, f"d {name[1]}")
+            if not fused and name == "wk":  # the first sum is made apart, to which the third is added in place
+                self._keep(layer, "d n1", hidden)
+                self._done(layer, "d n1 of wv", "d n1 of wk")
+        if fused:
+            self._done(layer, "d q", "d k", "d v")
+        else:
+            self._done(layer, "d n1 of wq")
+        self._done(layer, "n1")
+        summands = ("d n1 of wq", "d n1 of wk", "d n1 of wv") if fused else ("d n1",)
+        self.sum_gradients(*(f"{layer} {name}" for name in summands))
         self._norm_gradients(group, "attention norm")
-        self.take_own("dx")
+        if not fused:
+            self._keep(layer, "d x1", self.own_width)
+            self._done(layer, "d n1")
+        if fused or not self.sums_in_place:
+            self.take_own("dx")
+        else:
+            self.rename(f"{layer} d x2", "dx")
+        if not fused:
+            self._done(layer, "d x1")
         self.give_back(f"x{layer}")
         self._drop()
+
+    def _back_through(self, layer: int, made: str, width: int, name: str) -> None:
+        """From the gradient of what a product came to, to that of what came in, and of its parameters: autograd has
+        the weights' first where there is no bias, and last where there is one, whose gradient is summed up apart."""
+        group = block_of(layer)
+        weights_first = not (self.is_gpt or self.compiled)
+        if weights_first:
+            self.gradient(group, name)
+        self._keep(layer, made, width)
+        if not self.works_at_once:
+            self._work_backward()
+        if not weights_first:
+            self.gradient(group, name)
+        if self.is_gpt:
+            self.gradient(group, f"{name} bias")
 
     def _attend_back(self, layer: int) -> None:
         """From the gradients of what attention came to, to those of queries, keys and values."""
@@ -516,8 +560,8 @@ class Training:
             return
         self._done(layer, "rotated q", "rotated k")
         if not self.compiled:
-            self._rotate_back(layer, "d q", queries)
             self._rotate_back(layer, "d k", keys)
+            self._rotate_back(layer, "d q", queries)
         if self.selective:
             self._done(layer, "q", "k")
 
@@ -557,18 +601,20 @@ class Training:
             self._keep(layer, "activated", model.ffn_hidden)
 
     def _rotate_back(self, layer: int, name: str, width: int) -> None:
-        for made, gone in (
-            ("copy", ()),
-            ("sines", ()),
-            ("turned", ()),
-            ("cosines", ("copy", "sines")),
-            ("sum", ("turned", "cosines")),
+        for made, size, gone in (
+            ("copy", width, name),
+            ("sines", width, ""),
+            ("negative", width / 2, ""),
+            ("cosines", width, "copy"),
+            ("half", width / 2, "sines"),
+            ("turned", width, "turned"),
         ):
-            self._keep(layer, made, width, 4)
-            self._done(layer, *gone)
-        self._keep(layer, "back", width)
-        self._done(layer, "sum", name)
-        self.rename(f"{layer} back", f"{layer} {name}")
+            self._keep(layer, made, size, 4)
+            if gone:
+                self._done(layer, gone)
+        self._done(layer, "negative")
+        self._keep(layer, name, width)
+        self._done(layer, "cosines", "half")
 
     def _experts_backward(self, layer: int, is_last: bool) -> None:
         model, chosen = self.model, self.model.experts_per_token
@@ -600,6 +646,7 @@ class Training:
         self._done(layer, "d copies")
         self.sum_up(group, is_last)
         self._keep(layer, "d n2 of router", model.hidden)
+        self._work_backward()
         self.gradient(block_of(layer), "router")
         self._keep(layer, "d n2", model.hidden)
         self._done(layer, "d n2 of experts", "d n2 of router")
