@@ -23,7 +23,7 @@ STEP = 2 * 2**20
 @dataclass(eq=False, slots=True)
 class Piece:
     """Some bytes of a segment, between its neighbours there; `segment` and `offset` say where. `pool`: the free pieces
-    of its stream and kind."""
+    of its stream and kind. `others`: how many have it besides the first."""
 
     size: int
     segment: int
@@ -32,6 +32,7 @@ class Piece:
     is_free: bool = False
     before: Piece | None = None
     after: Piece | None = None
+    others: int = 0
 
 
 Order = tuple[int, int, int, Piece]
@@ -72,8 +73,16 @@ class Allocator:
             self.most = self.used
         return piece
 
+    def share(self, piece: Piece) -> Piece:
+        """Have one more give a piece back before it is free."""
+        piece.others += 1
+        return piece
+
     def give_back(self, piece: Piece) -> None:
         """What `take` gave."""
+        if piece.others:
+            piece.others -= 1
+            return
         self.used -= piece.size
         before, after, free = piece.before, piece.after, piece.pool
         if before is not None and before.is_free:

@@ -115,7 +115,8 @@ class Sharded(Training):
         super().step()
 
     def end(self) -> None:
-        self.give_back("sent")
+        if self.is_sending:
+            self.give_back("sent")
         self.is_sending = False
         if not self.has_moments:
             self.has_moments = True

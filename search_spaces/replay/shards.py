@@ -156,7 +156,7 @@ class GatheredWhole(Bucketed):
     gathered module by module, ahead of their turn. Gradients of a block go to the bucket together, in the model's
     order."""
 
-    adds_in_place = True
+    has_own_products = True
 
     def start(self) -> None:
         super().start()

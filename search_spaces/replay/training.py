@@ -31,9 +31,8 @@ class Training:
     """A training of one model, whose tensors have names while they live: those of block i begin with its number, and
     are apart from all others."""
 
-    adds_in_place = False
-    """Whether gradients of what several products were given are added where the first of them is, as those are that
-    no function of torch's own has made."""
+    has_own_products = False
+    """Whether products are functions of the engine's own, and none of torch's."""
 
     exchanges = False
     """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
@@ -64,9 +63,15 @@ class Training:
             self.give_back("cache")
 
     def _work_forward(self) -> None:
-        """In the first product, which has what it comes to already."""
-        if not self.holds("workspace"):
-            self.take("workspace", WORKSPACE, 1)
+        self._work("workspace")
+
+    def _work_backward(self) -> None:
+        self._work("workspace of backward passes")
+
+    def _work(self, name: str) -> None:
+        """What a thread's products work in, which the first of them has made after what it comes to."""
+        if not self.holds(name):
+            self.take(name, WORKSPACE, 1)
 
     def among(self, name: str) -> dict[str, Piece]:
         """Those among which a tensor is."""
@@ -96,13 +101,13 @@ class Training:
     @property
     def makes_weights_first(self) -> bool:
         """Of eager products without a bias, autograd has the gradients of weights first."""
-        return not (self.compiled or self.is_gpt or self.adds_in_place)
+        return not (self.compiled or self.is_gpt or self.has_own_products)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether others still have the gradient of what comes out of attention or a network, when that of what went
-        in is to be added: which makes a new one."""
-        return self.compiled or self.adds_in_place
+        """Whether others still have the gradient of what came out of a block, or of its first half, when that of what
+        went into attention or the network is added to it, which makes a new one then."""
+        return self.compiled or self.has_own_products
 
     # What engines do in ways of their own
 
@@ -259,8 +264,10 @@ class Training:
     def _head_products(self) -> None:
         """The gradients of weights before those of what comes in, as autograd takes them without a bias."""
         self._table_product()
-        self._work_backward()
+        if self.holds(TABLE):
+            self._work_backward()
         self.take("dn", self.tokens * self.model.hidden)
+        self._work_backward()
 
     def _table_product(self) -> None:
         self.take(TABLE, self.model.vocab * self.model.hidden)
@@ -275,10 +282,6 @@ class Training:
             if name == "tokens":
                 self._work_on_table(self.model.vocab)
         return made
-
-    def _work_backward(self) -> None:
-        if not self.holds("workspace of backward passes"):
-            self.take("workspace of backward passes", WORKSPACE, 1)
 
     def _table_gradient(self) -> None:
         """A tied table's comes in two parts, of which autograd keeps the first until it has the second."""
@@ -343,7 +346,10 @@ class Training:
         self._try_kernels()
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
-            self._work_forward()
+            if again:
+                self._work_backward()
+            else:
+                self._work_forward()
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
@@ -489,23 +495,24 @@ class Training:
                 self._done(layer, "d gate")
             self._back_through(layer, "d n2", hidden, "up")
             self._done(layer, "d up", "n2")
-            if not self.is_gpt and (fused or self.adds_in_place):
+            if not self.is_gpt and (fused or self.has_own_products):
                 self._done(layer, "d n2 of gate")
             elif not self.is_gpt:
-                self._add_gradients(layer, "d n2", "d n2 of gate")
+                self._add_gradients(layer, "d n2", "d n2 of gate", "d n2")
         self.sum_gradients(f"{layer} d n2")
         self._norm_gradients(group, "ffn norm")
         self._keep(layer, "d x2", self.own_width)
         self._done(layer, "d n2")
         if self.holds(f"{layer} x2"):
-            if self.keeps_gradients:
+            is_kept = self.keeps_gradients or self.among("dx")["dx"].others > 0
+            if is_kept:
                 self._keep(layer, "both", self.own_width)
-                self._done(layer, "d x2")
-                self.rename(f"{layer} both", f"{layer} d x2")
-            self._done(layer, "x2")
+            self._done(layer, "d x2", "x2")
+            self.rename(f"{layer} both" if is_kept else "dx", f"{layer} d x2")
         if self.holds(f"{layer} wo"):
             self._done(layer, "wo")
-        self.give_back("dx")
+        if self.holds("dx"):
+            self.give_back("dx")
         self.spread(f"{layer} d x2")
         if self.exchanges and in_graph:
             self._keep(layer, "d attended", queries)
@@ -536,14 +543,24 @@ class Training:
             for name in ("v", "k", "q"):
                 self._back_through(layer, f"d n1 of w{name}", hidden, f"w{name}")
                 self._done(layer, f"d {name}")
-                if name == "k" and not self.adds_in_place:
-                    self._add_gradients(layer, "d n1 of wk", "d n1 of wv")
-                elif name != "v":  # the sum of the two before is nobody else's
-                    self._done(layer, "d n1 of wv" if name == "k" else "d n1 of wk")
-            self._done(layer, "n1")
-            self.sum_gradients(f"{layer} d n1 of wq")
+                if name == "k" and self.has_own_products:
+                    self._done(layer, "d n1 of wk")
+                    self.rename(f"{layer} d n1 of wv", f"{layer} d n1")
+                elif name == "k":
+                    self._add_gradients(layer, "d n1", "d n1 of wv", "d n1 of wk")
+            self._done(layer, "d n1 of wq", "n1")  # the sum of the other two is nobody else's: it is added to that
+            self.sum_gradients(f"{layer} d n1")
         self._norm_gradients(group, "attention norm")
-        self.take_own("dx")
+        if fused:
+            self.take_own("dx")
+        else:
+            self._keep(layer, "d x1", self.own_width)
+            self._done(layer, "d n1")
+            if self.keeps_gradients:
+                self.take_own("dx")
+            else:
+                self.rename(f"{layer} d x2", "dx")
+            self._done(layer, "d x1")
         self.give_back(f"x{layer}")
         self._drop()
 
@@ -554,16 +571,17 @@ class Training:
         if self.makes_weights_first:
             self.gradient(group, parameter)
         self._keep(layer, name, values)
+        self._work_backward()
         if not self.makes_weights_first:
             self.gradient(group, parameter)
         if self.is_gpt:
             self.gradient(group, f"{parameter} bias")
 
-    def _add_gradients(self, layer: int, name: str, other: str) -> None:
+    def _add_gradients(self, layer: int, made: str, *names: str) -> None:
         """Gradients of the same hidden states, of which others may have views, to another one."""
         self._keep(layer, "both", self.model.hidden)
-        self._done(layer, name, other)
-        self.rename(f"{layer} both", f"{layer} {name}")
+        self._done(layer, *names)
+        self.rename(f"{layer} both", f"{layer} {made}")
 
     def _attend_back(self, layer: int) -> None:
         """From the gradients of what attention came to, to those of queries, keys and values."""
