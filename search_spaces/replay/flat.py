@@ -83,8 +83,10 @@ class Flat(Training):
     def _take_projected(self, layer: int) -> None:
         model = self.model
         self._keep(layer, "n1", model.hidden)
+        self._try_kernels()
         for name, width in (("q", model.query_width), ("k", model.key_width), ("v", model.key_width)):
             self._keep(layer, name, width)
+            self._work_forward()
 
     def _take_attended(self, layer: int) -> None:
         queries, keys = self.model.query_width, self.model.key_width
