@@ -175,6 +175,7 @@ class Replicas(Training):
         self.take_normed(f"{layer} n1")
         for weight, width in (("q", model.query_width), ("k", model.key_width), ("v", model.key_width)):
             self._product(layer, f"w{weight}", weight, width)
+            self._work_forward()
         for name, width in (("q", model.query_width), ("k", model.key_width)):
             self._rotate(layer, name, width)
         self._attend(layer)

@@ -7,8 +7,8 @@ from search_spaces.replay.groups import block_of
 from search_spaces.replay.sharded import Sharded
 
 ROWS = 8
-"""Tokens of which a norm's backward pass adds up the gradients of its weights first (`_initial_split_size` of torch's
-compiler), in fp32."""
+"""Tokens of which a norm's backward pass adds up the gradients of its weights first, in fp32, as recorded of both
+families."""
 
 
 class SplitGraphs(Sharded):
