@@ -83,7 +83,7 @@ class Flat(Training):
     def _take_projected(self, layer: int) -> None:
         model = self.model
         self._keep(layer, "n1", model.hidden)
-        self._try_kernels()
+        self._try_norm()
         for name, width in (("q", model.query_width), ("k", model.key_width), ("v", model.key_width)):
             self._keep(layer, name, width)
             self._work_forward()
