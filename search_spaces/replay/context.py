@@ -16,6 +16,7 @@ class Context(Training):
     whose results is merged of two parts."""
 
     ranks: int
+    projects_in_place = False
 
     @property
     def queries(self) -> str:

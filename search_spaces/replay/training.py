@@ -61,12 +61,12 @@ class Training:
         self.start()
 
     def _try_norm(self) -> None:
-        """The first is tried before the first product if there are several ways, or what it comes to is gathered."""
+        """The first, if there are several ways for it, or what it comes to is gathered."""
         if self.model.hidden > ONE_WAY or self.own_width < self.model.hidden:
             self._try_kernels()
 
     def _try_kernels(self) -> None:
-        """Those that are the first for which there are several ways."""
+        """Those that are the first for which there are several ways: the ways of others are often known already."""
         if self.compiled and not self.has_tried:
             self.has_tried = True
             self.take("cache", L2_CACHE, 1)
@@ -118,6 +118,13 @@ class Training:
         """Whether others still have the gradient of what came out of a block, or of its first half, when that of what
         went into attention or the network is added to it, which makes a new one then."""
         return self.compiled or self.has_own_products
+
+    @property
+    def projects_in_place(self) -> bool:
+        """Whether what attention comes to is projected to where the queries were before they were rotated, which are as
+        many: so it was recorded of one graph of a block that is not computed again."""
+        in_graph = self.compiled and not (self.selective or self.full or self.exchanges)
+        return in_graph and not self.is_gpt and self.model.query_width == self.model.hidden
 
     # What engines do in ways of their own
 
@@ -363,12 +370,15 @@ class Training:
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
-                if fused and not selective:
+                if fused and not selective and not (name == "q" and self.projects_in_place):
                     self._done(layer, name)
         self._attend(layer)
         if self.exchanges:
             self._keep(layer, "exchanged", queries)
-        self.take_summands(f"{layer} wo", f"{layer} n1")
+        if self.projects_in_place:
+            self.rename(f"{layer} q", f"{layer} wo")
+        else:
+            self.take_summands(f"{layer} wo", f"{layer} n1")
         if self.exchanges and selective:  # the policy leaves exchanges to be done again
             self._done(layer, "exchanged")
         self._past(layer, "n1", "attended", *(["exchanged"] if self.exchanges else []))
