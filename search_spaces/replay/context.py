@@ -16,7 +16,6 @@ class Context(Training):
     whose results is merged of two parts."""
 
     ranks: int
-    projects_in_place = False
 
     @property
     def queries(self) -> str:

@@ -71,6 +71,12 @@ class Flat(Training):
     """Whether such a block keeps what attention's last product came to."""
 
     @property
+    def projects_in_place(self) -> bool:  # type: ignore[override]
+        """Where these are as many: so it was recorded of one graph of torch's products that is not computed again."""
+        in_graph = self.compiled and not (self.selective or self.full or self.exchanges or self.has_own_products)
+        return in_graph and not self.is_gpt and self.model.query_width == self.model.hidden
+
+    @property
     def recomputes_in_graph(self) -> bool:
         return self.compiled and self.full and not (self.is_gpt or self.has_mixture)
 

@@ -28,7 +28,7 @@ class Replicas(Training):
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
         self.splits = layout.tensor_parallel_size > 1
-        self.whole = dict(parameters_of(groups_of(model)))
+        self.wholes = dict(parameters_of(groups_of(model)))
         self.positions = tokens // layout.micro_batch_size
         share = share_of(model, layout.tensor_parallel_size)
         super().__init__(share, tokens, rounds, layout.compile, layout.recompute)
@@ -36,15 +36,18 @@ class Replicas(Training):
     def start(self) -> None:
         self.copies: list[str] = []
         self._make_rotary()
-        for name, count in self.whole.items():
+        self.make_weights()
+        self.make_moments()
+
+    def make_weights(self) -> None:
+        for name, count in self.wholes.items():
             self.take(f"weight {name}", count, 4)
         for name, count in parameters_of(self.groups):
-            if count < self.whole[name]:
+            if count < self.wholes[name]:
                 self.take("part", count, 4)
                 self.give_back(f"weight {name}")
                 self.rename("part", f"weight {name}")
         self.allocator.empty()
-        self.make_moments()
 
     def _make_rotary(self) -> None:
         """The table of cosines and sines: small, but what else is smaller than ten MiB lies beside it."""

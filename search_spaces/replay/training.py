@@ -41,6 +41,9 @@ class Training:
     exchanges = False
     """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
 
+    projects_in_place = False
+    """Whether what attention comes to is projected to where the queries were before they were rotated."""
+
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
@@ -118,13 +121,6 @@ class Training:
         """Whether others still have the gradient of what came out of a block, or of its first half, when that of what
         went into attention or the network is added to it, which makes a new one then."""
         return self.compiled or self.has_own_products
-
-    @property
-    def projects_in_place(self) -> bool:
-        """Whether what attention comes to is projected to where the queries were before they were rotated, which are as
-        many: so it was recorded of one graph of a block that is not computed again."""
-        in_graph = self.compiled and not (self.selective or self.full or self.exchanges)
-        return in_graph and not self.is_gpt and self.model.query_width == self.model.hidden
 
     # What engines do in ways of their own
 
