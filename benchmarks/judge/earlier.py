@@ -121,15 +121,15 @@ class EarlierReplicas(Replicas):
     """Parameters were made whole before a rank had its part of each; the first step had its moments made."""
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
-        self.whole = groups_of(model)
         self.has_moments = False
         super().__init__(model, tokens, rounds, layout)
 
-    def start(self) -> None:
-        made = {f"whole {name}": count for name, count in parameters_of(self.whole)} if self.splits else {}
+    def make_weights(self) -> None:
+        made = {f"whole {name}": count for name, count in self.wholes.items()} if self.splits else {}
         for name, count in made.items():
             self.take(name, count, 4)
-        super().start()
+        for name, count in parameters_of(self.groups):
+            self.take(f"weight {name}", count, 4)
         self.give_back(*made)
 
     def make_moments(self) -> None:

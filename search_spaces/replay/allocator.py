@@ -100,6 +100,13 @@ class Allocator:
         piece.is_free = True
         insort(free, (piece.size, piece.segment, piece.offset, piece))
 
+    def empty(self) -> None:
+        """Give the driver back all segments of which nothing is in use."""
+        for free in self._free.values():
+            whole = [order for order in free if order[3].before is order[3].after is None]
+            self.reserved -= sum(order[0] for order in whole)
+            free[:] = [order for order in free if order not in whole]
+
     def _segment(self, wanted: int, pool: list[Order]) -> Piece:
         size = SMALL_SEGMENT if wanted <= SMALL else MIDDLE_SEGMENT
         if wanted >= MIDDLE:

@@ -71,19 +71,50 @@ class Flat(Training):
     """Whether such a block keeps what attention's last product came to."""
 
     @property
+    def projects_in_place(self) -> bool:  # type: ignore[override]
+        """Where these are as many: so it was recorded of one graph of torch's products that is not computed again."""
+        in_graph = self.compiled and not (self.selective or self.full or self.exchanges or self.has_own_products)
+        return in_graph and not self.is_gpt and self.model.query_width == self.model.hidden
+
+    @property
     def recomputes_in_graph(self) -> bool:
         return self.compiled and self.full and not (self.is_gpt or self.has_mixture)
 
     def _forward(self, layer: int, again: bool = False) -> None:
-        if not self.recomputes_in_graph:
+        if self.drops and self.compiled and self.is_gpt and not self.exchanges:
+            self._forward_in_place(layer)
+        elif not self.recomputes_in_graph:
             super()._forward(layer, again)
         elif not again:  # or its backward pass begins with it
             self._forward_at_once(layer)
 
+    def _forward_in_place(self, layer: int) -> None:
+        """Of a GPT, whose graph keeps nothing meanwhile: products, norms and activations are where what they are made
+        of was. While the last are tried, each time of a copy, that is there beside them."""
+        model = self.model
+        self.take_normed(f"{layer} n1")
+        self._try_norm()
+        for name in ("q", "k", "v"):
+            self._keep(layer, name, model.hidden)
+            self._work_forward()
+        self._done(layer, "n1")
+        self._keep(layer, "attended", model.hidden)
+        self._keep(layer, "sums", model.heads, 4)
+        self._done(layer, "k", "v", "sums")
+        self._keep(layer, "up", model.ffn_hidden)
+        self._done(layer, "attended")
+        if not self.has_tried:
+            self._keep(layer, "copy", model.ffn_hidden)
+            self._try_kernels()
+            self._done(layer, "copy")
+        self._keep(layer, "down", model.hidden)
+        self._done(layer, "up", "q")
+        self.rename(f"{layer} down", f"x{layer + 1}")
+
     def _take_projected(self, layer: int) -> None:
         model = self.model
         self._keep(layer, "n1", model.hidden)
-        self._try_kernels()
+        self._try_norm()
         for name, width in (("q", model.query_width), ("k", model.key_width), ("v", model.key_width)):
             self._keep(layer, name, width)
             self._work_forward()

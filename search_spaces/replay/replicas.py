@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.flat_split import share_of
-from search_spaces.replay.groups import block_of, parameters_of
+from search_spaces.replay.groups import block_of, groups_of, parameters_of
 from search_spaces.replay.training import Training
 
 BUCKET = 500_000_000
@@ -17,7 +17,8 @@ BUCKET = 500_000_000
 
 class Replicas(Training):
     """A rank of eager blocks of a Llama, which are not computed again or wholly so: weights, gradients and moments are
-    in fp32, parameter by parameter.
+    in fp32, parameter by parameter. The model is made whole: where products are split, a rank's part of a weight is a
+    copy, in the place of wholes before it, so that some of their segments stay when the others are given back.
 
     Autocast makes a copy in bf16 of a weight for each product, and of its gradient one in fp32. Copies are kept until
     the end of a forward pass, and longer where the backward pass needs them; of DeepSpeed's own layers, which split
@@ -27,14 +28,37 @@ class Replicas(Training):
 
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout) -> None:
         self.splits = layout.tensor_parallel_size > 1
+        self.wholes = dict(parameters_of(groups_of(model)))
+        self.positions = tokens // layout.micro_batch_size
         share = share_of(model, layout.tensor_parallel_size)
         super().__init__(share, tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:
         self.copies: list[str] = []
-        for name, count in parameters_of(self.groups):
-            self.take(f"weight {name}", count, 4)
+        self._make_rotary()
+        self.make_weights()
         self.make_moments()
+
+    def make_weights(self) -> None:
+        for name, count in self.wholes.items():
+            self.take(f"weight {name}", count, 4)
+        for name, count in parameters_of(self.groups):
+            if count < self.wholes[name]:
+                self.take("part", count, 4)
+                self.give_back(f"weight {name}")
+                self.rename("part", f"weight {name}")
+        self.allocator.empty()
+
+    def _make_rotary(self) -> None:
+        """The table of cosines and sines: small, but what else is smaller than ten MiB lies beside it."""
+        angles = self.positions * self.model.head_dim
+        self.take("half", angles / 2, 4)
+        self.take("angles", angles, 4)
+        self.give_back("half")
+        self.take("cosines", angles, 4)
+        self.take("sines", angles, 4)
+        self.take("rotary table", 2 * angles, 4)
+        self.give_back("cosines", "sines", "angles")
 
     def make_moments(self) -> None:
         for name, count in parameters_of(self.groups):

@@ -19,6 +19,10 @@ L2_CACHE = 60 * 2**20
 """Bytes that are written before each try of a kernel while the compiler looks for the fastest: an H200's, others' are
 like it. They stay reserved, and small things that last find room there."""
 
+ONE_WAY = 2048
+"""Values of a token up to which the compiler knows one way to norm them, and has nothing to try: beyond, it sums them
+up in one go or in parts of so many (`_reduction_configs` in `torch/_inductor/runtime/triton_heuristics.py`)."""
+
 FEW_ROWS, ROWS = 3072, 10
 """Tokens up to which torch goes back through a table without a workspace, and tokens of which it adds up the gradients
 of one row first (`aten/src/ATen/native/cuda/Embedding.cu`)."""
@@ -37,6 +41,9 @@ class Training:
     exchanges = False
     """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
 
+    projects_in_place = False
+    """Whether what attention comes to is projected to where the queries were before they were rotated."""
+
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
@@ -51,14 +58,20 @@ class Training:
         self.live: dict[str, Piece] = {}
         self.block: dict[str, Piece] = {}  # what lives of the one under way, in the order in which it was made
         self.of_blocks: defaultdict[tuple[str, int], dict[str, Piece]] = defaultdict(dict)
-        self.drops = False
+        self.drops = self.has_tried = False
         self.groups = groups_of(model)
         self.late = 0.0
         self.start()
 
+    def _try_norm(self) -> None:
+        """The first, if there are several ways for it, or what it comes to is gathered."""
+        if self.model.hidden > ONE_WAY or self.own_width < self.model.hidden:
+            self._try_kernels()
+
     def _try_kernels(self) -> None:
-        """Those of the first norm, which come before the first product."""
-        if self.compiled and not self.holds("workspace"):
+        """Those that are the first for which there are several ways: the ways of others are often known already."""
+        if self.compiled and not self.has_tried:
+            self.has_tried = True
             self.take("cache", L2_CACHE, 1)
             self.give_back("cache")
 
@@ -343,7 +356,7 @@ class Training:
         model, selective, fused = self.model, self.selective, self.compiled
         inner, queries, keys = model.ffn_hidden, model.query_width, model.key_width
         self.take_normed(f"{layer} n1")
-        self._try_kernels()
+        self._try_norm()
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             self._keep(layer, name, width)
             if again:
@@ -353,12 +366,15 @@ class Training:
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
-                if fused and not selective:
+                if fused and not selective and not (name == "q" and self.projects_in_place):
                     self._done(layer, name)
         self._attend(layer)
         if self.exchanges:
             self._keep(layer, "exchanged", queries)
-        self.take_summands(f"{layer} wo", f"{layer} n1")
+        if self.projects_in_place:
+            self.rename(f"{layer} q", f"{layer} wo")
+        else:
+            self.take_summands(f"{layer} wo", f"{layer} n1")
         if self.exchanges and selective:  # the policy leaves exchanges to be done again
             self._done(layer, "exchanged")
         self._past(layer, "n1", "attended", *(["exchanged"] if self.exchanges else []))
@@ -376,6 +392,7 @@ class Training:
             if not fused and not self.is_gpt:
                 self._keep(layer, "silu", inner)
             self._keep(layer, "activated", inner)
+            self._try_kernels()
             self._past(layer, "up", *(() if self.is_gpt else ("gate",) if fused else ("gate", "silu")))
             if again and not fused:  # all is there that its backward pass wants
                 return
@@ -417,6 +434,7 @@ class Training:
         """Eager ones are turned in fp32, step by step."""
         if self.compiled:
             self._keep(layer, f"rotated {name}", width)
+            self._try_kernels()
             return
         for made, size, gone in (
             ("whole", width, ()),

@@ -72,6 +72,21 @@ def test_what_is_given_back_becomes_whole_again(requests: list[tuple[int, int]])
     assert allocator.reserved == reserved
 
 
+def test_segments_of_which_nothing_is_in_use_can_be_given_back() -> None:
+    allocator = Allocator()
+    pieces = [allocator.take(100 * MIB) for _ in range(2)]
+    allocator.give_back(pieces[0])
+    part = allocator.take(40 * MIB)
+    allocator.give_back(pieces[1])
+    allocator.empty()
+    assert allocator.reserved == 100 * MIB
+    allocator.take(60 * MIB)
+    assert allocator.reserved == 100 * MIB
+    allocator.give_back(part)
+    allocator.empty()
+    assert allocator.reserved == 100 * MIB
+
+
 class Emptied(Allocator):
     """Whose free segments can be given back to the driver, which then has their addresses for others: the highest at
     which a new one fits."""

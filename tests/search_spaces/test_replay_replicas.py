@@ -47,14 +47,15 @@ def test_replicas_that_were_measured() -> None:
         errors.append(abs(estimate(layout, work).peak_bytes / 2**30 / gib - 1))
         kinds.add((layout.recompute, layout.gradient_accumulation_steps, layout.tensor_parallel_size))
     assert (len(errors), len(kinds)) == (7, 6)
-    assert max(errors) < 0.003
+    assert max(errors) < 0.0001
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_between_steps_a_replica_has_its_states_alone(tensor: int, recompute: str) -> None:
     training = Replicas(SHORT, 2048, 2, replicas(tensor, recompute=recompute))
-    states = {name for name in training.live if name.startswith(("weight", "first moment", "second moment"))}
+    kinds = ("weight", "first moment", "second moment", "rotary table")
+    states = {name for name in training.live if name.startswith(kinds)}
     whole = sum(sum(parameters.values()) for parameters in training.groups.values())
     for _ in range(3):
         training.step()
