@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.replay.training import Training
+from search_spaces.replay.graphs import Graphs
 
 TIED = "ends"
 """The group of a tied table."""
@@ -13,7 +13,7 @@ REDUCING = 1
 """The stream on which FSDP2 makes the gradients of its shards."""
 
 
-class Sharded(Training):
+class Sharded(Graphs):
     """The `megatron` engine, by FSDP2 of a single rank: parameters are cast group by group as they are needed,
     gradients of microbatches are summed in fp32 and copied to those of the shards after the last, and the first step
     ends with the moments of Adam."""

@@ -26,6 +26,11 @@ class SplitGraphs(Sharded):
         self.knows_graphs = known and layout.compile and layout.recompute != "selective"
 
     @property
+    def is_graph(self) -> bool:
+        """These are others."""
+        return False
+
+    @property
     def are_graphs(self) -> bool:
         return self.knows_graphs and not self.has_mixture
 
