@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.replay.graphs import Graphs
+from search_spaces.replay.graphs import Graphs, workspace_of_sum
 
 TIED = "ends"
 """The group of a tied table."""
@@ -65,6 +65,13 @@ class Sharded(Graphs):
 
     def gradient(self, group: str, name: str) -> None:
         self._make_gradient(group, name, self.made(group, name))
+        self.work_on_bias(name, self.made(group, name))
+
+    def work_on_bias(self, name: str, count: int) -> None:
+        """What an eager one's gradient is summed up in, which a graph does by itself."""
+        if name.endswith("bias") and not self.compiled and (size := workspace_of_sum(self.tokens, count)):
+            self.take("workspace of a sum", size, 1)
+            self.give_back("workspace of a sum")
 
     def made(self, group: str, name: str) -> int:
         """Of how many values autograd makes a gradient."""

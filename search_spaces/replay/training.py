@@ -145,10 +145,6 @@ class Training:
     def spread_no_more(self, name: str) -> None:
         """Let go of what `spread` made."""
 
-    def keeps_place(self, name: str) -> bool:
-        """Whether what attention's product comes to takes the place of `name`, which is turned."""
-        return False
-
     def sum_gradients(self, name: str, *others: str) -> None:
         """From what products made of gradients of what a norm came to, to `name`, their sum."""
 
@@ -357,15 +353,12 @@ class Training:
         if not self.is_gpt:
             for name, width in (("q", queries), ("k", keys)):
                 self._rotate(layer, name, width)
-                if fused and not selective and not self.keeps_place(name):
+                if fused and not selective:
                     self._done(layer, name)
         self._attend(layer)
         if self.exchanges:
             self._keep(layer, "exchanged", queries)
-        if self.holds(f"{layer} q") and self.keeps_place("q"):
-            self.rename(f"{layer} q", f"{layer} wo")
-        else:
-            self.take_summands(f"{layer} wo", f"{layer} n1")
+        self.take_summands(f"{layer} wo", f"{layer} n1")
         if self.exchanges and selective:  # the policy leaves exchanges to be done again
             self._done(layer, "exchanged")
         self._past(layer, "n1", "attended", *(["exchanged"] if self.exchanges else []))
