@@ -64,7 +64,7 @@ class Pipelined(Passing, Sharded):
     """
 
     states = (
-        *("whole ", "shard ", "cast", "block ", "embedding ", "head ", "experts "),
+        *("whole ", "shard ", "cast", "next cast", "block ", "embedding ", "head ", "experts "),
         *("gradient ", "sum ", "sent", "late ", "first ", "second ", "workspace"),
     )
 

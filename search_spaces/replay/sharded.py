@@ -59,9 +59,12 @@ class Sharded(Graphs):
             return
         self.gathered.add(group)
         for name, count in self.groups[group].items():
-            self.take("cast", count)
+            self.take("next cast", count)
+            if self.holds("cast"):
+                self.give_back("cast")
+            self.rename("next cast", "cast")
             self.take(f"{group} {name}", count)
-            self.give_back("cast")
+        self.give_back("cast")
 
     def gradient(self, group: str, name: str) -> None:
         self._make_gradient(group, name, self.made(group, name))

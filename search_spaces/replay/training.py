@@ -436,9 +436,9 @@ class Training:
         """Tokens once for each expert that they go to, through one grouped product after the other."""
         model, selective, chosen = self.model, self.selective, self.model.experts_per_token
         hidden, inner = chosen * model.hidden, chosen * model.ffn_hidden
-        self.gather(experts_of(layer))
         self._keep(layer, "probabilities", model.num_experts, 4)
         self._keep(layer, "rows", hidden)
+        self.gather(experts_of(layer))
         for name in ("gate", "up", "silu", "activated"):
             self._keep(layer, name, inner)
         self._past(layer, "gate", "up", "silu")
