@@ -11,6 +11,9 @@ from search_spaces.replay.training import L2_CACHE, Training
 ROWS = 16
 """Tokens of which a kernel adds up gradients of biases and of norms' weights first, in fp32."""
 
+ONE_WAY = 2048
+"""Width of hidden states up to which a norm's kernel has but one way to run on Hopper."""
+
 BLOCKS, THREADS, WIDE = 132 * 16, 4, 128
 """Blocks of threads that an H100 or H200 has at once, threads of one that share a column, and columns of one."""
 
@@ -80,7 +83,7 @@ class Graphs(Training):
 
     def _try(self, kernel: str, changed: float = 0) -> None:
         """Several ways to run a kernel, the first time, each on a copy of what it changes of each token."""
-        if kernel in self.tried:
+        if kernel in self.tried or (kernel in ("n1", "n2") and self.model.hidden <= ONE_WAY):
             return
         self.tried.add(kernel)
         if changed:
