@@ -16,6 +16,7 @@ class Context(Training):
     whose results is merged of two parts."""
 
     ranks: int
+    is_graph = False  # that of `Graphs`
 
     @property
     def queries(self) -> str:

@@ -64,7 +64,7 @@ class Pipelined(Passing, Sharded):
     """
 
     states = (
-        *("whole ", "shard ", "cast", "block ", "embedding ", "head ", "experts "),
+        *("whole ", "shard ", "cast", "next cast", "block ", "embedding ", "head ", "experts "),
         *("gradient ", "sum ", "sent", "late ", "first ", "second ", "workspace"),
     )
 
@@ -268,6 +268,7 @@ class Pipelined(Passing, Sharded):
                     last, added = [*last, *added], []
                 if self.holds(f"gradient {group} {name}"):  # to which the new one is added
                     added.append(self.allocator.take(2 * self.made(group, name)))
+                    self.work_on_bias(name, self.made(group, name))
                 else:
                     self.gradient(group, name)
                 if products:

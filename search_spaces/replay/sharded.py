@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.replay.training import Training
+from search_spaces.replay.graphs import Graphs, workspace_of_sum
 
 TIED = "ends"
 """The group of a tied table."""
@@ -13,7 +13,7 @@ REDUCING = 1
 """The stream on which FSDP2 makes the gradients of its shards."""
 
 
-class Sharded(Training):
+class Sharded(Graphs):
     """The `megatron` engine, by FSDP2 of a single rank: parameters are cast group by group as they are needed,
     gradients of microbatches are summed in fp32 and copied to those of the shards after the last, and the first step
     ends with the moments of Adam."""
@@ -59,12 +59,22 @@ class Sharded(Training):
             return
         self.gathered.add(group)
         for name, count in self.groups[group].items():
-            self.take("cast", count)
+            self.take("next cast", count)
+            if self.holds("cast"):
+                self.give_back("cast")
+            self.rename("next cast", "cast")
             self.take(f"{group} {name}", count)
-            self.give_back("cast")
+        self.give_back("cast")
 
     def gradient(self, group: str, name: str) -> None:
         self._make_gradient(group, name, self.made(group, name))
+        self.work_on_bias(name, self.made(group, name))
+
+    def work_on_bias(self, name: str, count: int) -> None:
+        """What an eager one's gradient is summed up in, which a graph does by itself."""
+        if name.endswith("bias") and not self.compiled and (size := workspace_of_sum(self.tokens, count)):
+            self.take("workspace of a sum", size, 1)
+            self.give_back("workspace of a sum")
 
     def made(self, group: str, name: str) -> int:
         """Of how many values autograd makes a gradient."""

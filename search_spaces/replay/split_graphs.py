@@ -26,6 +26,11 @@ class SplitGraphs(Sharded):
         self.knows_graphs = known and layout.compile and layout.recompute != "selective"
 
     @property
+    def is_graph(self) -> bool:
+        """These are others."""
+        return False
+
+    @property
     def are_graphs(self) -> bool:
         return self.knows_graphs and not self.has_mixture
 
@@ -46,32 +51,38 @@ class SplitGraphs(Sharded):
             return
         inner = self.model.ffn_hidden
         self._own(layer, "n1 own")
-        self._try_kernels()
+        self._try("n1")
         self._all(layer, "gathered")
         self._all(layer, "n1")
+        self._try("in order")
         self._place(layer, "n1 own", "q")
         self._work_forward()
         for name in ("k", "v"):
             self._keep(layer, name, self.model.key_width)
         if not self.is_gpt:
-            self._keep(layer, "rotated q", self.model.query_width)
-            self._keep(layer, "rotated k", self.model.key_width)
+            for name, width in (("q", self.model.query_width), ("k", self.model.key_width)):
+                self._keep(layer, f"rotated {name}", width)
+                self._try(f"rotated {name}")
             self._done(layer, "k")
         self._attend(layer)
         self._all(layer, "n2")  # before that, the summands in order, which are where the first were gathered
+        self._try("summands")
         self._own(layer, "wo")
         if self.is_gpt:
             self._own(layer, "n2 own")
         else:
             self._place(layer, "q", "n2 own")
+        self._try("n2")
         self._all(layer, "gathered of n2")
         self._done(layer, "n2 own")
         for name in (*(() if self.is_gpt else ("gate",)), "up", "activated"):
             self._keep(layer, name, inner)
+        self._try("activated")
         self._done(layer, "gathered of n2")  # where the last product came to be
         self._own(layer, "sum")
         self._done(layer, "gathered")  # where that was put in order
         self._own(layer, "next")
+        self._try("next")
         self._done(layer, "sum")
         if again:
             self._done(layer, "next")
@@ -138,6 +149,7 @@ class SplitGraphs(Sharded):
     def _backward_of_llama(self, layer: int, group: str) -> None:
         """The gradients of attention's weights come last."""
         self._keep(layer, "d gate", self.model.ffn_hidden)
+        self._try("d up", self.model.ffn_hidden)
         self._done(layer, "d activated", "gate")  # the other gradient is in the place of what went in
         self.gradient(group, "gate")
         self._all(layer, "d n2 of gate")

@@ -58,7 +58,7 @@ class Training:
         self.live: dict[str, Piece] = {}
         self.block: dict[str, Piece] = {}  # what lives of the one under way, in the order in which it was made
         self.of_blocks: defaultdict[tuple[str, int], dict[str, Piece]] = defaultdict(dict)
-        self.drops = self.has_tried = False
+        self.drops = self.stops = self.has_tried = False
         self.groups = groups_of(model)
         self.late = 0.0
         self.start()
@@ -384,7 +384,10 @@ class Training:
                 self._done(layer, "wo")
         self.take_normed(f"{layer} n2")
         if self.has_mixture:
+            self.stops = again and not fused  # before what the experts come to is weighted and added up
             self._experts_forward(layer)
+            if not self.holds(f"{layer} down"):
+                return
         else:
             if not self.is_gpt:
                 self._keep(layer, "gate", inner)
@@ -454,9 +457,9 @@ class Training:
         """Tokens once for each expert that they go to, through one grouped product after the other."""
         model, selective, chosen = self.model, self.selective, self.model.experts_per_token
         hidden, inner = chosen * model.hidden, chosen * model.ffn_hidden
-        self.gather(experts_of(layer))
         self._keep(layer, "probabilities", model.num_experts, 4)
         self._keep(layer, "rows", hidden)
+        self.gather(experts_of(layer))
         for name in ("gate", "up", "silu", "activated"):
             self._keep(layer, name, inner)
         self._past(layer, "gate", "up", "silu")
@@ -469,6 +472,8 @@ class Training:
         self._keep(layer, "in order", hidden)
         if not selective:
             self._done(layer, "of experts")
+        if self.stops:
+            return
         if not self.whole_graph:
             self._keep(layer, "weighted", hidden)
         self.take_summands(f"{layer} down", f"{layer} n2")
@@ -673,32 +678,34 @@ class Training:
     def _experts_backward(self, layer: int, is_last: bool) -> None:
         model, chosen = self.model, self.model.experts_per_token
         hidden, inner, group = chosen * model.hidden, chosen * model.ffn_hidden, experts_of(layer)
-        if not self.whole_graph:
-            self._keep(layer, "d weighted", hidden)
+        if not self.compiled:  # what each gate weighed, before it is summed up
+            self._keep(layer, "d weighted of gates", hidden)
+        self._keep(layer, "d weighted", hidden)
+        if not self.compiled:
+            self._done(layer, "d weighted of gates")
         self.spread_no_more("dx")
-        self._keep(layer, "d of experts", hidden)
-        self._done(layer, "in order", *(() if self.whole_graph else ("d weighted",)))
-        self._keep(layer, "d activated", inner)
-        self.gradient(group, "down")
-        self._done(layer, "activated", "d of experts")
-        self._keep(layer, "d silu", inner)
-        self._keep(layer, "d up", inner)
-        self._done(layer, "d activated", "silu")
-        self._keep(layer, "d gate", inner)
-        self._done(layer, "d silu", "gate", "up")
-        self._keep(layer, "d rows of gate", hidden)
-        self.gradient(group, "gate")
-        self._done(layer, "d gate")
-        self._keep(layer, "d rows of up", hidden)
-        self.gradient(group, "up")
-        self._done(layer, "d up", "rows")
-        self._keep(layer, "d rows", hidden)
-        self._done(layer, "d rows of gate", "d rows of up")
+        self._done(layer, "in order")
         self._keep(layer, "d copies", hidden)
-        self._done(layer, "d rows")
-        self._keep(layer, "d n2 of experts", model.hidden)
-        self._done(layer, "d copies")
+        self._keep(layer, "d of experts", hidden)
+        self._done(layer, "d copies", "d weighted")
+        self.gradient(group, "down")
+        self._keep(layer, "d activated", inner)
+        self._done(layer, "activated", "d of experts")
+        self._keep(layer, "d up", inner)
+        self._keep(layer, "d silu", inner)
+        self._done(layer, "d activated", "silu", "up")
+        self._keep(layer, "d gate", inner)
+        self._done(layer, "d silu", "gate")
+        self.gradient(group, "up")
+        self._keep(layer, "d rows of up", hidden)
+        self._done(layer, "d up")
+        self.gradient(group, "gate")
+        self._keep(layer, "d rows of gate", hidden)
+        self._done(layer, "d gate", "rows", "d rows of gate")  # which is added to the other one
         self.sum_up(group, is_last)
+        self._keep(layer, "d copies", hidden)
+        self._keep(layer, "d n2 of experts", model.hidden)
+        self._done(layer, "d copies", "d rows of up")
         self._keep(layer, "d n2 of router", model.hidden)
         self.gradient(block_of(layer), "router")
         self._keep(layer, "d n2", model.hidden)
