@@ -330,7 +330,7 @@ def test_zero_bubble_keeps_gradients_until_the_turn_of_the_weights() -> None:
 
 
 def test_tensor_ranks_that_were_measured() -> None:
-    """Of seven models, eager and compiled; one layout of the sweep reserved a tensor of logits more."""
+    """Of seven models, eager and compiled."""
     errors: dict[tuple[str, Layout], float] = {}
     measured = [
         (row["spec"], Layout.from_dict(row["config"]), row["full"]["metrics"].get("peak_memory_gib"))
@@ -348,9 +348,8 @@ def test_tensor_ranks_that_were_measured() -> None:
         assert replayed(layout, work) is not None
         errors[spec, layout] = estimate(layout, work).peak_bytes / 2**30 / gib - 1
     assert len(errors) == 24
-    assert statistics.mean(map(abs, errors.values())) < 0.007
-    assert sorted(map(abs, errors.values()))[-2] < 0.015
-    assert max(map(abs, errors.values())) < 0.045
+    assert statistics.mean(map(abs, errors.values())) < 0.003
+    assert max(map(abs, errors.values())) < 0.01
 
 
 def tensor_parallel(mbs: int = 1, **settings: Any) -> Layout:
@@ -422,16 +421,16 @@ def measured_ranks(engine: str) -> dict[tuple[Layout, ModelShape], tuple[Workloa
 
 
 def test_ranks_of_fsdp2_that_were_measured() -> None:
-    """Three compiled layouts of a GPT lack a tensor of logits."""
+    """One compiled layout of a GPT's context-parallel ranks lacks a tensor of logits."""
     errors: dict[bool, list[float]] = {True: [], False: []}
     for (layout, _), (work, gib) in measured_ranks("megatron").items():
         found = estimate(layout, work).peak_bytes / 2**30 / gib - 1
         errors[layout.context_parallel_size > 1].append(abs(found))
     assert [len(some) for some in errors.values()] == [10, 22]
-    assert statistics.mean(errors[True]) < 0.011
-    assert statistics.mean(errors[False]) < 0.006
-    assert max(errors[True] + errors[False]) < 0.046
-    assert sum(error > 0.021 for error in errors[True] + errors[False]) == 3
+    assert statistics.mean(errors[True]) < 0.007
+    assert statistics.mean(errors[False]) < 0.002
+    assert max(errors[True] + errors[False]) < 0.034
+    assert sum(error > 0.021 for error in errors[True] + errors[False]) == 1
 
 
 def test_ranks_with_split_products_that_were_measured() -> None:
