@@ -4,8 +4,8 @@ As `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.11 has it by default: a requ
 the smallest free piece of its stream that is large enough; what is left of the piece stays free; neighbours that are
 free become one again. Where there is none, a segment is reserved: 2 MiB for requests of up to 1 MiB, which have
 segments of their own, 20 MiB for those below 10 MiB, and else what was asked for, in steps of 2 MiB. Of free pieces
-that are alike it takes the one at the lowest address, and each new segment is below the older ones: so CUDA's driver
-for Linux places them (seen on H200, in 44 records of all that ranks asked for).
+that are alike it takes the one at the lowest address, and each new segment is below the older ones, or in the highest
+hole that they have left: so CUDA's driver for Linux places them (seen on H200, in 44 records of all that ranks asked for).
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ Order = tuple[int, int, int, Piece]
 
 
 class Allocator:
-    """`reserved`: bytes of all segments, none of which is given back. `most`: bytes in use, at most."""
+    """`reserved`: bytes of all segments. `most`: bytes in use, at most."""
 
     def __init__(self) -> None:
         self.reserved = self.used = self.most = 0
-        self._segments = 0
+        self._lowest = 0
+        self._holes: list[tuple[int, int]] = []
+        """The addresses and sizes of what was given back to the driver."""
         self._free: defaultdict[tuple[int, bool], list[Order]] = defaultdict(list)
 
     @property
@@ -103,14 +105,30 @@ class Allocator:
     def empty(self) -> None:
         """Give the driver back all segments of which nothing is in use."""
         for free in self._free.values():
-            whole = [order for order in free if order[3].before is order[3].after is None]
-            self.reserved -= sum(order[0] for order in whole)
-            free[:] = [order for order in free if order not in whole]
+            for order in [one for one in free if one[3].before is one[3].after is None]:
+                free.remove(order)
+                self.reserved -= order[0]
+                self._holes.append((order[1], order[0]))
+        holes, self._holes = sorted(self._holes), []
+        for start, size in holes:
+            if self._holes and sum(self._holes[-1]) == start:
+                start, size = self._holes[-1][0], self._holes.pop()[1] + size
+            self._holes.append((start, size))
 
     def _segment(self, wanted: int, pool: list[Order]) -> Piece:
         size = SMALL_SEGMENT if wanted <= SMALL else MIDDLE_SEGMENT
         if wanted >= MIDDLE:
             size = -(-wanted // STEP) * STEP
         self.reserved += size
-        self._segments += 1
-        return Piece(size, -self._segments, 0, pool)
+        return Piece(size, self._address(size), 0, pool)
+
+    def _address(self, size: int) -> int:
+        """Where the driver has a new segment: at the end of the highest hole that has room for it, or below all."""
+        if fitting := [hole for hole in self._holes if hole[1] >= size]:
+            start, room = max(fitting)
+            self._holes.remove((start, room))
+            if room > size:
+                self._holes.append((start, room - size))
+            return start + room - size
+        self._lowest -= size
+        return self._lowest

@@ -6,13 +6,10 @@ from math import ceil
 
 from search_spaces.models import ModelShape
 from search_spaces.replay.groups import block_of
-from search_spaces.replay.training import L2_CACHE, Training
+from search_spaces.replay.training import L2_CACHE, ONE_WAY, Training
 
 ROWS = 16
 """Tokens of which a kernel adds up gradients of biases and of norms' weights first, in fp32."""
-
-ONE_WAY = 2048
-"""Width of hidden states up to which a norm's kernel has but one way to run on Hopper."""
 
 BLOCKS, THREADS, WIDE = 132 * 16, 4, 128
 """Blocks of threads that an H100 or H200 has at once, threads of one that share a column, and columns of one."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks import DATA
 from benchmarks.measure.blind import read
-from search_spaces.replay.allocator import Allocator, Order, Piece
+from search_spaces.replay.allocator import Allocator, Piece
 
 MIB = 2**20
 
@@ -87,47 +87,12 @@ def test_segments_of_which_nothing_is_in_use_can_be_given_back() -> None:
     assert allocator.reserved == 100 * MIB
 
 
-class Emptied(Allocator):
-    """Whose free segments can be given back to the driver, which then has their addresses for others: the highest at
-    which a new one fits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lowest = 0
-        self.holes: list[tuple[int, int]] = []
-
-    def _segment(self, wanted: int, pool: list[Order]) -> Piece:
-        piece = super()._segment(wanted, pool)
-        if fitting := [hole for hole in self.holes if hole[1] >= piece.size]:
-            start, size = max(fitting)
-            self.holes.remove((start, size))
-            piece.segment = start + size - piece.size
-            if size > piece.size:
-                self.holes.append((start, size - piece.size))
-        else:
-            self.lowest -= piece.size
-            piece.segment = self.lowest
-        return piece
-
-    def empty(self) -> None:
-        for free in self._free.values():
-            for order in [one for one in free if one[3].before is one[3].after is None]:
-                free.remove(order)
-                self.reserved -= order[0]
-                self.holes.append((order[1], order[0]))
-        holes, self.holes = sorted(self.holes), []
-        for start, size in holes:
-            if self.holes and sum(self.holes[-1]) == start:
-                start, size = self.holes[-1][0], self.holes.pop()[1] + size
-            self.holes.append((start, size))
-
-
 def reserved(rank: dict[str, Any]) -> int:
     """Bytes at most, by the requests in a rank's record. One of the engines empties torch's cache before it makes the
     moments."""
     events, places = rank["events"], rank["places"]
     late = {one[0] for one in events if one[1:] == ["late"]}
-    allocator, held, most, is_new = Emptied(), dict[int, Piece](), 0, True
+    allocator, held, most, is_new = Allocator(), dict[int, Piece](), 0, True
     for number, one in enumerate(events):
         if len(one) == 3:
             if is_new and "_make_moments" in places[one[2]]:
