@@ -5,7 +5,7 @@ the smallest free piece of its stream that is large enough; what is left of the 
 free become one again. Where there is none, a segment is reserved: 2 MiB for requests of up to 1 MiB, which have
 segments of their own, 20 MiB for those below 10 MiB, and else what was asked for, in steps of 2 MiB. Of free pieces
 that are alike it takes the one at the lowest address, and each new segment is below the older ones, or in the highest
-hole that they have left: so CUDA's driver for Linux places them (seen on H200, in 44 records of all that ranks asked for).
+hole that they have left: so CUDA's driver for Linux places them, by the records of 44 ranks on H200.
 """
 
 from __future__ import annotations
