@@ -1,4 +1,4 @@
-"""When a rank of a pipeline gathers parameters and has room made for what it receives, as torch lowers schedules.
+"""When a rank of a pipeline lets go of parameters and has room made for what it receives, as torch lowers schedules.
 
 Schedules of several stages are lowered by `_add_unshard_reshard`, `_add_reduce_grad` and `_add_send_recv` of
 `torch/distributed/pipelining/schedules.py`; those of one stage receive right before each pass.
@@ -21,7 +21,6 @@ ACTIVE = 3
 class Kind(Enum):
     RECEIVE = auto()
     PASS = auto()
-    GATHER = auto()
     LET_GO = auto()
     REDUCE = auto()
 
@@ -57,7 +56,6 @@ def _lowered(passes: Order) -> list[Doing]:
     for index, action in enumerate(passes):
         coming = list(dict.fromkeys(later.stage for later in passes[index:]))[:ACTIVE]
         done += [Doing(Kind.LET_GO, action._replace(stage=stage)) for stage in active if stage not in coming]
-        done += [Doing(Kind.GATHER, action._replace(stage=stage)) for stage in coming if stage not in active]
         active = coming
         done.append(Doing(Kind.PASS, action))
         left[action.stage] -= 1
