@@ -33,15 +33,15 @@ from search_spaces.workload import Workload
 STEPS = 3
 """After which no more is reserved: the second is the first with moments, the third has them where they stay."""
 
-ROUNDS = 3
-"""Microbatches of a step that differ: the first finds no gradients, the last sums them up, and one between both changes
-what room the last finds."""
+ROUNDS = 2
+"""Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
 
 FULL, LEAST = 2, 8
 """Microbatches of a step, in the pipeline's ranks, and in any case, after which all further ones are like the last."""
 
-GATHERED_ROUNDS = 3
-"""Microbatches of a step that differ where FSDP2 gathers anew in each: what one sends for in vain the next one has."""
+BETWEEN = 1
+"""One more between both changes what room the last finds where FSDP2 gathers anew in each, as what one sends for in
+vain the next one has, and where ranks split products."""
 
 MOST = 16
 """Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
@@ -160,8 +160,9 @@ def _sharded(layout: Layout, work: Workload, tokens: int) -> Replayed | None:
 
 def rounds_of(layout: Layout) -> int:
     """Microbatches of a step that are replayed without a pipeline."""
-    gathers_anew = layout.zero_stage == 3 and ENGINES[layout.engine].allocates == "sharded"
-    return min(GATHERED_ROUNDS if gathers_anew else ROUNDS, layout.gradient_accumulation_steps)
+    is_sharded = ENGINES[layout.engine].allocates == "sharded"
+    between = BETWEEN if is_sharded and (layout.zero_stage == 3 or layout.tensor_parallel_size > 1) else 0
+    return min(ROUNDS + between, layout.gradient_accumulation_steps)
 
 
 def _is_cut_as_known(layout: Layout, work: Workload) -> bool:
