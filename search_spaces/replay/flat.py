@@ -71,10 +71,10 @@ class Flat(Training):
     """Whether such a block keeps what attention's last product came to."""
 
     @property
-    def projects_in_place(self) -> bool:  # type: ignore[override]
+    def projects_in_place(self) -> bool:
         """Where these are as many: so it was recorded of one graph of torch's products that is not computed again."""
         in_graph = self.compiled and not (self.selective or self.full or self.exchanges or self.has_own_products)
-        return in_graph and not self.is_gpt and self.model.query_width == self.model.hidden
+        return in_graph and not self.is_gpt and self.queries_are_hidden
 
     @property
     def recomputes_in_graph(self) -> bool:
@@ -147,8 +147,7 @@ class Flat(Training):
 
     def _forward_at_once(self, layer: int) -> None:
         """What the compiler makes takes the place of what is as large and not needed any more."""
-        model = self.model
-        alike = model.query_width == model.hidden
+        model, alike = self.model, self.queries_are_hidden
         self._take_projected(layer)
         if alike:
             self.rename(f"{layer} n1", f"{layer} rotated q")
@@ -207,9 +206,7 @@ class Flat(Training):
             self._keep(layer, "d exchanged", model.query_width)
             self._done(layer, "d attended")
             self.rename(f"{layer} d exchanged", f"{layer} d attended")
-        for name, width in (("d q", model.query_width), ("d k", model.key_width), ("d v", model.key_width)):
-            self._keep(layer, name, width)
-        self._work_on_attention(layer)
+        self._go_back_through_attention(layer)
         self._done(layer, "v", "rotated q", "sums", "d attended")
         self.gradient(group, "wo")
         self._done(layer, "rotated k", "attended", *(["exchanged"] if self.exchanges else []))

@@ -44,11 +44,6 @@ class Graphs(Training):
         """Whether the code of blocks is known."""
         return self.compiled and not (self.has_mixture or self.selective or self.exchanges or self.has_own_products)
 
-    @property
-    def queries_are_hidden(self) -> bool:
-        """Whether tensors of queries are as large as hidden states."""
-        return self.model.query_width == self.model.hidden
-
     def _forward(self, layer: int, again: bool = False) -> None:
         if not self.is_graph:
             super()._forward(layer, again)
@@ -159,9 +154,7 @@ class Graphs(Training):
         Gradients of queries and keys are turned where they are, but for a part of each."""
         queries, keys = self.model.query_width, self.model.key_width
         self._keep(layer, "d attended", queries)
-        for name, width in (("q", queries), ("k", keys), ("v", keys)):
-            self._keep(layer, f"d {name}", width)
-        self._work_on_attention(layer)
+        self._go_back_through_attention(layer)
         self._done(layer, "sums", "v", *(("q", "k") if self.is_gpt else ("rotated q", "rotated k")))
         if self.queries_are_hidden:
             self.rename(f"{layer} d attended", f"{layer} d n1 of wv")
@@ -178,8 +171,12 @@ class Graphs(Training):
     def _sum_rows(self, layer: int, count: int) -> None:
         """Of so many gradients at once, each of which torch sums up then."""
         self._keep(layer, "rows", count * self.own_width / ROWS, 4)
-        if size := workspace_of_sum(self.tokens / ROWS, self.own_width):
-            for _ in range(count):
-                self.take("workspace of a sum", size, 1)
-                self.give_back("workspace of a sum")
+        for _ in range(count):
+            self.work_on_sum(self.tokens / ROWS, self.own_width)
         self._done(layer, "rows")
+
+    def work_on_sum(self, rows: float, columns: float) -> None:
+        """Have what torch sums up rows in."""
+        if size := workspace_of_sum(rows, columns):
+            self.take("workspace of a sum", size, 1)
+            self.give_back("workspace of a sum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.replay.graphs import Graphs, workspace_of_sum
+from search_spaces.replay.graphs import Graphs
 
 TIED = "ends"
 """The group of a tied table."""
@@ -72,9 +72,8 @@ class Sharded(Graphs):
 
     def work_on_bias(self, name: str, count: int) -> None:
         """What an eager one's gradient is summed up in, which a graph does by itself."""
-        if name.endswith("bias") and not self.compiled and (size := workspace_of_sum(self.tokens, count)):
-            self.take("workspace of a sum", size, 1)
-            self.give_back("workspace of a sum")
+        if name.endswith("bias") and not self.compiled:
+            self.work_on_sum(self.tokens, count)
 
     def made(self, group: str, name: str) -> int:
         """Of how many values autograd makes a gradient."""

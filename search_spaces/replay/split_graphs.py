@@ -120,9 +120,7 @@ class SplitGraphs(Sharded):
         self._done(layer, "wo")
         self._own(layer, "d x2")
         self._keep_rows(layer, "rows")
-        for _ in ("weight", "bias"):
-            self._keep_rows(layer, "others")
-            self._done(layer, "others")
+        self._sum_weight_and_bias(layer)
         self._norm_gradients(group, "ffn norm")
         self._done(layer, "d n2 in fp32")
         self._all(layer, "gathered")  # and joined where the gradient of what was gathered was
@@ -139,9 +137,7 @@ class SplitGraphs(Sharded):
         self._done(layer, "in order", "gathered", "d n2")
         self._own(layer, "d n1 own")
         self._done(layer, "summands")
-        for _ in ("weight", "bias"):
-            self._keep_rows(layer, "others")
-            self._done(layer, "others")
+        self._sum_weight_and_bias(layer)
         self._norm_gradients(group, "attention norm")
         self._done(layer, "rows", "d n1 own")
         self.give_back(f"x{layer}")
@@ -163,9 +159,7 @@ class SplitGraphs(Sharded):
         self._own(layer, "d x2")
         self._all(layer, "gathered")
         self._keep(layer, "d attended", self.model.query_width)
-        for name, width in (("q", self.model.query_width), ("k", self.model.key_width), ("v", self.model.key_width)):
-            self._keep(layer, f"d {name}", width)
-        self._work_on_attention(layer)
+        self._go_back_through_attention(layer)
         self._done(layer, "rotated q", "rotated k", "v")
         self._keep(layer, "turned", self.model.key_width)
         self._done(layer, "turned", "d attended")
@@ -188,3 +182,9 @@ class SplitGraphs(Sharded):
 
     def _keep_rows(self, layer: int, name: str) -> None:
         self._keep(layer, name, self.own_width / ROWS, 4)
+
+    def _sum_weight_and_bias(self, layer: int) -> None:
+        """The rows of a norm's gradients, one after the other."""
+        for _ in ("weight", "bias"):
+            self._keep_rows(layer, "others")
+            self._done(layer, "others")

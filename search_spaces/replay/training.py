@@ -41,9 +41,6 @@ class Training:
     exchanges = False
     """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
 
-    projects_in_place = False
-    """Whether what attention comes to is projected to where the queries were before they were rotated."""
-
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
@@ -110,6 +107,16 @@ class Training:
 
     def holds(self, name: str) -> bool:
         return name in self.among(name)
+
+    @property
+    def projects_in_place(self) -> bool:
+        """Whether what attention comes to is projected to where the queries were before they were rotated."""
+        return False
+
+    @property
+    def queries_are_hidden(self) -> bool:
+        """Whether tensors of queries are as large as hidden states."""
+        return self.model.query_width == self.model.hidden
 
     @property
     def makes_weights_first(self) -> bool:
@@ -612,9 +619,7 @@ class Training:
         if self.selective and self.whole_graph and not self.is_gpt:
             self._keep(layer, "rotated q", queries)
             self._keep(layer, "rotated k", keys)
-        for name, width in (("d q", queries), ("d k", keys), ("d v", keys)):
-            self._keep(layer, name, width)
-        self._work_on_attention(layer)
+        self._go_back_through_attention(layer)
         self._done(layer, "d attended", "attended", "sums", "v")
         if self.is_gpt:
             self._done(layer, "q", "k")
@@ -626,11 +631,13 @@ class Training:
         if self.selective:
             self._done(layer, "q", "k")
 
-    def _work_on_attention(self, layer: int) -> None:
-        """What the kernel works in that goes back through attention: in fp32 a sum for each value of the queries and
-        for each head, and where heads share keys and values, the gradients of these for each head, in half the
-        width."""
+    def _go_back_through_attention(self, layer: int) -> None:
+        """The gradients of queries, keys and values, and what the kernel works in that makes them: in fp32 a sum for
+        each value of the queries and for each head, and where heads share keys and values, the gradients of these for
+        each head, in half the width."""
         model = self.model
+        for name, width in (("q", model.query_width), ("k", model.key_width), ("v", model.key_width)):
+            self._keep(layer, f"d {name}", width)
         of_heads = model.query_width if model.kv_heads < model.heads else 0
         self._keep(layer, "workspace of attention", model.query_width + of_heads + model.heads, 4)
         self._done(layer, "workspace of attention")
