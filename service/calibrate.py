@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from search_spaces.cost import Coefficients
 from search_spaces.layout import Layout
@@ -42,7 +43,6 @@ from service.remote import call
 from service.sampling.agenda import CalibrationAgenda
 from service.spec import new_search_id
 from service.trials.bench import Bench
-from service.turns import bench_in_turn
 from trainables.collectives import Collectives
 from trainables.laps import Laps
 from trainables.mailbox import Mailbox
@@ -158,22 +158,21 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         queue = Member()
         tracker = Tracker(store_uri(tracking_uri), home)
         admission = admit(queue, store_uri(tracking_uri), problem.data)
-        agenda, measured = CalibrationAgenda(problem, chosen), list[MeasuredOperators]()
+        agenda = CalibrationAgenda(problem, chosen)
+        collectives, operators = list[Measured](), list[MeasuredOperators]()
 
         def beforehand(bench: Bench) -> None:
             laps.end("start")
+            if problem.gang_size > 1:
+                driver.display.say("measuring collectives")
+                collectives.append(measure_collectives(bench, home))
+                laps.end("collectives")
             driver.display.say("measuring operators, for a minute or two")
-            measured.append(measure_operators(bench, start, home))
+            operators.append(measure_operators(bench, start, home))
             laps.end("operators")
             agenda.change(design(layouts, problem.workload, known(), count))
 
         driver = Driver(problem, search_id, home, tracker, agenda, None, admission, beforehand)
-        collectives = None
-        if problem.cluster.size > 1:
-            driver.display.say("measuring collectives")
-            laps.end("start")
-            collectives = measure_collectives(search_id, problem, home, queue)
-            laps.end("collectives")
         driver.run()
         laps.end("trials")
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
@@ -182,7 +181,6 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     fitted = fit(observed, known())
     save(home, accelerator, fitted)
     before, after = errors(observed, start), errors(observed, fitted)
-    operators = measured[0] if measured else None
     laps.end("rest")
     return Calibrated(
         search_id,
@@ -190,24 +188,23 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         len(observed),
         before,
         after,
-        operators,
-        collectives,
+        operators[0] if operators else None,
+        collectives[0] if collectives else None,
         laps.seconds,
     )
 
 
-def measure_collectives(name: str, problem: Problem, home: Home, queue: Member) -> Measured:
-    """Have a gang of all GPUs of the problem's cluster measure its collectives, and keep them.
-
-    On the Ray that is at hand, when it is its turn there: `queue` knows it by `name`, as one more search.
-    """
-    cluster, size = problem.cluster, problem.cluster.size
+def measure_collectives(bench: Bench, home: Home) -> Measured:
+    """Have the workers of a bench measure the collectives between their accelerators, and keep them."""
+    cluster, workers = bench.problem.cluster, bench.workers
+    assert workers is not None
+    program = Collectives(CPU_SIZES if cluster.device.platform == "cpu" else SIZES, BUDGET_S)
+    request = TrialRequest("collectives", Layout("megatron", len(workers), len(workers)), program, QUICK, DEADLINE_S)
     file = home.collectives(cluster.accelerator)
-    sizes = CPU_SIZES if cluster.device.platform == "cpu" else SIZES
-    program = Collectives(sizes, BUDGET_S)
-    request = TrialRequest("collectives", Layout("megatron", size, size), program, QUICK, DEADLINE_S)
-    with bench_in_turn(name, problem, size, program.preload([request.layout]), queue) as bench:
-        outcomes, _, _ = ray.get(call(bench.mailbox, Mailbox.evaluate, request, bench.workers))
+    try:
+        outcomes, _, _ = ray.get(call(bench.mailbox, Mailbox.evaluate, request, workers))
+    except RayError as error:
+        return Measured(file, (), f"the machine was lost: {type(error).__name__}")
     first = outcomes[0]
     if first.report is None or not first.report.curves:
         return Measured(file, (), first.cause or "the time was not enough for any")

@@ -93,8 +93,8 @@ class Driver:
         admission: Admission,
         beforehand: Callable[[Bench], None] | None = None,
     ) -> None:
-        """`network`: as far as it is known, for slices. `beforehand` has two workers of the gang for itself, if
-        there are as many, before the agenda is asked for a trial."""
+        """`network`: as far as it is known, for slices. `beforehand` has all workers of a gang for itself, before
+        the agenda is asked for a trial."""
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda, self.network = tracker, agenda, network
         self.admission, self.beforehand = admission, beforehand
@@ -168,7 +168,7 @@ class Driver:
             turns.begin(pool)
             with _stop_on_signal(self.agenda, self.display):
                 if self.beforehand is not None:
-                    with turns.bench(self.problem, pool, telemetry, size=min(2, self.problem.gang_size)) as bench:
+                    with turns.bench(self.problem, pool, telemetry, size=self.problem.gang_size) as bench:
                         self.beforehand(bench)
                 self._tune(pool, turns, telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"

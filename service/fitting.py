@@ -275,10 +275,15 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 
 
 def save_curves(home: Home, accelerator: str, curves: Sequence[Curve]) -> None:
-    """Keep what collectives take for all later searches on `accelerator`."""
+    """Keep what collectives take for all later searches on `accelerator`, in place of what was measured before of the
+    same kinds in groups alike.
+
+    Raises `InputError` if what there is cannot be read.
+    """
     file = home.collectives(accelerator)
+    kept = {(curve.kind, curve.ranks, curve.together): curve for curve in (*_curves(file), *curves)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n")
+    file.write_text(json.dumps([asdict(curve) for curve in kept.values()], indent=1) + "\n")
 
 
 def network(home: Home, cluster: Cluster) -> Network | None:

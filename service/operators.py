@@ -24,6 +24,9 @@ from trainables.measure import Procedure
 from trainables.operators import Operators
 from trainables.program import RankReport, TrialRequest
 
+SIDE_BY_SIDE = 2
+"""Workers that measure, at most: getting ready takes the processors of the host, which they share."""
+
 KERNELS_S, LAUNCHES_S = 40.0, 100.0
 """Seconds after which a GPU begins to measure no other kernel, and no other modes' launches, which come after these."""
 
@@ -52,8 +55,8 @@ class MeasuredOperators:
 
 
 def measure_operators(bench: Bench, start: Coefficients, home: Home) -> MeasuredOperators:
-    """Have the workers of a bench measure the operators of the layouts of its problem, each its share, and keep what
-    they take.
+    """Have workers of a bench measure the operators of the layouts of its problem, each its share, and keep what they
+    take.
 
     First those that take most time by `start`, of those that are wanted. Whatever fails is left out. Raises
     `InputError` if what was measured before cannot be read.
@@ -69,7 +72,7 @@ def measure_operators(bench: Bench, start: Coefficients, home: Home) -> Measured
         tuple(operator for operator in wanted if operator.kind == Kind.LAUNCH),
         *((CPU_KERNELS_S, CPU_LAUNCHES_S) if on_cpu else (KERNELS_S, LAUNCHES_S)),
     )
-    workers = bench.workers or (0,)
+    workers = (bench.workers or (0,))[:SIDE_BY_SIDE]
     answers = [_asked(bench, share, worker) for worker, share in zip(workers, whole.shares(len(workers)), strict=True)]
     reports, left_out, spent_s = list[RankReport](), list[str](), dict[str, float]()
     for answer in answers:

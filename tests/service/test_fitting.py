@@ -321,6 +321,15 @@ def test_measured_collectives_are_kept_and_make_the_network(home: Home) -> None:
     assert stated == replace(SHEET.network(8), source="as the spec states")
 
 
+def test_collectives_measured_again_leave_those_of_other_groups(home: Home) -> None:
+    pair, faster = replace(GATHER, ranks=2, together=2), replace(GATHER, seconds=(1e-5, 2e-3))
+    save_curves(home, "h200", [pair, GATHER])
+    save_curves(home, "h200", [faster])
+    found = network(home, cluster("h200"))
+    assert found is not None
+    assert found.measured == (pair, faster)
+
+
 def test_predictions_take_measured_collectives(home: Home) -> None:
     slow = replace(GATHER, seconds=(1e-4, 3e-2), beside_s=(1e-4, 4e-2))
     save_curves(home, "h200", [slow, replace(slow, kind=Collective.REDUCE_SCATTER)])

@@ -27,7 +27,7 @@ from service.answers.overview import contests
 from service.answers.page import draw
 from service.answers.query import parse_query
 from service.answers.ranking import best, compared, pareto
-from service.calibrate import calibrate, measure_collectives
+from service.calibrate import Measured, calibrate, measure_collectives
 from service.cli import main
 from service.client import Wattune
 from service.errors import InputError
@@ -41,8 +41,9 @@ from service.record.store import open_client
 from service.result import Purpose
 from service.search import resume, run
 from service.spec import parse_spec
+from service.turns import bench_in_turn
 from telemetry.store import read_samples
-from trainables.collectives import KINDS
+from trainables.collectives import KINDS, Collectives
 from trainables.data import prepare
 from trainables.mailbox import Mailbox
 
@@ -365,7 +366,12 @@ def test_collectives_are_measured_when_it_is_their_turn(
 
     before = gangs()  # of searches that are over, while their drivers' memory is not cleaned up
     with ThreadPoolExecutor() as beside:
-        measuring = beside.submit(measure_collectives, "collectives", problem, home, Member())
+
+        def measure() -> Measured:
+            with bench_in_turn("collectives", problem, 2, Collectives.preload([]), Member()) as bench:
+                return measure_collectives(bench, home)
+
+        measuring = beside.submit(measure)
         asked = time.monotonic()
         while time.monotonic() < asked + 20:
             queue.ask(Queue.check_in, other)
