@@ -23,6 +23,7 @@ from trainables.engines.base import BETAS, GRADIENT_CLIP, WEIGHT_DECAY
 from trainables.engines.megatron.context import GatheredAttention, positions
 from trainables.engines.megatron.fp8 import use_fp8
 from trainables.forks import Fork, halted
+from trainables.gauge import Gauge
 from trainables.model import (
     INIT_STD,
     Attention,
@@ -99,11 +100,13 @@ def serve(
     torch._functorch.config.donated_buffer = False
     environment = {"torch": str(torch.__version__)} | platform.versions(device)
     messages.send(Device(platform.identity(device), environment))
+    # A processor works for no process that is halted.
+    gauge = Gauge(platform, device) if device.type != "cpu" else None
     for operator in operators:
         if time.monotonic() > until:
             break
         try:
-            finding = Finding(_timing(operator, device, platform, beside))
+            finding = Finding(_timing(operator, device, platform, beside, gauge))
         except Unmeasured as reason:
             finding = Finding(f"{operator.label}: {reason}")
         except Exception as error:  # out of memory, or what a library makes of such a shape
@@ -113,14 +116,21 @@ def serve(
 
 
 def _timing(
-    operator: Operator, device: torch.device, platform: Platform, beside: Sequence[Fork] = ()
+    operator: Operator,
+    device: torch.device,
+    platform: Platform,
+    beside: Sequence[Fork] = (),
+    gauge: Gauge | None = None,
 ) -> OperatorTiming:
-    """Of one operator, `beside` halted while it is timed. Raises `Unmeasured`, and whatever torch does."""
+    """Of one operator, `beside` halted while it is timed, once the device is done with what they gave it, by a `gauge`.
+    Raises `Unmeasured`, and whatever torch does."""
     passes = _passes(operator, device)
     for task in passes:
         task()  # what is compiled is compiled now
     platform.synchronize()
     with halted(beside):
+        if gauge is not None:
+            gauge.wait()
         forward_s, *backward_s = [_seconds(task, platform) for task in passes]
     release = Version(torch.__version__).base_version
     return OperatorTiming(operator, forward_s, backward_s[0] if backward_s else None, release)

@@ -100,7 +100,7 @@ def test_models_do_nothing_while_a_kernel_is_timed(monkeypatch: pytest.MonkeyPat
 def test_what_memory_was_short_for_beside_models_is_measured_once_these_are_gone(
     tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def timing(operator: Operator, device: Any, platform: Any, beside: Sequence[Fork]) -> OperatorTiming:
+    def timing(operator: Operator, device: Any, platform: Any, beside: Sequence[Fork], *_: Any) -> OperatorTiming:
         if operator == LARGE and beside:
             raise MemoryError("out of memory")
         return OperatorTiming(operator, 1.0, 2.0)

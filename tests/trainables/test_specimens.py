@@ -16,6 +16,7 @@ from trainables.measure import Procedure
 from trainables.operators import Operators
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import Place, TrialRequest
+from trainables.slice import Slice
 
 LAUNCH = Operator(Kind.LAUNCH, (), "fp32", False, ("megatron", "llama", "none"))
 REQUEST = TrialRequest(
@@ -63,3 +64,28 @@ def test_one_that_says_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     one.fork.end()
     with pytest.raises(ProcessLookupError):
         os.kill(one.fork.pid, 0)
+
+
+def test_one_that_is_ready_has_timed_steps_of_each_batch_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice goes on to have its device wait, which would be in the way of what others time there."""
+
+    class Rank:
+        def __init__(self, program: Slice, request: TrialRequest, *_: Any) -> None:
+            self.batches, self.timed = request.batches, list[int]()
+
+        def change_batch(self, global_batch_size: int) -> None:
+            self.batch = global_batch_size
+
+        def time_steps(self) -> None:
+            self.timed.append(self.batch)
+
+        def timed_step(self) -> tuple[float, int]:
+            assert tuple(self.timed) == self.batches
+            return self.batch / 10, 0
+
+    monkeypatch.setattr(specimens, "SliceRank", Rank)
+    one = specimens.Specimen(LAUNCH, REQUEST, Place(0, 0, "", 0, CPU))
+    one.hear(time.monotonic() + 60)
+    one.take_turn()
+    assert (one.problem, one.seconds) == (None, [pytest.approx(0.2 / 18)])
+    one.fork.end()
