@@ -163,7 +163,7 @@ def test_more_model_parallelism_never_needs_more(axis: str, zero: int, more: dic
     assert states == sorted(states, reverse=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     model=st.sampled_from(["llama3-8b", "gpt3-13b", "mixtral-8x7b"]),
     schedule=st.sampled_from(SCHEDULES),

@@ -24,8 +24,8 @@ def named(one: Published) -> str:
     return f"{one.model}-{one.program}-{one.note.split(',')[0]}"
 
 
-SLOW = [("torchtitan", 8), ("torchtitan", 512), ("megatron-lm", 1024)]
-"""The largest spaces, and that which was not tuned: their tests are slow."""
+SLOW = [("torchtitan", 8), ("torchtitan", 512), ("megatron-bridge", 8), ("megatron-bridge", 64), ("megatron-lm", 1024)]
+"""The largest spaces, those of 8B and 70B, and that which was not tuned: their tests are slow."""
 
 BOUNDS = [
     pytest.param(one, *bounds, id=named(one), marks=[pytest.mark.slow] * ((one.program, one.gpus) in SLOW))
