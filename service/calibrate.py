@@ -8,9 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from search_spaces.cost import Coefficients
 from search_spaces.layout import Layout
 from search_spaces.network import Curve
@@ -39,13 +36,11 @@ from service.queue.policy import read_policy
 from service.record import store
 from service.record.results import Results
 from service.record.tracking import Tracker
-from service.remote import call
 from service.sampling.agenda import CalibrationAgenda
 from service.spec import new_search_id
-from service.trials.bench import Bench
+from service.trials.bench import Bench, first_of
 from trainables.collectives import Collectives
 from trainables.laps import Laps
-from trainables.mailbox import Mailbox
 from trainables.program import TrialRequest
 
 TRIALS = 16
@@ -201,11 +196,7 @@ def measure_collectives(bench: Bench, home: Home) -> Measured:
     program = Collectives(CPU_SIZES if cluster.device.platform == "cpu" else SIZES, BUDGET_S)
     request = TrialRequest("collectives", Layout("megatron", len(workers), len(workers)), program, QUICK, DEADLINE_S)
     file = home.collectives(cluster.accelerator)
-    try:
-        outcomes, _, _ = ray.get(call(bench.mailbox, Mailbox.evaluate, request, workers))
-    except RayError as error:
-        return Measured(file, (), f"the machine was lost: {type(error).__name__}")
-    first = outcomes[0]
+    first = first_of(bench.asked(request))
     if first.report is None or not first.report.curves:
         return Measured(file, (), first.cause or "the time was not enough for any")
     save_curves(home, cluster.accelerator, first.report.curves)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-import ray
 from packaging.version import Version
 from ray import ObjectRef
-from ray.exceptions import RayError
 
 from search_spaces.coefficients import Coefficients
 from search_spaces.inventory import operators_of
@@ -17,9 +15,7 @@ from search_spaces.layout import Layout
 from search_spaces.operators import Kind, Operator, Timings
 from service.fitting import save_timings, timings
 from service.home import Home
-from service.remote import call
-from service.trials.bench import Answer, Bench
-from trainables.mailbox import Mailbox
+from service.trials.bench import Answer, Bench, first_of
 from trainables.measure import Procedure
 from trainables.operators import Operators
 from trainables.program import RankReport, TrialRequest
@@ -76,12 +72,7 @@ def measure_operators(bench: Bench, start: Coefficients, home: Home) -> Measured
     answers = [_asked(bench, share, worker) for worker, share in zip(workers, whole.shares(len(workers)), strict=True)]
     reports, left_out, spent_s = list[RankReport](), list[str](), dict[str, float]()
     for answer in answers:
-        try:
-            outcomes, _, _ = ray.get(answer)
-        except RayError as error:
-            left_out.append(f"the machine was lost: {type(error).__name__}")
-            continue
-        first = outcomes[0]
+        first = first_of(answer)
         left_out += [] if first.cause is None else [f"operators: {first.cause}"]
         reports += [] if first.report is None else [first.report]
     for report in reports:
@@ -101,7 +92,7 @@ def measure_operators(bench: Bench, start: Coefficients, home: Home) -> Measured
 def _asked(bench: Bench, program: Operators, worker: int) -> ObjectRef[Answer]:
     """What a worker will answer."""
     request = TrialRequest(f"operators-{worker}", Layout("megatron", 1, 1), program, QUICK, DEADLINE_S)
-    return call(bench.mailbox, Mailbox.evaluate, request, (worker,))
+    return replace(bench, workers=(worker,)).asked(request)
 
 
 def is_wanted(operator: Operator, known: Timings, torch: str) -> bool:

@@ -15,7 +15,7 @@ from trainables.child import error_line
 from trainables.leftovers import end_with_parent
 
 QUIET_S = 0.01
-"""In which a device has done what processes gave it that are halted: these are ahead of it by no more."""
+"""In which processes that are halted have come to a stop, and a device has done most of what they gave it."""
 
 
 class Fork:
@@ -56,7 +56,7 @@ class Fork:
 
 @contextlib.contextmanager
 def halted(forks: Sequence[Fork]) -> Iterator[None]:
-    """Meanwhile these do nothing, and the device nothing for them."""
+    """Meanwhile these do nothing. What they gave a device may yet go on: a `trainables.gauge.Gauge` tells."""
     try:
         for fork in forks:
             fork.signal(signal.SIGSTOP)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
 from search_spaces.network import Network
 from service.problem import Problem
@@ -106,10 +106,14 @@ class Bench:
         runs = self._runs(request, outcomes, members)
         return Alone(report, runs, self._whole(request, outcomes, members, gang_s, runs), waiting_w)
 
+    def asked(self, request: TrialRequest) -> ObjectRef[Answer]:
+        """What the gang will answer to a request, in whatever time it takes."""
+        return call(self.mailbox, Mailbox.evaluate, request, self.workers)
+
     def _answer(self, request: TrialRequest, front: Sequence[Mapping[str, float]] = ()) -> Answer | TrialResult:
         """What a gang answers whose ranks all ended well, or else the trial's result."""
         until = time.monotonic() + request.deadline_s + GRACE_S
-        answer = call(self.mailbox, Mailbox.evaluate, request, self.workers)
+        answer = self.asked(request)
         # A short trial knows its bounds when half of its last window is all that is left of it.
         bounds = {} if request.batches or not front else self._judge(request, front, answer, until)
         try:
@@ -253,6 +257,15 @@ class Bench:
             )
             runs.append(run)
         return runs
+
+
+def first_of(answer: ObjectRef[Answer]) -> Outcome:
+    """What came of a request on the first of its workers, once all have answered: a crash if their machine is lost."""
+    try:
+        outcomes, _, _ = ray.get(answer)
+    except RayError as error:
+        return Outcome(Status.CRASH, f"the machine was lost: {type(error).__name__}", infrastructure=True)
+    return outcomes[0]
 
 
 def told_left(first: Outcome) -> list[str]:

@@ -17,7 +17,7 @@ from service.metrics import METRICS
 from service.problem import Problem
 from service.result import DeviceRecord, NodeWindow, Purpose, RankRecord, SlowCause, TrialResult
 from service.spec import make_problem
-from service.trials.bench import Bench
+from service.trials.bench import Bench, first_of
 from service.trials.evaluate import make_request, run_trial
 from service.trials.figures import (
     breakdown_metrics,
@@ -466,6 +466,16 @@ def test_a_trial_whose_workers_never_answer_had_their_gpus(ray_session: Any, mon
     result = Bench(spec, mailbox, {}, {}).run(replace(make_request("t4", layout, spec), deadline_s=0.0))
     assert (result.status, result.infrastructure) == ("hang", True)
     assert result.devices == (DeviceRecord("GPU-0", "a"), DeviceRecord("GPU-1", "b"))
+
+
+def test_a_machine_that_is_lost_before_it_answers_is_a_crash(ray_session: Any) -> None:
+    spec, layout, mailbox = make_spec(), replace(CONFIG, num_gpus=2), start(Mailbox, 2)
+    answer = Bench(spec, mailbox, {}, {}).asked(make_request("t5", layout, spec))
+    ray.kill(mailbox)
+    lost = first_of(answer)
+    assert (lost.status, lost.report, lost.infrastructure) == ("crash", None, True)
+    assert lost.cause is not None
+    assert lost.cause.startswith("the machine was lost: ")
 
 
 def test_a_trial_that_failed_in_its_breakdown_keeps_its_figures(ray_session: Any) -> None:
