@@ -87,6 +87,23 @@ class Counted(RankProgram):
 
 
 @dataclass(frozen=True)
+class Left(Counted):
+    """Of which it is what is left whenever progress is told, at most: between two steps."""
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        left = [0]
+
+        def tell(progress: Progress) -> None:
+            gc.collect()
+            left.append(live._now())
+            on_progress(progress)
+
+        with LiveBytes() as live:
+            report = self.program.run(request, place, tell)
+        return replace(report, peak_memory_gib=max(left) / 2**30)
+
+
+@dataclass(frozen=True)
 class MomentsAtStart(Training):
     """Trains, and reports as the peak of memory the bytes of Adam's moments that were there before the first step."""
 

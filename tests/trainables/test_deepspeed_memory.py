@@ -15,7 +15,7 @@ from search_spaces.replay.gathering import Gathering, Module
 from search_spaces.replay.shards import GatheredWhole
 from tests.trainables.conftest import RunRanks
 from tests.trainables.gathers import Gathers
-from tests.trainables.live_bytes import Counted, MomentsAtStart
+from tests.trainables.live_bytes import Counted, Left, MomentsAtStart
 from tests.trainables.test_parity import deepspeed, reports, request
 
 MANY_SMALL_PARTS = ModelShape(
@@ -31,6 +31,16 @@ def test_gradients_in_bf16_go_once_they_are_summed(rounds: int, run_ranks: RunRa
     (report,) = reports(run_ranks(replace(trial, program=Counted(trial.program))))
     assert report.peak_memory_gib is not None
     assert 18 <= report.peak_memory_gib * 2**30 / MANY_SMALL_PARTS.parameters < 19.5
+
+
+def test_experts_leave_nothing_of_what_is_computed_again(run_ranks: RunRanks) -> None:
+    """Between two steps there is as much as without recomputation: states, and sums of gradients."""
+    layouts = [deepspeed(1, mbs=1, precision="bf16", recompute=recompute) for recompute in ("none", "full")]
+    trials = [request(layout, replace(MANY_SMALL_PARTS, num_experts=4)) for layout in layouts]
+    told = [reports(run_ranks(replace(trial, program=Left(trial.program))))[0] for trial in trials]
+    none, full = (report.peak_memory_gib for report in told)
+    assert none is not None
+    assert full == pytest.approx(none, rel=1e-3)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
