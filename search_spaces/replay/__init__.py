@@ -33,6 +33,9 @@ from search_spaces.workload import Workload
 STEPS = 3
 """After which no more is reserved: the second is the first with moments, the third has them where they stay."""
 
+VARYING_STEPS = 4
+"""Where microbatches differ by chance: each further one may reserve a little more, but routers grow up."""
+
 ROUNDS = 2
 """Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
 
@@ -45,6 +48,9 @@ vain the next one has, and where ranks split products."""
 
 MOST = 16
 """Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
+
+MOST_EXPERTS = 128
+"""Of all blocks, beyond which a replay of those that are computed one after the other takes too long."""
 
 MOST_BLOCKS = 128
 """Blocks that a pipeline's rank goes through in a step, beyond which those that share their stages with others are not
@@ -100,10 +106,12 @@ def fullest_rank(layout: Layout, work: Workload) -> int:
 def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
     """Of DeepSpeed: data-parallel and sequence ranks that shard states, replicas, tensor-parallel ranks, or one."""
     rounds, of_any_batch = rounds_of(layout), replace(layout, global_batch_size=0)
+    if model.num_experts * model.layers > MOST_EXPERTS:
+        return None
     if layout.num_gpus == 1:
         return None if layout.zero_stage else _replay("flat", model, tokens, rounds, layout.compile, layout.recompute)
     if layout.zero_stage:
-        if layout.shard_ranks < layout.num_gpus or model.num_experts:
+        if layout.shard_ranks < layout.num_gpus:
             return None
         return _replay_shards(model, tokens, rounds, of_any_batch)
     if layout.shard_ranks > 1:
@@ -263,9 +271,9 @@ def apart(layout: Layout) -> tuple[int, ...]:
 def run(training: Training) -> Replayed:
     """What `STEPS` steps reserve, or as many as change what is free."""
     before = None
-    for _ in range(STEPS):
+    for _ in range(VARYING_STEPS if training.varies else STEPS):
         training.step()
-        if (free := training.allocator.free) == before:
+        if (free := training.allocator.free) == before and not training.varies:
             break
         before = free
     return Replayed(training.allocator.reserved, training.allocator.most, training.late)

@@ -15,14 +15,18 @@ def experts_of(layer: int) -> str:
     return f"experts {layer}"
 
 
+def is_of_experts(group: str) -> bool:
+    return group.startswith("experts")
+
+
 def ends_of(model: ModelShape) -> tuple[str, str]:
     """The groups of the embedding and of the head: tied tables are one."""
     return ("ends", "ends") if model.tie_embeddings else ("embedding", "head")
 
 
-def groups_of(model: ModelShape) -> dict[str, dict[str, int]]:
+def groups_of(model: ModelShape, spread_over: int = 1) -> dict[str, dict[str, int]]:
     """Parameters by what is gathered and summed up together, in the order of the model: tied tables are one group, and
-    experts another than what else their block has."""
+    experts another than what else their block has. Of a rank of `spread_over` that have other experts each."""
     hidden, inner, queries, keys = model.hidden, model.ffn_hidden, model.query_width, model.key_width
     is_gpt = model.family == "gpt"
 
@@ -45,7 +49,7 @@ def groups_of(model: ModelShape) -> dict[str, dict[str, int]]:
     experts: dict[str, int] = {}
     if model.num_experts:
         block["router"] = hidden * model.num_experts
-        experts = dict.fromkeys(("gate", "up", "down"), model.num_experts * hidden * inner)
+        experts = dict.fromkeys(("gate", "up", "down"), model.num_experts // spread_over * hidden * inner)
     else:
         gate = {} if is_gpt else {"gate": (hidden, inner)}
         block |= products(**gate, up=(hidden, inner), down=(inner, hidden))

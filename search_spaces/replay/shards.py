@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from random import Random
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.gathering import Gathering, Module
-from search_spaces.replay.groups import block_of, ends_of
+from search_spaces.replay.groups import block_of, ends_of, is_of_experts
 from search_spaces.replay.sharded import REDUCING
 from search_spaces.replay.training import MAIN
 
 GATHERING = 2
 """The stream on which ZeRO-3 gathers parameters."""
+
+SUMS = ("sums of gradients", "sums of experts' gradients")
+"""Of all but experts, and of these."""
 
 TOGETHER = 1_000_000_000
 """Values of a rank's share from which on ZeRO-3 updates the rest apart: `sub_group_size`, as it is by default."""
@@ -30,12 +34,19 @@ class Shards(Flat):
     def __init__(self, model: ModelShape, tokens: int, rounds: int, layout: Layout, rank: int = 0) -> None:
         self.layout, self.rank = layout, rank
         self.exchanges = layout.context_parallel_size > 1
+        self.spread_over = layout.expert_parallel_size
         super().__init__(model, tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:
-        self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
-        self.share = self.count / self.layout.shard_ranks
+        self.counts = [0, 0]  # of all but experts, and of these
+        for group, parameters in self.groups.items():
+            self.counts[is_of_experts(group)] += sum(parameters.values())
+        self.count = sum(self.counts)
+        ranks = self.layout.shard_ranks
+        self.shares = [self.counts[False] / ranks, self.counts[True] / ranks * self.spread_over]
+        self.share = sum(self.shares)
         self.waiting: list[tuple[str, int]] = []
+        self.routers = Random(self.rank)
         self.take("weights", self.weights())
         self.make_states()
         self.make_moments()
@@ -107,16 +118,18 @@ class Bucketed(Shards):
 
 class SummedShare(Bucketed):
     """ZeRO-2: a microbatch has buckets in bf16, and of each one a copy in fp32 is reduced. What is a rank's own is
-    summed up in fp32, from the first of it until the update.
+    summed up in fp32, from the first of it until the update, experts apart from all else.
 
     A bucket is reduced in pieces: gradients of the rank's own share, each by itself, and what comes in a row for
-    another one as a whole. They are put together first, where they are several.
+    another one as a whole. They are put together first, where they are several. Those of experts are reduced among
+    other ranks, or in a group of their own, before or after all else.
     """
 
     def start(self) -> None:
         super().start()
-        self.arrived = 0
-        self.owners: list[int] = []
+        self.arrived = [0, 0]
+        self.owners: dict[bool, list[int]] = {}
+        self.of_kinds = [0, 0]
 
     def arrive(self, name: str, count: int) -> None:
         if not self.holds("bucket"):
@@ -124,31 +137,41 @@ class SummedShare(Bucketed):
             if self.reducing != MAIN:
                 self.take("second bucket", self.bucket_size)
         super().arrive(name, count)
-        self.arrived += count  # the last of the model first
-        begins = self.count - self.arrived
-        for owner in range(int(begins // self.share), int((begins + count - 1) // self.share) + 1):
-            if owner == self.rank or self.owners[-1:] != [owner]:
-                self.owners.append(owner)
+        kind = is_of_experts(name.removeprefix("gradient "))
+        self.of_kinds[kind] += count
+        self.arrived[kind] += count  # the last of the model first
+        begins, share = self.counts[kind] - self.arrived[kind], self.shares[kind]
+        owners = self.owners.setdefault(kind, [])
+        for owner in range(int(begins // share), int((begins + count - 1) // share) + 1):
+            if owner == self.own(kind) or owners[-1:] != [owner]:
+                owners.append(owner)
+
+    def own(self, kind: bool) -> int:
+        """Which share is the rank's: ranks that have other experts follow each other."""
+        return self.rank // self.spread_over if kind else self.rank
 
     def exchange(self) -> None:
-        if self.rank in self.owners and not self.holds("sums of gradients"):
-            self.take("sums of gradients", self.share, 4, self.reducing)
-        together = len(self.owners) > 1
-        if together:
-            self.take("flat", self.filled, stream=self.reducing)
-        self.take("copy in fp32", self.filled, 4, self.reducing)
-        self.give_back(*(("flat",) if together else ()), "copy in fp32")
+        for kind, owners in self.owners.items():
+            sums, filled = SUMS[kind], self.of_kinds[kind]
+            if self.own(kind) in owners and not self.holds(sums):
+                self.take(sums, self.shares[kind], 4, self.reducing)
+            together = len(owners) > 1
+            if together:
+                self.take("flat", filled, stream=self.reducing)
+            self.take("copy in fp32", filled, 4, self.reducing)
+            self.give_back(*(("flat",) if together else ()), "copy in fp32")
         self.owners.clear()
+        self.of_kinds = [0, 0]
 
     def _microbatch(self, is_last: bool) -> None:
         super()._microbatch(is_last)
         self.reduce()
         self.give_back("bucket", *(("second bucket",) if self.reducing != MAIN else ()))
-        self.arrived = 0
+        self.arrived = [0, 0]
 
     def end(self) -> None:
         self.norm(self.largest())
-        self.give_back("sums of gradients")
+        self.give_back(*filter(self.holds, SUMS))
 
 
 class GatheredWhole(Bucketed):

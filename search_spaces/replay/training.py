@@ -41,6 +41,12 @@ class Training:
     exchanges = False
     """Whether ranks of a sequence exchange what attention comes to: each has it of its heads and of its tokens."""
 
+    spread_over = 1
+    """Ranks that have other experts each."""
+
+    varies = False
+    """Whether microbatches differ by more than where they are in a step."""
+
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
@@ -56,7 +62,8 @@ class Training:
         self.block: dict[str, Piece] = {}  # what lives of the one under way, in the order in which it was made
         self.of_blocks: defaultdict[tuple[str, int], dict[str, Piece]] = defaultdict(dict)
         self.drops = self.stops = self.has_tried = False
-        self.groups = groups_of(model)
+        self.experts = model.num_experts // self.spread_over
+        self.groups = groups_of(model, self.spread_over)
         self.late = 0.0
         self.start()
 
@@ -139,7 +146,8 @@ class Training:
         """Have the parameters of a group in the width of products."""
 
     def compiles_recomputation(self) -> bool:
-        """Whether the compiler sees full recomputation, and has forward passes of blocks keep nothing meanwhile."""
+        """Whether forward passes of compiled blocks that are computed again keep nothing meanwhile, as the compiler
+        sees that they are."""
         return False
 
     def gradient(self, group: str, name: str) -> None:
