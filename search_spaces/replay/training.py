@@ -44,9 +44,6 @@ class Training:
     spread_over = 1
     """Ranks that have other experts each."""
 
-    varies = False
-    """Whether microbatches differ by more than where they are in a step."""
-
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
@@ -144,6 +141,11 @@ class Training:
 
     def gather(self, group: str) -> None:
         """Have the parameters of a group in the width of products."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether microbatches differ by more than where they are in a step."""
+        return False
 
     def compiles_recomputation(self) -> bool:
         """Whether forward passes of compiled blocks that are computed again keep nothing meanwhile, as the compiler
