@@ -19,6 +19,7 @@ import torch._inductor.config
 from search_spaces.launches import specimen_of
 from search_spaces.network import Network
 from search_spaces.operators import Operator, OperatorTiming
+from trainables.engines.base import Job
 from trainables.forks import Fork
 from trainables.program import Place, TrialRequest
 from trainables.slice import Slice
@@ -84,10 +85,17 @@ class Specimen:
             self.seconds.append(self.specimen.launch_s(said))
 
 
+class SpecimenRank(SliceRank):
+    """The rank of a tiny model that stands for large ones."""
+
+    def job(self) -> Job:
+        return replace(super().job(), is_specimen=True)
+
+
 def _serve(messages: Connection, program: Slice, request: TrialRequest, place: Place) -> None:
     """The life of a specimen's process."""
     torch._inductor.config.compile_threads = 1  # the others compile at the same time
-    rank = SliceRank(program, request, place, lambda progress: None)
+    rank = SpecimenRank(program, request, place, lambda progress: None)
     for batch in rank.batches:  # and no more: a slice would go on to have the device wait, which nothing halts
         rank.change_batch(batch)
         rank.time_steps()

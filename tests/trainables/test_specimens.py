@@ -5,23 +5,54 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from search_spaces.launches import ROUNDS, specimen_of
 from search_spaces.layout import Layout
+from search_spaces.network import Collective
 from search_spaces.operators import Kind, Operator
+from tests.trainables.conftest import RunRanks
+from tests.trainables.test_parity import reports
 from trainables import specimens
 from trainables.measure import Procedure
 from trainables.operators import Operators
 from trainables.platforms.cpu import PLATFORM as CPU
-from trainables.program import Place, TrialRequest
+from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.slice import Slice
+from trainables.training import Training
 
+GATHERING = Operator(Kind.LAUNCH, (), "bf16", False, ("deepspeed", "gpt", "none", "gathers"))
 LAUNCH = Operator(Kind.LAUNCH, (), "fp32", False, ("megatron", "llama", "none"))
 REQUEST = TrialRequest(
     "turns", Layout("megatron", 1, 1), Operators((), (LAUNCH,), 0.0, 1.0), Procedure(1, 1.0, 1.0, 1.0, 1), 10.0
 )
+
+
+@dataclass(frozen=True)
+class Tiny(Slice):
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        return specimens.SpecimenRank(self, request, place, on_progress).report()
+
+
+def test_blocks_are_gathered_anew_in_each_microbatch_though_they_are_tiny(run_ranks: RunRanks) -> None:
+    """And some of them in its backward pass, too."""
+    found = specimen_of(GATHERING)
+    training = Training(found.model, "synthetic", found.sequence_length, seed=0)
+    tiny = Tiny(training, rank=0, network=specimens.AT_NO_TIME)
+    quick = Procedure(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=0.1, window_s=0.0, window_min_steps=2)
+    request = TrialRequest("tiny", found.layout, tiny, quick, 100.0, batches=found.batches)
+    (report,) = reports(run_ranks(request))
+    assert report.slice is not None
+    few, many = (
+        next(one for one in report.slice.traffic[batch] if one.kind is Collective.ALL_GATHER) for batch in found.batches
+    )
+    model = found.model
+    assert (many.calls - few.calls) / ROUNDS > model.layers
+    assert (many.size - few.size) / ROUNDS > 2 * model.layers * model.block_parameters
 
 
 def started(monkeypatch: pytest.MonkeyPatch, life: Any) -> specimens.Specimen:
@@ -83,7 +114,7 @@ def test_one_that_is_ready_has_timed_steps_of_each_batch_and_nothing_else(monkey
             assert tuple(self.timed) == self.batches
             return self.batch / 10, 0
 
-    monkeypatch.setattr(specimens, "SliceRank", Rank)
+    monkeypatch.setattr(specimens, "SpecimenRank", Rank)
     one = specimens.Specimen(LAUNCH, REQUEST, Place(0, 0, "", 0, CPU))
     one.hear(time.monotonic() + 60)
     one.take_turn()

@@ -35,7 +35,8 @@ class Job:
     """One rank's share of a trial; `rank` is in the trial's own world of `layout.num_gpus` processes.
 
     `observe` is told of every pass of a pipeline; None where nobody asks. `alone`: whether all other ranks are stood in
-    for, by data like this one's.
+    for, by data like this one's. `is_specimen`: whether the model is tiny and stands for large ones, so that nothing is
+    to be left out that only its size makes needless.
     """
 
     layout: Layout
@@ -46,6 +47,7 @@ class Job:
     device: torch.device
     observe: Observer | None = None
     alone: bool = False
+    is_specimen: bool = False
 
     @property
     def learning_rate(self) -> float:
