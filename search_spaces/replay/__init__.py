@@ -50,7 +50,8 @@ MOST = 16
 """Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
 
 MOST_EXPERTS = 128
-"""Of all blocks, beyond which a replay of those that are computed one after the other takes too long."""
+"""That a rank holds, of all blocks, beyond which a replay of those that are computed one after the other takes too
+long."""
 
 MOST_BLOCKS = 128
 """Blocks that a pipeline's rank goes through in a step, beyond which those that share their stages with others are not
@@ -106,7 +107,7 @@ def fullest_rank(layout: Layout, work: Workload) -> int:
 def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:
     """Of DeepSpeed: data-parallel and sequence ranks that shard states, replicas, tensor-parallel ranks, or one."""
     rounds, of_any_batch = rounds_of(layout), replace(layout, global_batch_size=0)
-    if model.num_experts * model.layers > MOST_EXPERTS:
+    if model.num_experts // layout.expert_parallel_size * model.layers > MOST_EXPERTS:
         return None
     if layout.num_gpus == 1:
         return None if layout.zero_stage else _replay("flat", model, tokens, rounds, layout.compile, layout.recompute)

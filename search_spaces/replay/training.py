@@ -59,7 +59,6 @@ class Training:
         self.block: dict[str, Piece] = {}  # what lives of the one under way, in the order in which it was made
         self.of_blocks: defaultdict[tuple[str, int], dict[str, Piece]] = defaultdict(dict)
         self.drops = self.stops = self.has_tried = False
-        self.experts = model.num_experts // self.spread_over
         self.groups = groups_of(model, self.spread_over)
         self.late = 0.0
         self.start()
