@@ -504,6 +504,7 @@ def two_of_zero_bubble(layout: Layout) -> bool:
     return layout.splits_backward and layout.gradient_accumulation_steps == 2
 
 
+@pytest.mark.slow
 def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     """Context parallelism and pipeline schedules, on two GPUs."""
     sweep = tabled(DATA / "llama3_12l_2xh200.csv")

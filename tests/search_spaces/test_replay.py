@@ -225,6 +225,7 @@ def test_ranks_of_several_kinds_of_parallelism_that_were_measured() -> None:
     assert worst < 0.022
 
 
+@pytest.mark.slow
 def test_ranks_of_interleaved_stages_that_were_measured() -> None:
     """What a forward pass came to, which other schedules keep until the next, made up to 13% of these. One mixture's
     ranks, eager with full recomputation, are not told."""
@@ -339,6 +340,7 @@ def test_zero_bubble_keeps_gradients_until_the_turn_of_the_weights() -> None:
     assert split.most - plain.most > 11 * 6 * hidden  # what products made of one pass through six blocks
 
 
+@pytest.mark.slow
 def test_tensor_ranks_that_were_measured() -> None:
     """Of seven models, eager and compiled."""
     errors: dict[tuple[str, Layout], float] = {}

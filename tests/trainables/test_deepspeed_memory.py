@@ -34,13 +34,12 @@ def test_gradients_in_bf16_go_once_they_are_summed(rounds: int, run_ranks: RunRa
 
 
 def test_experts_leave_nothing_of_what_is_computed_again(run_ranks: RunRanks) -> None:
-    """Between two steps there is as much as without recomputation: states, and sums of gradients."""
-    layouts = [deepspeed(1, mbs=1, precision="bf16", recompute=recompute) for recompute in ("none", "full")]
-    trials = [request(layout, replace(MANY_SMALL_PARTS, num_experts=4)) for layout in layouts]
-    told = [reports(run_ranks(replace(trial, program=Left(trial.program))))[0] for trial in trials]
-    none, full = (report.peak_memory_gib for report in told)
-    assert none is not None
-    assert full == pytest.approx(none, rel=1e-3)
+    """Between two steps there are 18 bytes for each parameter, as above."""
+    model = replace(MANY_SMALL_PARTS, hidden=32, ffn_hidden=64, num_experts=4)
+    trial = request(deepspeed(1, mbs=4, precision="bf16", recompute="full"), model)
+    (report,) = reports(run_ranks(replace(trial, program=Left(trial.program))))
+    assert report.peak_memory_gib is not None
+    assert 18 <= report.peak_memory_gib * 2**30 / model.parameters < 19
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
