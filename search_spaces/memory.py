@@ -41,8 +41,9 @@ HOPELESS_SHARE = 1.3
 """Share above which it is not looked at more closely how little a layout fits, which takes a tenth of a second."""
 
 NEAR_SHARES = 0.95, 1.05
-"""Shares by the formula between which alone ranks of several kinds of parallelism at once are looked at more closely
-where layouts are many: their replays take longer, and are as many as there are such layouts."""
+"""Shares by the formula between which alone ranks of several kinds of parallelism at once, and those that have experts
+computed one after the other, are looked at more closely where layouts are many: their replays take longer, and are as
+many as there are such layouts."""
 
 GUESSED_SHARE = 0.5
 """What a layout is taken to need of a GPU's memory before a trial tells, where nothing is known of the model."""
@@ -150,7 +151,9 @@ def glance(layout: Layout, work: Workload) -> MemoryEstimate:
     unknown."""
     by_formula = _by_formula(layout, work, _fullest(layout))
     kinds = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.shard_ranks)
-    least, most = NEAR_SHARES if sum(ranks > 1 for ranks in kinds) > 1 else (CLEAR_SHARE, math.inf)
+    one_by_one = work.shape.num_experts > 0 and facts_of(layout, work).fills_experts
+    takes_long = one_by_one or sum(ranks > 1 for ranks in kinds) > 1
+    least, most = NEAR_SHARES if takes_long else (CLEAR_SHARE, math.inf)
     is_clear = by_formula.share is None or not least < by_formula.share <= most
     return by_formula if is_clear else _looked_at(layout, work, by_formula)
 

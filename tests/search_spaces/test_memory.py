@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import DATA
 from benchmarks.judge.memory import MeasuredMemory, measured_memory, tabled
+from search_spaces import memory
 from search_spaces.engines.deepspeed import ZERO3_BYTES, sums_apart
 from search_spaces.hardware import ACCELERATORS, Accelerator
 from search_spaces.layout import SCHEDULES, Layout
@@ -26,7 +27,7 @@ from search_spaces.memory import (
     estimate,
     passes_in_flight,
 )
-from search_spaces.models import PRESETS
+from search_spaces.models import PRESETS, ModelShape
 from search_spaces.rules import refusal
 from search_spaces.workload import Workload
 
@@ -328,6 +329,22 @@ def test_slack_is_given_back_where_memory_is_short() -> None:
 
 
 STAGES = st.lists(st.integers(1, 9), min_size=8, max_size=8).map(tuple)
+
+
+def test_experts_one_after_the_other_are_replayed_near_the_limit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A space has hundreds of such layouts, and to replay one takes a tenth of a second."""
+    asked: list[Layout] = []
+    monkeypatch.setattr(memory, "replayed", lambda layout, *_: asked.append(layout))
+    mixture = ModelShape("llama", 8, 2048, 16, 8, 5632, 32_000, 4096, num_experts=8)
+    layout = Layout("deepspeed", 2, 8, micro_batch_size=2, zero_stage=1)
+    work = Workload(mixture, 4096, 8, accelerator=ACCELERATORS["h100"])
+    share = memory.glance(layout, work).share
+    assert share is not None
+    assert memory.CLEAR_SHARE < share < memory.NEAR_SHARES[0]
+    assert not asked
+    monkeypatch.setattr(memory, "NEAR_SHARES", (share - 0.01, share + 0.01))
+    memory.glance(layout, work)
+    assert asked == [layout]
 
 
 @settings(max_examples=50, deadline=None)
