@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from random import Random
 
 from search_spaces.replay.groups import block_of, experts_of
@@ -20,10 +21,15 @@ EVENED, AMONG = 0.1, 0.3
 
 
 class FilledExperts(Training):
-    """A training whose experts, if there are any, have another room in each block and microbatch: `routers` draw them,
-    the same ones each time."""
+    """A training whose experts, if there are any, have another room in each block and microbatch."""
 
-    routers: Random
+    rank = 0
+    """Of those that have routers, and tokens, of their own."""
+
+    @cached_property
+    def routers(self) -> Random:
+        """They draw the rooms, the same ones each time."""
+        return Random(self.rank)
 
     @property
     def varies(self) -> bool:

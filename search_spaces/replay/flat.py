@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 from search_spaces.replay.filled import FilledExperts
 from search_spaces.replay.groups import block_of, is_of_experts
@@ -14,8 +13,7 @@ class Flat(FilledExperts):
     """DeepSpeed's optimizer of ZeRO-1 for bf16 on a single rank: all states are flat and there before the first step,
     and gradients go as soon as they are summed up, those of a compiled block all at once."""
 
-    def compiles_recomputation(self) -> bool:
-        return True  # or, of a graph that ends at experts, autograd sees it
+    compiles_recomputation = True  # or, of a graph that ends at experts, autograd sees it
 
     replicas = 1
     """Ranks that have a share each of what the optimizer updates and keeps."""
@@ -23,7 +21,6 @@ class Flat(FilledExperts):
     def start(self) -> None:
         self.count = sum(sum(parameters.values()) for parameters in self.groups.values())
         self.waiting: list[tuple[str, int]] = []
-        self.routers = Random(0)
         self.take("weights", self.count)
         self.take("master weights", self.count / self.replicas, 4)
         self.take("sums of gradients", self.count, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from random import Random
 
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
@@ -46,7 +45,6 @@ class Shards(Flat):
         self.shares = [self.counts[False] / ranks, self.counts[True] / ranks * self.spread_over]
         self.share = sum(self.shares)
         self.waiting: list[tuple[str, int]] = []
-        self.routers = Random(self.rank)
         self.take("weights", self.weights())
         self.make_states()
         self.make_moments()

@@ -44,6 +44,10 @@ class Training:
     spread_over = 1
     """Ranks that have other experts each."""
 
+    compiles_recomputation = False
+    """Whether forward passes of compiled blocks that are computed again keep nothing meanwhile, as the compiler sees
+    that they are."""
+
     hands_on_logits = False
     """Whether logits are there until the end of their backward pass, as what a pipeline's last stage comes to."""
 
@@ -146,11 +150,6 @@ class Training:
         """Whether microbatches differ by more than where they are in a step."""
         return False
 
-    def compiles_recomputation(self) -> bool:
-        """Whether forward passes of compiled blocks that are computed again keep nothing meanwhile, as the compiler
-        sees that they are."""
-        return False
-
     def gradient(self, group: str, name: str) -> None:
         """Have one of a parameter, which autograd made."""
         raise NotImplementedError
@@ -227,7 +226,7 @@ class Training:
         for layer in layers:
             self._enter(layer)
             self.gather(block_of(layer))
-            self.drops = self.full and (self.compiles_recomputation() or not self.compiled)
+            self.drops = self.full and (self.compiles_recomputation or not self.compiled)
             self._forward(layer)
             self.drops = False
             if self.full:

@@ -151,7 +151,8 @@ class DispatchedExperts(nn.Module):
         if self.kept is not None:
             self.router.weight.data.copy_(self.kept)  # behind autograd's back: no version is counted
         out: Tensor = self.moe(x)[0]
-        # Whose graph, where it is of a pass that is done again, keeps all that was computed up to the router.
+        # DeepSpeed's own loss, which is not used: the graph of it, in a pass that is done again, keeps all that was
+        # computed up to the router.
         self.moe.deepspeed_moe.l_aux = None
         if not self.scale:
             return out
