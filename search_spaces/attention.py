@@ -65,15 +65,14 @@ FLASH_2 = _measured((340, 390), (322, 700), (308, 420), (285, 615))
 """cuDNN's and FlashAttention-2's, as measured on H100 from 512 to 16,384 tokens, within 3%
 (benchmarks/results/attention_1xh100.txt)."""
 
-CUDNN_IN_PARTS = _measured((690, 2500), (620, 4700), (485, 2600), (465, 3800))._replace(in_parts=True)
-"""cuDNN's for a rank of several that share a sequence: of two pieces of queries each a causal square at the end of
-their keys, and a rectangle before it. As measured on H100 of sequences of 8192 tokens on 2 ranks and of 65,536 on 8, of
-the rank that takes longest, within 8% with what merges them (benchmarks/results/context_1xh100.txt)."""
+CUDNN_IN_PARTS = _measured((690, 1700), (620, 3000), (485, 1500), (465, 2250))._replace(in_parts=True)
+"""cuDNN's for a rank of several that share a sequence: a causal square of its own queries and keys, and rectangles of
+the keys before both of its pieces and of those between them. As measured of sequences of 8192 tokens on 2 ranks, of the
+rank that takes longest, within 8% with what merges them (benchmarks/results/context_1xh200.txt)."""
 
-MERGED, PARTED, PARTED_KEYS = 28, 10, 12
-"""Bytes of memory traffic in whose time kernels merge one of the parts' results forward, and backward add up one of the
-gradients of queries, and, of both together, of a key and its value. Forward 14 bytes move, at half the speed of others:
-types are mixed, and each row has a factor."""
+MERGED, PARTED = 6, 4
+"""Bytes of memory traffic for which one of the parts' results is merged into the others, or a gradient of queries added
+up, and for which a key or a value is copied, or its gradient."""
 
 FLASH_2_ON_HOPPER = 1.95
 """Time of FlashAttention-2 in that of cuDNN there, over many tokens."""

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from operator import mul
 from typing import NamedTuple
 
-from search_spaces.attention import MERGED, PARTED, PARTED_KEYS
+from search_spaces.attention import MERGED, PARTED
 from search_spaces.blocks import Cut, Places, Used, last_product, parts_of, selected_of
 from search_spaces.coefficients import Coefficients
 from search_spaces.models import ModelShape
@@ -303,9 +303,10 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
     merging = parting = Load()
-    if in_parts:  # never compiled
-        merging = _traffic(1.0 * MERGED * tokens * heads, False, c)
-        parting = _traffic(1.0 * tokens * (PARTED * heads + PARTED_KEYS * times * keys), False, c)
+    if in_parts:  # of three parts, or of two ranks of two, the first has no more to be merged into
+        merged = _traffic((1.0 if times == 2 else 1.5) * MERGED * tokens * heads, True, c)
+        own = _traffic(2.0 * PARTED * tokens * keys, False, c)
+        merging, parting = merged.plus(own), merged.plus(own, 1 + times)
     if engine.scores_traffic:  # of all pairs
         moved = 1.0 * engine.scores_traffic * tokens * queries * times * heads / width
         ahead = back = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))

@@ -230,11 +230,11 @@ def _product(operator: Operator) -> Made:
 
 
 class _Gathered(GatheredAttention):
-    """That of the last of `size` ranks, which merges most, and to which the others' keys and values come without a
+    """That of the second of `size` ranks, which merges most, and to which the others' keys and values come without a
     copy."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.rank = size, size - 1
+        self.size, self.rank = size, 1
 
     def _exchanged(self, local: Tensor) -> tuple[Tensor, ...]:
         return (local,) * self.size
@@ -247,7 +247,7 @@ def _attention(operator: Operator) -> Made:
     shape = _shape(hidden=heads, heads=heads // width, kv_heads=keys // width)
     rotary = None
     if "rotary" in operator.form:
-        where = positions(queries * times, times, times - 1, torch.get_default_device())
+        where = positions(queries * times, times, 1 % times, torch.get_default_device())
         rotary = rotary_table(width, where, 10_000.0)
     with torch.device("meta"):  # nothing is made of the products
         attention = Attention(shape, rotary)

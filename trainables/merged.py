@@ -1,10 +1,11 @@
-"""Attention to keys before queries and to those of their own positions apart, each by a fast kernel, and merged.
+"""Attention of queries in two pieces of a sequence, in parts that fast kernels have, which are merged.
 
-cuDNN's kernels, twice as fast as others on Hopper, have causal masks of squares alone, as torch has them. Where queries
-are only a part of a sequence, those keys that lie before all of them make a rectangle without a mask, and those at
-their own positions a causal square. What comes of both is merged by the logarithms of their sums of exponentials;
-given the merged results, either's backward pass makes its part of the gradients (Liu et al. 2023, "Ring Attention with
-Blockwise Transformers", whose parts are other ranks').
+cuDNN's kernels, twice as fast as others on Hopper, have causal masks of squares alone, as torch has them. Queries of
+both pieces and the keys at their own positions make a causal square, as if nothing lay between. To the keys before both
+pieces, and to those between them, attention is without a mask: two rectangles, of all queries and of the later piece's.
+What comes of the parts is merged by the logarithms of their sums of exponentials; given the merged results, each part's
+backward pass makes its part of the gradients (Liu et al. 2023, "Ring Attention with Blockwise Transformers", whose
+parts are other ranks').
 """
 
 # mypy: allow-untyped-decorators
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,39 +50,23 @@ def _asked(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int,
 
 @torch.library.custom_op("wattune::merged_attention", mutates_args=())
 def merged_attention(q: Tensor, keys_values: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
-    """Causal attention of `q`, in as many pieces of a sequence, one after the other, as `starts` has positions where
-    they begin, ascending.
+    """Causal attention of `q`, two pieces of a sequence, as long as each other, that begin at `starts`, ascending.
 
     q: (batch, heads, queries, head_dim). keys_values: (2, batch, heads of them, sequence, head_dim), as many heads or
     fewer. The result is like `q`, and beside it, for the backward pass, the logarithms of the sums of exponentials,
-    (pieces, batch, heads, queries / pieces, 1). An operator of its own, for recomputation to keep both and no parts.
+    (batch, heads, queries, 1). An operator of its own, for recomputation to keep both and no parts.
     """
-    output, logarithms = _results(q, starts)
-    for (start, query, merged), logarithm in zip(_pieces(starts, q, output), logarithms, strict=True):
-        end = start + query.shape[2]
-        within, log_within = _attend(query, keys_values[..., start:end, :], is_causal=True)
-        if start:
-            before, log_before = _attend(query, keys_values[..., :start, :], is_causal=False)
-            # Weights are in fp32, and so is the sum, of which two kernels make the result.
-            share = torch.sigmoid(log_before - log_within)
-            torch.addcmul(within * (1 - share), before, share, out=merged)
-            log_within = torch.logaddexp(log_within, log_before)
-        else:
-            merged.copy_(within)
-        logarithm.copy_(log_within)
+    output, logarithms = _attend(q, _at(keys_values, q, starts), is_causal=True)
+    output, logarithms = _laid_out(output, q), logarithms.contiguous()
+    for first, keys in _rectangles(q, starts):
+        there = output[:, :, first:], logarithms[:, :, first:]
+        _merge(*there, *_attend(q[:, :, first:], keys_values[..., keys, :], is_causal=False))
     return output, logarithms
-
-
-def _results(q: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
-    """Room for both."""
-    batch, heads, queries, _ = q.shape
-    shape = len(starts), batch, heads, queries // len(starts), 1
-    return torch.empty_like(q), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @merged_attention.register_fake
 def _(q: Tensor, keys_values: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
-    return _results(q, starts)
+    return torch.empty_like(q), q.new_empty((*q.shape[:3], 1), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("wattune::merged_attention_backward", mutates_args=())
@@ -90,22 +74,19 @@ def _back(
     gradient: Tensor, q: Tensor, keys_values: Tensor, output: Tensor, logarithms: Tensor, starts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """The gradients of queries, and of keys and values, of that of the merged results."""
-    if gradient.stride() != output.stride():  # torch keeps cuDNN's plans by the strides of the inputs alone
-        gradient = torch.empty_like(output).copy_(gradient)
-    of_queries, of_keys_values = torch.empty_like(q), torch.empty_like(keys_values)
-    pieces = list(_pieces(starts, q, output, gradient, of_queries))
-    finds_some = False  # where it is to put its gradients of keys: the last piece, which has the most keys, is first
-    for (start, query, merged, above, below), logarithm in reversed(list(zip(pieces, logarithms, strict=True))):
-        end = start + query.shape[2]
-        if not finds_some:
-            of_keys_values[..., end:, :] = 0.0
-        for first, last in [(start, end), (0, start)] if start else [(start, end)]:
-            these, is_within = keys_values[..., first:last, :], last == end
-            found = _attend_back(above, query, these, merged, logarithm, is_within)
-            _put(below, found[0], not is_within)
-            for whole, part in zip(of_keys_values, found[1:], strict=True):
-                _put(whole[:, :, first:last], part, finds_some)
-        finds_some = True
+    gradient = _laid_out(gradient, output)  # torch keeps cuDNN's plans by the strides of the inputs alone
+    of_queries, *of_own = _attend_back(gradient, q, _at(keys_values, q, starts), output, logarithms, is_causal=True)
+    of_queries, of_keys_values = _laid_out(of_queries, q), torch.empty_like(keys_values)
+    for whole, own in zip(of_keys_values, of_own, strict=True):
+        for start, piece in zip(starts, own.chunk(2, dim=2), strict=True):
+            whole[:, :, start : start + piece.shape[2]] = piece
+    of_keys_values[..., starts[1] + q.shape[2] // 2 :, :] = 0.0
+    for first, keys in _rectangles(q, starts):
+        above, query, merged, logarithm = (each[:, :, first:] for each in (gradient, q, output, logarithms))
+        found = _attend_back(above, query, keys_values[..., keys, :], merged, logarithm.contiguous(), is_causal=False)
+        of_queries[:, :, first:] += found[0]
+        for whole, part in zip(of_keys_values, found[1:], strict=True):
+            whole[:, :, keys] = part
     return of_queries, of_keys_values
 
 
@@ -131,17 +112,37 @@ def _backward(
 merged_attention.register_autograd(_backward, setup_context=_keep)
 
 
-def _put(there: Tensor, values: Tensor, adds: bool) -> None:
-    """In the place of what is there, or added to it."""
-    if adds:
-        there.add_(values)
-    else:
-        there.copy_(values)
+def _at(keys_values: Tensor, q: Tensor, starts: list[int]) -> Tensor:
+    """Those at the positions of the queries."""
+    length = q.shape[2] // 2
+    return torch.cat([keys_values[..., start : start + length, :] for start in starts], dim=3)
 
 
-def _pieces(starts: list[int], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Where each piece starts, and its part of each of the tensors."""
-    return zip(starts, *(tensor.chunk(len(starts), dim=2) for tensor in tensors), strict=True)
+def _rectangles(q: Tensor, starts: list[int]) -> Iterator[tuple[int, slice]]:
+    """From which query on they attend to which keys, without a mask."""
+    (early, late), length = starts, q.shape[2] // 2
+    if early:
+        yield 0, slice(0, early)
+    if early + length < late:
+        yield length, slice(early + length, late)
+
+
+def _laid_out(found: Tensor, like: Tensor) -> Tensor:
+    """In the order that a tensor like that one has."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return found if found.stride() == strides else torch.empty_like(like).copy_(found)
+
+
+def _merge(output: Tensor, logarithms: Tensor, part: Tensor, log_part: Tensor) -> None:
+    """Into the results of other parts, in place. Weights are in fp32."""
+    if output.is_cuda:
+        from trainables.merging import merge  # there is no Triton without a GPU
+
+        merge(output, logarithms, part, log_part)
+        return
+    share = torch.sigmoid(log_part - logarithms)
+    output.copy_(output * (1 - share) + part * share)
+    logarithms.copy_(torch.logaddexp(logarithms, log_part))
 
 
 def _attend(q: Tensor, keys_values: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

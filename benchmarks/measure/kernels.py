@@ -113,13 +113,13 @@ def attention() -> Iterator[list[str]]:
 
 
 def context() -> Iterator[list[str]]:
-    """A row for each shape and for the rank that has the least to merge, and the most."""
+    """A row for each shape and for the ranks that have the least to merge, the most, and the last."""
     for name, heads, key_heads, width, length, size in CONTEXTS:
         q = torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         keys_values = torch.randn(2, 1, key_heads, length, width, device="cuda", dtype=torch.bfloat16)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             share = [1e3 * seconds / size for seconds in _both_s(_square, q, keys_values)]
-        for rank in (0, size - 1):
+        for rank in sorted({0, 1, size - 1}):
             starts = [piece * length // (2 * size) for piece in (rank, 2 * size - 1 - rank)]
             where = positions(length, size, rank, q.device)
             mine, row = q[:, :, where].transpose(1, 2).contiguous().transpose(1, 2), [f"{name}, {length}", f"{rank}"]

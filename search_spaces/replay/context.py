@@ -12,8 +12,10 @@ from search_spaces.replay.training import Training
 
 
 class Context(Training):
-    """A rank gathers keys and values, which it keeps of whole sequences, and has its queries in two pieces, each of
-    whose results is merged of two parts."""
+    """A rank gathers keys and values, which it keeps of whole sequences. What its queries make of keys at their own
+    positions, others' results are merged into: of keys before them and of those between its two pieces. Only that is
+    replayed of these which needs most: forward of the former, for all queries, as the second rank has it, and backward
+    of the latter, by the first rank, to which all keys of others are between."""
 
     ranks: int
     is_graph = False  # that of `Graphs`
@@ -31,14 +33,14 @@ class Context(Training):
         self._done(layer, "own keys", "of ranks")
 
     def _attend(self, layer: int) -> None:
-        half = self.model.query_width / 2
         self._gather_keys(layer)
+        self._keep(layer, "keys there", 2 * self.model.key_width)
         self._keep(layer, "attended", self.model.query_width)
         self._keep(layer, "sums", self.model.heads, 4)
-        self._keep(layer, "within", half)
-        self._keep(layer, "before", half)
-        self._keep(layer, "weighed", half, 4)
-        self._done(layer, "within", "before", "weighed")
+        self._done(layer, "keys there")
+        self._keep(layer, "part", self.model.query_width)
+        self._keep(layer, "part sums", self.model.heads, 4)
+        self._done(layer, "part", "part sums")
         if self.selective:
             self._done(layer, "n1", "all keys", *(() if self.is_gpt else ("rotated q", "rotated k")))
         else:
@@ -63,9 +65,15 @@ class Context(Training):
             if not self.is_gpt:
                 self._keep(layer, "rotated q", model.query_width)
             self._gather_keys(layer)
+        self._keep(layer, "keys there", own)
         self._keep(layer, "d q", model.query_width)
+        self._keep(layer, "d keys there", own)
+        self._done(layer, "keys there")
         self._keep(layer, "d all keys", own * self.ranks)
-        self._parts_back(layer)
+        self._keep(layer, "later sums", model.heads / 2, 4)
+        self._keep(layer, "d later q", model.query_width / 2)
+        self._keep(layer, "d keys between", own * (self.ranks - 1))
+        self._done(layer, "d keys there", "later sums", "d later q", "d keys between")
         self._done(layer, "d attended", "attended", "sums", "all keys")
         if not self.is_gpt:
             self._done(layer, "rotated q")
@@ -88,19 +96,6 @@ class Context(Training):
             self._let_go_of_keys(layer)
         if self.is_gpt:
             self._done(layer, "q")
-
-    def _parts_back(self, layer: int) -> None:
-        """Of the later piece's queries and the keys at their positions, and those before; then of the earlier one's."""
-        half = self.model.query_width / 2
-        piece = self.model.key_width  # of keys and values, half as many as a rank's own
-        before = ""
-        for part, keys in (("within", 1), ("before", 2 * self.ranks - 1), ("earlier", 1)):
-            self._keep(layer, f"d queries {part}", half)
-            self._keep(layer, f"d keys {part}", piece * keys)
-            if before:
-                self._done(layer, f"d queries {before}", f"d keys {before}")
-            before = part
-        self._done(layer, f"d queries {before}", f"d keys {before}")
 
 
 class ContextSharded(Context, Sharded):
