@@ -140,7 +140,7 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
             block = block.plus(_total((priced(one, cut, c)[0], 1) for one in selected_of(cut, model, sequence_length)))
         if cut.sequence_parallel and not cut.engine.gathers_again:
             block = block.plus(_gathers(cut, model, tokens, c))
-        if cut.engine.exchanges_heads:  # nothing keeps what was exchanged
+        if not cut.engine.rings_keys:  # nothing keeps what was exchanged
             block = block.plus(spread)
     embedding, head = (
         _total((load, count) for operator, count in part for load in priced(operator, cut, c)) for part in parts[1:]
@@ -299,14 +299,14 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
     rotary = engine.compiled_rotary_values if compiled else engine.rotary_values
     values = (rotary * (heads + keys) if "rotary" in operator.form else 0) + 2 * heads
-    values += 2 * times * (keys + (0 if in_parts else 2 * heads)) if gathers else 0
+    values += 4 * keys if in_parts else 2 * times * (keys + 2 * heads) if gathers else 0
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
     merging = parting = Load()
     if in_parts:  # of three parts, or of two ranks of two, the first has no more to be merged into
         merged = _traffic((1.0 if times == 2 else 1.5) * MERGED * tokens * heads, True, c)
-        own = _traffic(2.0 * PARTED * tokens * keys, False, c)
-        merging, parting = merged.plus(own), merged.plus(own, 1 + times)
+        each = _traffic(2.0 * PARTED * tokens * keys, False, c)  # of several others, joined before
+        merging, parting = merged.plus(each, times - 2), merged.plus(each, 2 * times - 2)
     if engine.scores_traffic:  # of all pairs
         moved = 1.0 * engine.scores_traffic * tokens * queries * times * heads / width
         ahead = back = Load(attention=2 * work / c.matmul_flops, flops=2 * work).plus(_traffic(moved, True, c))
@@ -374,9 +374,14 @@ def _experts_of(fullest: float, operator: Operator, cut: Cut, c: Coefficients) -
 
 
 def _copies(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
-    """torch gathers and scatters along the first dimension, and copies from and to the second, four times."""
+    """torch gathers and scatters along the first dimension, and copies from and to the second, four times. Asynchronous
+    ranks do without of one sequence, but copy their own tokens to where others read them, and add up what products
+    give piece by piece (`torch/distributed/_symmetric_memory`)."""
     rows, width = operator.dims
-    return _moving(operator, (8.0 if operator.compiled else cut.engine.eager_copies) * rows * width, c)
+    values = 8.0 if operator.compiled else cut.engine.eager_copies
+    if cut.async_tensor_parallel and cut.micro_batch_size == 1 and not cut.engine.copies_one_sequence:
+        values = 2 + 6 / cut.tensor
+    return _moving(operator, values * rows * width, c)
 
 
 def _embedding(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
@@ -431,12 +436,16 @@ def _spread(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     # Ulysses's four exchanges, or keys and values of the whole sequence.
     _, _, heads, keys = cut.shares(model)
     keys = heads if cut.engine.rings_heads else keys
-    beside = cut.engine.rings_keys and not cut.waits_at_once
     shape = 2.0 * (heads + keys) if cut.engine.exchanges_heads else 2.0 * keys * cut.context
     kind, count = (Collective.ALL_TO_ALL, 4) if cut.engine.exchanges_heads else (Collective.ALL_GATHER, 1)
     size = cut.width * tokens * shape
     seconds, sent = communicate(kind, size, count, cut.context, cut.tensor, cut.places, c)
-    return Load(context=c.contention * seconds if beside else seconds, sent=sent)
+    hidden = 0.0
+    if cut.engine.rings_keys:
+        hidden = 0.0 if cut.waits_at_once else seconds
+    elif cut.engine.gathers_beside and cut.compile:
+        hidden = min(seconds, 2.0 * tokens * model.hidden * heads / c.matmul_flops)
+    return Load(context=seconds - (1 - c.contention) * hidden, sent=sent)
 
 
 def _exchange_copies(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -230,14 +230,25 @@ def _product(operator: Operator) -> Made:
 
 
 class _Gathered(GatheredAttention):
-    """That of the second of `size` ranks, which merges most, and to which the others' keys and values come without a
-    copy."""
+    """That of the second of `size` ranks, which merges most, and to which the others' keys and values, its own, come
+    without a copy, nor their gradients back."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 1
 
-    def _exchanged(self, local: Tensor) -> tuple[Tensor, ...]:
-        return (local,) * self.size
+    def _gather(self, local: Tensor) -> Tensor:
+        gathered: Tensor = _AllAlike.apply(local, self.size)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+class _AllAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, size: int) -> Tensor:
+        return local.expand(size, *local.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][0], None
 
 
 def _attention(operator: Operator) -> Made:

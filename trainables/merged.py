@@ -12,7 +12,7 @@ parts are other ranks').
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -48,83 +48,93 @@ def _asked(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int,
     return can_use_cudnn_attention(SDPAParams(q, k, k, None, 0.0, False, True))
 
 
-@torch.library.custom_op("wattune::merged_attention", mutates_args=())
-def merged_attention(q: Tensor, keys_values: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
-    """Causal attention of `q`, two pieces of a sequence, as long as each other, that begin at `starts`, ascending.
+@torch.library.custom_op("wattune::merged_parts", mutates_args=())
+def merged_parts(q: Tensor, keys_values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Causal attention of the queries of rank `rank`, in pieces `rank` and 2 `ranks` - 1 - `rank` of a sequence of 2
+    `ranks`, one after the other.
 
-    q: (batch, heads, queries, head_dim). keys_values: (2, batch, heads of them, sequence, head_dim), as many heads or
-    fewer. The result is like `q`, and beside it, for the backward pass, the logarithms of the sums of exponentials,
-    (batch, heads, queries, 1). An operator of its own, for recomputation to keep both and no parts.
+    q: (batch, heads, queries, head_dim). keys_values: (ranks, 2, batch, heads of them, queries, head_dim), what each of
+    the ranks has of the keys and of the values, with as many heads or fewer. The result is like `q`, and beside it, for
+    the backward pass, the logarithms of the sums of exponentials, (batch, heads, queries, 1). An operator of its own,
+    for recomputation to keep both and no parts.
     """
-    output, logarithms = _attend(q, _at(keys_values, q, starts), is_causal=True)
+    output, logarithms = _attend(q, keys_values[rank], is_causal=True)
     output, logarithms = _laid_out(output, q), logarithms.contiguous()
-    for first, keys in _rectangles(q, starts):
+    for first, others in _others(keys_values, rank):
         there = output[:, :, first:], logarithms[:, :, first:]
-        _merge(*there, *_attend(q[:, :, first:], keys_values[..., keys, :], is_causal=False))
+        _merge(*there, *_attend(q[:, :, first:], _joined(others), is_causal=False))
     return output, logarithms
 
 
-@merged_attention.register_fake
-def _(q: Tensor, keys_values: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
+@merged_parts.register_fake
+def _(q: Tensor, keys_values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((*q.shape[:3], 1), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op("wattune::merged_attention_backward", mutates_args=())
+@torch.library.custom_op("wattune::merged_parts_backward", mutates_args=())
 def _back(
-    gradient: Tensor, q: Tensor, keys_values: Tensor, output: Tensor, logarithms: Tensor, starts: list[int]
+    gradient: Tensor, q: Tensor, keys_values: Tensor, output: Tensor, logarithms: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
     """The gradients of queries, and of keys and values, of that of the merged results."""
     gradient = _laid_out(gradient, output)  # torch keeps cuDNN's plans by the strides of the inputs alone
-    of_queries, *of_own = _attend_back(gradient, q, _at(keys_values, q, starts), output, logarithms, is_causal=True)
+    of_queries, *of_own = _attend_back(gradient, q, keys_values[rank], output, logarithms, is_causal=True)
     of_queries, of_keys_values = _laid_out(of_queries, q), torch.empty_like(keys_values)
-    for whole, own in zip(of_keys_values, of_own, strict=True):
-        for start, piece in zip(starts, own.chunk(2, dim=2), strict=True):
-            whole[:, :, start : start + piece.shape[2]] = piece
-    of_keys_values[..., starts[1] + q.shape[2] // 2 :, :] = 0.0
-    for first, keys in _rectangles(q, starts):
+    _put([of_keys_values[rank]], of_own)
+    _later(of_keys_values[:rank]).zero_()
+    both = zip(_others(keys_values, rank), _others(of_keys_values, rank), strict=True)
+    for (first, others), (_, of_others) in both:
         above, query, merged, logarithm = (each[:, :, first:] for each in (gradient, q, output, logarithms))
-        found = _attend_back(above, query, keys_values[..., keys, :], merged, logarithm.contiguous(), is_causal=False)
+        found = _attend_back(above, query, _joined(others), merged, logarithm.contiguous(), is_causal=False)
         of_queries[:, :, first:] += found[0]
-        for whole, part in zip(of_keys_values, found[1:], strict=True):
-            whole[:, :, keys] = part
+        _put(of_others, found[1:])
     return of_queries, of_keys_values
 
 
 @_back.register_fake
 def _(
-    gradient: Tensor, q: Tensor, keys_values: Tensor, output: Tensor, logarithms: Tensor, starts: list[int]
+    gradient: Tensor, q: Tensor, keys_values: Tensor, output: Tensor, logarithms: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(keys_values)
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, list[int]], output: object) -> None:
-    q, keys_values, ctx.starts = inputs  # type: ignore[attr-defined]
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, int], output: object) -> None:
+    q, keys_values, ctx.rank = inputs  # type: ignore[attr-defined]
     ctx.save_for_backward(q, keys_values, *output)  # type: ignore[misc]
 
 
 def _backward(
     ctx: torch.autograd.function.FunctionCtx, gradient: Tensor, _: Tensor | None
 ) -> tuple[Tensor, Tensor, None]:
-    of_queries, of_keys_values = _back(gradient, *ctx.saved_tensors, ctx.starts)  # type: ignore[attr-defined]
+    of_queries, of_keys_values = _back(gradient, *ctx.saved_tensors, ctx.rank)  # type: ignore[attr-defined]
     return of_queries, of_keys_values, None
 
 
-merged_attention.register_autograd(_backward, setup_context=_keep)
+merged_parts.register_autograd(_backward, setup_context=_keep)
 
 
-def _at(keys_values: Tensor, q: Tensor, starts: list[int]) -> Tensor:
-    """Those at the positions of the queries."""
-    length = q.shape[2] // 2
-    return torch.cat([keys_values[..., start : start + length, :] for start in starts], dim=3)
+def _others(keys_values: Tensor, rank: int) -> Iterator[tuple[int, list[Tensor]]]:
+    """From which query on they attend, without a mask, to what of others' keys and values."""
+    ranks, length = keys_values.shape[0], keys_values.shape[4] // 2
+    if rank:
+        yield 0, [keys_values[other][..., :length, :] for other in range(rank)]
+    if rank + 1 < ranks:
+        yield length, [keys_values[other] for other in range(rank + 1, ranks)]
 
 
-def _rectangles(q: Tensor, starts: list[int]) -> Iterator[tuple[int, slice]]:
-    """From which query on they attend to which keys, without a mask."""
-    (early, late), length = starts, q.shape[2] // 2
-    if early:
-        yield 0, slice(0, early)
-    if early + length < late:
-        yield length, slice(early + length, late)
+def _later(keys_values: Tensor) -> Tensor:
+    """Those of the later pieces."""
+    return keys_values[..., keys_values.shape[4] // 2 :, :]
+
+
+def _joined(others: list[Tensor]) -> Tensor:
+    return others[0] if len(others) == 1 else torch.cat(others, dim=3)
+
+
+def _put(there: list[Tensor], found: Sequence[Tensor]) -> None:
+    """Gradients of keys and of values, of all of these one after the other."""
+    for part, values in enumerate(found):
+        for one, own in zip(there, values.chunk(len(there), dim=2), strict=True):
+            one[part] = own
 
 
 def _laid_out(found: Tensor, like: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from service.answers.tables import render
 from trainables.engines.megatron.context import attend_to_the_ends, positions
-from trainables.merged import merged_attention
+from trainables.merged import merged_parts
 
 TOKENS, WIDTH = 16_384, 2048
 """Of a call of attention, but for longer sequences; and of all its heads together."""
@@ -119,15 +119,18 @@ def context() -> Iterator[list[str]]:
         keys_values = torch.randn(2, 1, key_heads, length, width, device="cuda", dtype=torch.bfloat16)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             share = [1e3 * seconds / size for seconds in _both_s(_square, q, keys_values)]
+        pieces = keys_values.chunk(2 * size, dim=3)
+        by_ranks = torch.stack([torch.cat((pieces[one], pieces[-1 - one]), dim=3) for one in range(size)])
         for rank in sorted({0, 1, size - 1}):
             starts = [piece * length // (2 * size) for piece in (rank, 2 * size - 1 - rank)]
             where = positions(length, size, rank, q.device)
             mine, row = q[:, :, where].transpose(1, 2).contiguous().transpose(1, 2), [f"{name}, {length}", f"{rank}"]
             expected = _masked(mine, keys_values, where) if mine[..., 0].numel() * length < MOST_SCORES else []
             errors = []
-            for run in (attend_to_the_ends, _in_parts):
-                row += [f"{1e3 * seconds:.2f}" for seconds in _both_s(partial(run, starts=starts), mine, keys_values)]
-                pairs = zip(_results(partial(run, starts=starts), mine, keys_values), expected, strict=False)
+            runs = (partial(attend_to_the_ends, starts=starts), keys_values), (partial(_in_parts, rank=rank), by_ranks)
+            for run, given in runs:
+                row += [f"{1e3 * seconds:.2f}" for seconds in _both_s(run, mine, given)]
+                pairs = zip(_results(run, mine, given)[:2], expected, strict=False)
                 errors.append(max((float((a.float() - b).norm() / b.norm()) for a, b in pairs), default=0.0))
             yield row + [f"{each:.2f}" for each in share] + [f"{error:.1e}" if error else "" for error in errors]
 
@@ -141,8 +144,8 @@ def _square(q: Tensor, keys_values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def _in_parts(q: Tensor, keys_values: Tensor, starts: list[int]) -> Tensor:
-    output: Tensor = merged_attention(q, keys_values, starts)[0]
+def _in_parts(q: Tensor, keys_values: Tensor, rank: int) -> Tensor:
+    output: Tensor = merged_parts(q, keys_values, rank)[0]
     return output
 
 

@@ -101,6 +101,10 @@ class EngineFacts(ABC):
     rings_heads: ClassVar[bool] = False
     """Whether it does so with a key and a value for each head of queries, kernel by kernel."""
 
+    gathers_beside: ClassVar[bool] = False
+    """Whether a compiled block computes queries while keys and values are gathered, and gradients of as much while
+    theirs are summed."""
+
     scores_traffic: ClassVar[int] = 0
     """Bytes that kernels move forward for a score of attention; 0 where it is fused, and keeps no scores."""
 

@@ -41,6 +41,7 @@ class Megatron(EngineFacts):
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {"async_tensor_parallel": (megatron_overlaps_no_casts,)}
     fp8 = True
     allocates = "sharded"
+    gathers_beside = True
     copies_one_sequence = False
     eager_copies = (
         8  # a gather's pieces joined, or a scatter's, read and written once each (`trainables/tensor_ranks.py`)

@@ -67,6 +67,7 @@ class EarlierMegatron(Megatron):
 
     name = "megatron-earlier"
     copies_one_sequence = True
+    gathers_beside = False
     eager_copies = EngineFacts.eager_copies
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
         **Megatron.launched_more_ms,

@@ -44,7 +44,7 @@ FULL, LEAST = 2, 8
 
 BETWEEN = 1
 """One more between both changes what room the last finds where FSDP2 gathers anew in each, as what one sends for in
-vain the next one has, and where ranks split products."""
+vain the next one has, and where ranks split products or share a sequence."""
 
 MOST = 16
 """Microbatches of a step of GPipe, which has all of them at once, beyond which a replay takes too long."""
@@ -170,7 +170,8 @@ def _sharded(layout: Layout, work: Workload, tokens: int) -> Replayed | None:
 def rounds_of(layout: Layout) -> int:
     """Microbatches of a step that are replayed without a pipeline."""
     is_sharded = ENGINES[layout.engine].allocates == "sharded"
-    between = BETWEEN if is_sharded and (layout.zero_stage == 3 or layout.tensor_parallel_size > 1) else 0
+    is_split = max(layout.tensor_parallel_size, layout.context_parallel_size) > 1
+    between = BETWEEN if is_sharded and (layout.zero_stage == 3 or is_split) else 0
     return min(ROUNDS + between, layout.gradient_accumulation_steps)
 
 

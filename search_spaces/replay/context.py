@@ -13,9 +13,9 @@ from search_spaces.replay.training import Training
 
 class Context(Training):
     """A rank gathers keys and values, which it keeps of whole sequences. What its queries make of keys at their own
-    positions, others' results are merged into: of keys before them and of those between its two pieces. Only that is
-    replayed of these which needs most: forward of the former, for all queries, as the second rank has it, and backward
-    of the latter, by the first rank, to which all keys of others are between."""
+    positions, results of others are merged into: of keys before them and of those between its two pieces. Of these that
+    is replayed which needs most: forward the former, for all queries, as the second rank has it, and backward the
+    latter, as the first rank has it, to which all keys of others are between."""
 
     ranks: int
     is_graph = False  # that of `Graphs`
@@ -66,14 +66,11 @@ class Context(Training):
                 self._keep(layer, "rotated q", model.query_width)
             self._gather_keys(layer)
         self._keep(layer, "keys there", own)
-        self._keep(layer, "d q", model.query_width)
-        self._keep(layer, "d keys there", own)
+        self._go_back_through_attention(layer)
         self._done(layer, "keys there")
         self._keep(layer, "d all keys", own * self.ranks)
-        self._keep(layer, "later sums", model.heads / 2, 4)
-        self._keep(layer, "d later q", model.query_width / 2)
-        self._keep(layer, "d keys between", own * (self.ranks - 1))
-        self._done(layer, "d keys there", "later sums", "d later q", "d keys between")
+        self._back_to_others(layer)
+        self._done(layer, "d k", "d v")
         self._done(layer, "d attended", "attended", "sums", "all keys")
         if not self.is_gpt:
             self._done(layer, "rotated q")
@@ -96,6 +93,17 @@ class Context(Training):
             self._let_go_of_keys(layer)
         if self.is_gpt:
             self._done(layer, "q")
+
+    def _back_to_others(self, layer: int) -> None:
+        """From the later piece's queries, to the keys and values between the pieces."""
+        model, others = self.model, self.ranks - 1
+        found = ["d later q", "d k between", "d v between"]
+        self._keep(layer, "later sums", model.heads / 2, 4)
+        for name, width in zip(found, (model.query_width / 2, *2 * [others * model.key_width]), strict=True):
+            self._keep(layer, name, width)
+        of_heads = others * model.query_width if model.kv_heads < model.heads else 0
+        self._keep(layer, "workspace of attention", (model.query_width + model.heads) / 2 + of_heads, 4)
+        self._done(layer, "workspace of attention", "later sums", *found)
 
 
 class ContextSharded(Context, Sharded):

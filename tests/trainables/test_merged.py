@@ -14,9 +14,9 @@ from torch.autograd import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.models import PRESETS
-from trainables.engines.megatron.context import attend_to_the_ends, positions
+from trainables.engines.megatron.context import attend_to_the_ends, in_order, positions
 from trainables.kernels import _Gathered
-from trainables.merged import is_fast, merged_attention
+from trainables.merged import is_fast, merged_parts
 from trainables.model import Parts
 from trainables.recompute import recomputed
 
@@ -25,14 +25,21 @@ Attending = Callable[[Tensor, Tensor], Tensor]
 RANKS = [(size, rank) for size in (2, 4) for rank in range(size)]
 
 
-def merged(q: Tensor, keys_values: Tensor, starts: list[int]) -> Tensor:
-    output: Tensor = merged_attention(q, keys_values, starts)[0]
+def merged(q: Tensor, keys_values: Tensor, size: int, rank: int) -> Tensor:
+    output: Tensor = merged_parts(q, by_ranks(keys_values, size), rank)[0]
     return output
 
 
-def starts_of(size: int, rank: int, length: int) -> list[int]:
-    """Of the pieces that a rank has."""
-    return [piece * length // (2 * size) for piece in (rank, 2 * size - 1 - rank)]
+def at_the_ends(q: Tensor, keys_values: Tensor, size: int, rank: int) -> Tensor:
+    length = q.shape[2] // 2
+    in_sequence = in_order(by_ranks(keys_values, size))
+    return attend_to_the_ends(q, in_sequence, [piece * length for piece in (rank, 2 * size - 1 - rank)])
+
+
+def by_ranks(keys_values: Tensor, size: int) -> Tensor:
+    """Those of whole sequences, (2, batch, heads, sequence, head_dim), as each rank has them."""
+    pieces = keys_values.chunk(2 * size, dim=3)
+    return torch.stack([torch.cat((pieces[rank], pieces[-1 - rank]), dim=3) for rank in range(size)])
 
 
 def masked(q: Tensor, keys_values: Tensor, where: Tensor) -> Tensor:
@@ -65,12 +72,12 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 @pytest.mark.parametrize(("size", "rank"), RANKS)
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("attend", [merged, attend_to_the_ends])
+@pytest.mark.parametrize("attend", [merged, at_the_ends])
 def test_it_is_masked_attention(attend: Any, key_heads: int, size: int, rank: int) -> None:
     q, keys_values = given(4, key_heads, 16, 48, size)
     where = positions(48, size, rank, q.device)
     expected = results(partial(masked, where=where), torch.float64, q, keys_values)
-    run = partial(attend, starts=starts_of(size, rank, 48))
+    run = partial(attend, size=size, rank=rank)
     assert max(errors(results(run, torch.float64, q, keys_values), expected)) < 1e-14
     assert max(errors(results(run, torch.bfloat16, q, keys_values), expected)) < 1e-2
 
@@ -78,14 +85,14 @@ def test_it_is_masked_attention(attend: Any, key_heads: int, size: int, rank: in
 def test_the_result_is_in_the_order_of_tokens() -> None:
     """In which the product after it takes it without a copy, and gives its gradient."""
     q, keys_values = given(4, 2, 16, 48, 2)
-    assert merged(q, keys_values, starts_of(2, 1, 48)).transpose(1, 2).is_contiguous()
+    assert merged(q, keys_values, 2, 1).transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(("size", "rank"), RANKS)
 def test_compilers_are_told_of_what_it_gives(size: int, rank: int) -> None:
     """Shapes, strides and gradients, without running it: a compiled block takes it as it is."""
     q, keys_values = (each.bfloat16().requires_grad_() for each in given(4, 2, 16, 48, size))
-    torch.library.opcheck(merged_attention, (q, keys_values, starts_of(size, rank, 48)))
+    torch.library.opcheck(merged_parts, (q, by_ranks(keys_values, size).detach().requires_grad_(), rank))
 
 
 class Calls(TorchDispatchMode):
@@ -96,7 +103,7 @@ class Calls(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.wattune.merged_attention.default
+        self.count += func is torch.ops.wattune.merged_parts.default
         return func(*args, **(kwargs or {}))
 
 
@@ -135,9 +142,8 @@ def test_on_hopper_it_is_about_as_exact_as_flash_attention(shape: tuple[int, int
     where = positions(2048, size, rank, q.device)
     expected = results(partial(masked, where=where), torch.float32, q, keys_values)
     # Results of both parts are rounded to bf16 before they are merged: of errors of random values, a fourth more.
-    starts = starts_of(size, rank, 2048)
     ours, flash = (
-        errors(results(partial(run, starts=starts), torch.bfloat16, q, keys_values), expected)
-        for run in (merged, attend_to_the_ends)
+        errors(results(partial(run, size=size, rank=rank), torch.bfloat16, q, keys_values), expected)
+        for run in (merged, at_the_ends)
     )
     assert all(one < 1.5 * other < 1e-2 for one, other in zip(ours, flash, strict=True)), (ours, flash)

@@ -8,12 +8,14 @@ of N holds pieces r and 2 N - 1 - r, so that all ranks have the same share of th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup, _functional_collectives
 
-from trainables.merged import is_fast, merged_attention
+from trainables.merged import is_fast, merged_parts
 
 
 def positions(sequence_length: int, size: int, rank: int, device: torch.device) -> Tensor:
@@ -25,8 +27,18 @@ def positions(sequence_length: int, size: int, rank: int, device: torch.device) 
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
 
 
+def in_order(keys_values: Tensor) -> Tensor:
+    """What each rank has, (size, 2, batch, heads, sequence / size, head_dim), in that of the sequence."""
+    early, late = keys_values.chunk(2, dim=4)
+    return torch.cat((*early, *late.flip(0)), dim=3)
+
+
 def attend_to_the_ends(q: Tensor, keys_values: Tensor, starts: list[int]) -> Tensor:
-    """What `merged_attention` gives, by a kernel for each piece of the queries, which takes no grouped ones."""
+    """What `merged_parts` gives, by a kernel for each piece of the queries, which takes no grouped ones.
+
+    q: (batch, heads, queries, head_dim), in pieces of a sequence that begin at `starts`. keys_values: (2, batch, heads
+    of them, sequence, head_dim).
+    """
     repeats = q.shape[1] // keys_values.shape[2]
     if repeats > 1:
         keys_values = keys_values.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1).flatten(2, 3)
@@ -47,6 +59,14 @@ def _attend_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+COMPILED: dict[str, Any] = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+}
+"""What the compiler is told of blocks with `GatheredAttention`: to send as early as it can, and wait as late. Queries
+are then computed while keys and values are gathered, and gradients of weights while theirs are summed."""
+
+
 class GatheredAttention:
     """Causal attention of this rank's queries to the keys and values of whole sequences. Collective over `group`."""
 
@@ -56,23 +76,18 @@ class GatheredAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v: (batch, heads, sequence / size, head_dim), keys and values with as many or fewer heads; like q."""
         keys_values = self._gather(torch.stack((k, v)))
+        if is_fast(q, k):
+            merged: Tensor = merged_parts(q, keys_values, self.rank)[0]
+            return merged
         length = q.shape[2] // 2
         starts = [piece * length for piece in (self.rank, 2 * self.size - 1 - self.rank)]
-        if is_fast(q, k):
-            merged: Tensor = merged_attention(q, keys_values, starts)[0]
-            return merged
-        return attend_to_the_ends(q, keys_values, starts)
+        return attend_to_the_ends(q, in_order(keys_values), starts)
 
     def _gather(self, local: Tensor) -> Tensor:
-        """(2, batch, heads, sequence / size, head_dim) of every rank to (2, batch, heads, sequence, head_dim)."""
-        halves = [pieces.chunk(2, dim=3) for pieces in self._exchanged(local)]
-        return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=3)
-
-    def _exchanged(self, local: Tensor) -> tuple[Tensor, ...]:
-        """What each rank has. Collective."""
+        """What each rank has, (size, *shape). Collective."""
         gather = getattr(_functional_collectives, "all_gather_single_autograd", None)
         if gather is None:  # its name before torch 2.13
             gather = _functional_collectives.all_gather_tensor_autograd
         gathered = _functional_collectives.wait_tensor(gather(local.contiguous(), 0, self.group))
-        pieces: tuple[Tensor, ...] = gathered.unflatten(0, (self.size, 2)).unbind(0)
-        return pieces
+        whole: Tensor = gathered.unflatten(0, (self.size, local.shape[0]))
+        return whole

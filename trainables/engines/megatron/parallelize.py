@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from search_spaces.layout import Layout
-from trainables.engines.megatron.context import GatheredAttention
+from trainables.engines.megatron import context
 from trainables.engines.megatron.fp8 import WholeScaledInput, compiler_options, use_fp8
 from trainables.engines.megatron.mesh import Mesh
 from trainables.engines.megatron.tensor import Columns, OwnTokens, Rows, WholeInput
@@ -41,7 +41,7 @@ class Parallelizer:
         }
         self.attend = None
         if mesh.context_group is not None:
-            self.attend = GatheredAttention(mesh.context_group)
+            self.attend = context.GatheredAttention(mesh.context_group)
         if layout.async_tensor_parallel:
             # The compiler then splits the products beside a gather or a scatter, and sends one part's while it
             # computes another's, through memory that neighbours map.
@@ -61,9 +61,10 @@ class Parallelizer:
         if self.layout.compile:
             # Selective recomputation is for the compiler to see. Full recomputation goes around what it made: a graph
             # that recomputes fails to keep the device mesh of sequence parallelism (seen with torch 2.13).
-            is_fp8 = self.layout.precision == "fp8"
-            options = compiler_options(block, self.layout.sequence_parallel) if is_fp8 else None
-            (block if self.layout.recompute == "full" else module).compile(options=options)
+            options = {} if self.attend is None else context.COMPILED
+            if self.layout.precision == "fp8":
+                options = options | compiler_options(block, self.layout.sequence_parallel)
+            (block if self.layout.recompute == "full" else module).compile(options=options or None)
         fully_shard(module, **self.sharding)
         return module
 
