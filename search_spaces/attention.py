@@ -68,8 +68,8 @@ FLASH_2 = _measured((340, 390), (322, 700), (308, 420), (285, 615))
 CUDNN_IN_PARTS = _measured((690, 1180), (620, 2600), (485, 1150), (465, 2200))._replace(in_parts=True)
 """cuDNN's for a rank of several that share a sequence: a causal square of its own queries and keys, and rectangles of
 the keys before both of its pieces and of those between them. Of sequences of 8192 tokens on 2 ranks the kernels took
-1.08 times as long as half of a square forward and 1.15 backward, on the rank that takes longest, with 16 heads as with 32
-(benchmarks/results/context_1xh200.txt)."""
+1.08 times as long as half of a square forward and 1.15 backward, on the rank that takes longest, with 16 heads and with
+32 (benchmarks/results/context_1xh200.txt)."""
 
 MERGED, PARTED = 6, 4
 """Bytes of memory traffic for which one of the parts' results is merged into the others, or a gradient of queries added
