@@ -25,19 +25,16 @@ class Context(Training):
         return "q" if self.is_gpt else "rotated q"
 
     def _gather_keys(self, layer: int) -> None:
-        """Keys and values together, those of all ranks, and these in the order of the sequence."""
+        """Keys and values together, and those of all ranks."""
         own = 2 * self.model.key_width
         self._keep(layer, "own keys", own)
-        self._keep(layer, "of ranks", own * self.ranks)
         self._keep(layer, "all keys", own * self.ranks)
-        self._done(layer, "own keys", "of ranks")
+        self._done(layer, "own keys")
 
     def _attend(self, layer: int) -> None:
         self._gather_keys(layer)
-        self._keep(layer, "keys there", 2 * self.model.key_width)
         self._keep(layer, "attended", self.model.query_width)
         self._keep(layer, "sums", self.model.heads, 4)
-        self._done(layer, "keys there")
         self._keep(layer, "part", self.model.query_width)
         self._keep(layer, "part sums", self.model.heads, 4)
         self._done(layer, "part", "part sums")
@@ -65,24 +62,15 @@ class Context(Training):
             if not self.is_gpt:
                 self._keep(layer, "rotated q", model.query_width)
             self._gather_keys(layer)
-        self._keep(layer, "keys there", own)
         self._go_back_through_attention(layer)
-        self._done(layer, "keys there")
         self._keep(layer, "d all keys", own * self.ranks)
         self._back_to_others(layer)
         self._done(layer, "d k", "d v")
         self._done(layer, "d attended", "attended", "sums", "all keys")
         if not self.is_gpt:
             self._done(layer, "rotated q")
-        if not self.compiled:
-            pieces = [f"d keys of {rank}" for rank in range(self.ranks)]
-            for piece in pieces:
-                self._keep(layer, piece, own)
-            self._done(layer, "d all keys")
-        self._keep(layer, "d of ranks", own * self.ranks)
-        self._done(layer, *(["d all keys"] if self.compiled else pieces))
         self._keep(layer, "d own keys", own)
-        self._done(layer, "d of ranks")
+        self._done(layer, "d all keys")
         self._keep(layer, "d k", model.key_width)
         self._keep(layer, "d v", model.key_width)
         self._done(layer, "d own keys")
@@ -98,12 +86,15 @@ class Context(Training):
         """From the later piece's queries, to the keys and values between the pieces."""
         model, others = self.model, self.ranks - 1
         found = ["d later q", "d k between", "d v between"]
+        joined = ["joined"] if others > 1 else []
+        for name in joined:
+            self._keep(layer, name, 2 * others * model.key_width)
         self._keep(layer, "later sums", model.heads / 2, 4)
         for name, width in zip(found, (model.query_width / 2, *2 * [others * model.key_width]), strict=True):
             self._keep(layer, name, width)
         of_heads = others * model.query_width if model.kv_heads < model.heads else 0
         self._keep(layer, "workspace of attention", (model.query_width + model.heads) / 2 + of_heads, 4)
-        self._done(layer, "workspace of attention", "later sums", *found)
+        self._done(layer, "workspace of attention", "later sums", *joined, *found)
 
 
 class ContextSharded(Context, Sharded):

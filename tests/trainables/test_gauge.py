@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
 
-from search_spaces.hardware import ACCELERATORS
 from trainables import gauge
-from trainables.forks import Fork, halted
 from trainables.gauge import LASTS_S, ROUNDS, Gauge
-from trainables.platforms.base import AHEAD_S, platform_of
+from trainables.platforms.base import AHEAD_S
 from trainables.platforms.cpu import Cpu
 
 ALONE_S, SHARED_S = 10e-3, 20e-3
@@ -76,35 +75,8 @@ def test_what_it_takes_alone_is_the_least_that_was_seen() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_that_spins_for_a_process_that_is_halted_is_waited_for() -> None:
-    platform, spinning_s = platform_of(ACCELERATORS["gpu"]), 0.5
-
-    def spin(messages: Connection) -> None:
-        platform.take(0)
-        torch.cuda._sleep(1)
-        torch.cuda.synchronize()
-        messages.send(None)
-        messages.recv()
-        torch.cuda._sleep(round(1.5e9 * spinning_s))
-        messages.send(None)
-        messages.recv()
-
-    def wait(messages: Connection) -> None:
-        gauge.WIDTH = 4096
-        alone = Gauge(platform, platform.take(0))
-        messages.send(None)
-        messages.recv()
-        began = time.monotonic()
-        alone.wait()
-        messages.send(time.monotonic() - began)
-
-    spinning, waiting = Fork(spin), Fork(wait)
-    try:
-        assert (spinning.hear(60), waiting.hear(60)) == (None, None)
-        spinning.tell(None)
-        assert spinning.hear(10) is None
-        with halted([spinning]):
-            waiting.tell(None)
-            assert 0.5 * spinning_s < waiting.hear(10) < 2 * spinning_s
-    finally:
-        spinning.end()
-        waiting.end()
+    """Seen by a process that has asked for no GPU, as only such a one may be forked."""
+    program = [sys.executable, "-m", "tests.trainables.spinning_program"]
+    done = subprocess.run(program, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True)
+    spinning_s, waited_s = map(float, done.stdout.split())
+    assert 0.5 * spinning_s < waited_s < 2 * spinning_s
