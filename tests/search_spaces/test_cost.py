@@ -168,7 +168,7 @@ def test_heads_between_the_measured_widths_are_between_them_in_speed(kernel: Ker
     assert kernel.times(4096, 32) == narrow
 
 
-@pytest.mark.parametrize(("engine", "slower"), [("megatron", 1.18), ("megatron-earlier", 1.85), ("deepspeed", 1.0)])
+@pytest.mark.parametrize(("engine", "slower"), [("megatron", 1.13), ("megatron-earlier", 1.85), ("deepspeed", 1.0)])
 def test_attention_of_gathered_keys_is_not_square_and_slower(engine: str, slower: float) -> None:
     """Ulysses's ranks have whole sequences of some heads."""
     plain, split = (
