@@ -119,8 +119,7 @@ def context() -> Iterator[list[str]]:
         keys_values = torch.randn(2, 1, key_heads, length, width, device="cuda", dtype=torch.bfloat16)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             share = [1e3 * seconds / size for seconds in _both_s(_square, q, keys_values)]
-        pieces = keys_values.chunk(2 * size, dim=3)
-        by_ranks = torch.stack([torch.cat((pieces[one], pieces[-1 - one]), dim=3) for one in range(size)])
+        by_ranks = _by_ranks(keys_values, size)
         for rank in sorted({0, 1, size - 1}):
             starts = [piece * length // (2 * size) for piece in (rank, 2 * size - 1 - rank)]
             where = positions(length, size, rank, q.device)
@@ -128,9 +127,10 @@ def context() -> Iterator[list[str]]:
             expected = _masked(mine, keys_values, where) if mine[..., 0].numel() * length < MOST_SCORES else []
             errors = []
             runs = (partial(attend_to_the_ends, starts=starts), keys_values), (partial(_in_parts, rank=rank), by_ranks)
-            for run, given in runs:
+            wanted = expected, [*expected[:2], *(_by_ranks(each, size) for each in expected[2:])]
+            for (run, given), values in zip(runs, wanted, strict=True):
                 row += [f"{1e3 * seconds:.2f}" for seconds in _both_s(run, mine, given)]
-                pairs = zip(_results(run, mine, given)[:2], expected, strict=False)
+                pairs = zip(_results(run, mine, given), values, strict=False)
                 errors.append(max((float((a.float() - b).norm() / b.norm()) for a, b in pairs), default=0.0))
             yield row + [f"{each:.2f}" for each in share] + [f"{error:.1e}" if error else "" for error in errors]
 
@@ -142,6 +142,12 @@ Attending = Callable[[Tensor, Tensor], Tensor]
 def _square(q: Tensor, keys_values: Tensor) -> Tensor:
     k, v = keys_values
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _by_ranks(keys_values: Tensor, size: int) -> Tensor:
+    """Those of a sequence as each rank has them."""
+    pieces = keys_values.chunk(2 * size, dim=3)
+    return torch.stack([torch.cat((pieces[rank], pieces[-1 - rank]), dim=3) for rank in range(size)])
 
 
 def _in_parts(q: Tensor, keys_values: Tensor, rank: int) -> Tensor:
