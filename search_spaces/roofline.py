@@ -296,14 +296,14 @@ def _attention(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Loa
     work = 2.0 * tokens * queries * times * heads / speed
     gathers = times > 1 and not engine.rings_keys
     in_parts = gathers and cut.attention.in_parts
-    # Rotary positions, and the output in the order of tokens; keys and values in order, and once for each head.
+    # Rotary positions, and the output in the order of tokens; keys and values together, or in order and once a head.
     rotary = engine.compiled_rotary_values if compiled else engine.rotary_values
     values = (rotary * (heads + keys) if "rotary" in operator.form else 0) + 2 * heads
     values += 4 * keys if in_parts else 2 * times * (keys + 2 * heads) if gathers else 0
     values += 2 * heads if operator.precision == "fp8" else 0
     copies = _traffic(1.0 * operator.width * tokens * values, compiled, c)
     merging = parting = Load()
-    if in_parts:  # of three parts, or of two ranks of two, the first has no more to be merged into
+    if in_parts:  # into a square's results those for all queries, and of more than two ranks others for half of them
         merged = _traffic((1.0 if times == 2 else 1.5) * MERGED * tokens * heads, True, c)
         each = _traffic(2.0 * PARTED * tokens * keys, False, c)  # of several others, joined before
         merging, parting = merged.plus(each, times - 2), merged.plus(each, 2 * times - 2)

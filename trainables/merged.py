@@ -80,7 +80,7 @@ def _back(
     of_queries, *of_own = _attend_back(gradient, q, keys_values[rank], output, logarithms, is_causal=True)
     of_queries, of_keys_values = _laid_out(of_queries, q), torch.empty_like(keys_values)
     _put([of_keys_values[rank]], of_own)
-    _later(of_keys_values[:rank]).zero_()
+    of_keys_values[:rank, ..., q.shape[2] // 2 :, :] = 0.0
     both = zip(_others(keys_values, rank), _others(of_keys_values, rank), strict=True)
     for (first, others), (_, of_others) in both:
         above, query, merged, logarithm = (each[:, :, first:] for each in (gradient, q, output, logarithms))
@@ -119,11 +119,6 @@ def _others(keys_values: Tensor, rank: int) -> Iterator[tuple[int, list[Tensor]]
         yield 0, [keys_values[other][..., :length, :] for other in range(rank)]
     if rank + 1 < ranks:
         yield length, [keys_values[other] for other in range(rank + 1, ranks)]
-
-
-def _later(keys_values: Tensor) -> Tensor:
-    """Those of the later pieces."""
-    return keys_values[..., keys_values.shape[4] // 2 :, :]
 
 
 def _joined(others: list[Tensor]) -> Tensor:

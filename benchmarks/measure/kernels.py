@@ -121,16 +121,14 @@ def context() -> Iterator[list[str]]:
             share = [1e3 * seconds / size for seconds in _both_s(_square, q, keys_values)]
         by_ranks = _by_ranks(keys_values, size)
         for rank in sorted({0, 1, size - 1}):
-            starts = [piece * length // (2 * size) for piece in (rank, 2 * size - 1 - rank)]
             where = positions(length, size, rank, q.device)
             mine, row = q[:, :, where].transpose(1, 2).contiguous().transpose(1, 2), [f"{name}, {length}", f"{rank}"]
             expected = _masked(mine, keys_values, where) if mine[..., 0].numel() * length < MOST_SCORES else []
             errors = []
-            runs = (partial(attend_to_the_ends, starts=starts), keys_values), (partial(_in_parts, rank=rank), by_ranks)
-            wanted = expected, [*expected[:2], *(_by_ranks(each, size) for each in expected[2:])]
-            for (run, given), values in zip(runs, wanted, strict=True):
-                row += [f"{1e3 * seconds:.2f}" for seconds in _both_s(run, mine, given)]
-                pairs = zip(_results(run, mine, given), values, strict=False)
+            wanted = [*expected[:2], *(_by_ranks(each, size) for each in expected[2:])]
+            for run in (partial(attend_to_the_ends, rank=rank), partial(_in_parts, rank=rank)):
+                row += [f"{1e3 * seconds:.2f}" for seconds in _both_s(run, mine, by_ranks)]
+                pairs = zip(_results(run, mine, by_ranks), wanted, strict=False)
                 errors.append(max((float((a.float() - b).norm() / b.norm()) for a, b in pairs), default=0.0))
             yield row + [f"{each:.2f}" for each in share] + [f"{error:.1e}" if error else "" for error in errors]
 
@@ -146,8 +144,8 @@ def _square(q: Tensor, keys_values: Tensor) -> Tensor:
 
 def _by_ranks(keys_values: Tensor, size: int) -> Tensor:
     """Those of a sequence as each rank has them."""
-    pieces = keys_values.chunk(2 * size, dim=3)
-    return torch.stack([torch.cat((pieces[rank], pieces[-1 - rank]), dim=3) for rank in range(size)])
+    places = [positions(keys_values.shape[3], size, rank, keys_values.device) for rank in range(size)]
+    return torch.stack([keys_values[..., where, :] for where in places])
 
 
 def _in_parts(q: Tensor, keys_values: Tensor, rank: int) -> Tensor:

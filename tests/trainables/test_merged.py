@@ -14,7 +14,7 @@ from torch.autograd import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.models import PRESETS
-from trainables.engines.megatron.context import attend_to_the_ends, in_order, positions
+from trainables.engines.megatron.context import attend_to_the_ends, positions
 from trainables.kernels import _Gathered
 from trainables.merged import is_fast, merged_parts
 from trainables.model import Parts
@@ -31,15 +31,13 @@ def merged(q: Tensor, keys_values: Tensor, size: int, rank: int) -> Tensor:
 
 
 def at_the_ends(q: Tensor, keys_values: Tensor, size: int, rank: int) -> Tensor:
-    length = q.shape[2] // 2
-    in_sequence = in_order(by_ranks(keys_values, size))
-    return attend_to_the_ends(q, in_sequence, [piece * length for piece in (rank, 2 * size - 1 - rank)])
+    return attend_to_the_ends(q, by_ranks(keys_values, size), rank)
 
 
 def by_ranks(keys_values: Tensor, size: int) -> Tensor:
     """Those of whole sequences, (2, batch, heads, sequence, head_dim), as each rank has them."""
-    pieces = keys_values.chunk(2 * size, dim=3)
-    return torch.stack([torch.cat((pieces[rank], pieces[-1 - rank]), dim=3) for rank in range(size)])
+    places = [positions(keys_values.shape[3], size, rank, keys_values.device) for rank in range(size)]
+    return torch.stack([keys_values[..., where, :] for where in places])
 
 
 def masked(q: Tensor, keys_values: Tensor, where: Tensor) -> Tensor:

@@ -27,24 +27,17 @@ def positions(sequence_length: int, size: int, rank: int, device: torch.device) 
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
 
 
-def in_order(keys_values: Tensor) -> Tensor:
-    """What each rank has, (size, 2, batch, heads, sequence / size, head_dim), in that of the sequence."""
+def attend_to_the_ends(q: Tensor, keys_values: Tensor, rank: int) -> Tensor:
+    """What `merged_parts` gives, by a kernel for each piece of the queries. It takes no grouped ones, and keys in the
+    order of the sequence."""
     early, late = keys_values.chunk(2, dim=4)
-    return torch.cat((*early, *late.flip(0)), dim=3)
-
-
-def attend_to_the_ends(q: Tensor, keys_values: Tensor, starts: list[int]) -> Tensor:
-    """What `merged_parts` gives, by a kernel for each piece of the queries, which takes no grouped ones.
-
-    q: (batch, heads, queries, head_dim), in pieces of a sequence that begin at `starts`. keys_values: (2, batch, heads
-    of them, sequence, head_dim).
-    """
-    repeats = q.shape[1] // keys_values.shape[2]
+    whole = torch.cat((*early, *late.flip(0)), dim=3)
+    repeats = q.shape[1] // whole.shape[2]
     if repeats > 1:
-        keys_values = keys_values.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1).flatten(2, 3)
+        whole = whole.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1).flatten(2, 3)
     outputs = []
-    for start, query in zip(starts, q.chunk(len(starts), dim=2), strict=True):
-        outputs.append(_attend_to_the_end(query, *keys_values[..., : start + query.shape[2], :]))
+    for piece, query in zip((rank, 2 * len(keys_values) - 1 - rank), q.chunk(2, dim=2), strict=True):
+        outputs.append(_attend_to_the_end(query, *whole[..., : (piece + 1) * query.shape[2], :]))
     return torch.cat(outputs, dim=2)
 
 
@@ -79,9 +72,7 @@ class GatheredAttention:
         if is_fast(q, k):
             merged: Tensor = merged_parts(q, keys_values, self.rank)[0]
             return merged
-        length = q.shape[2] // 2
-        starts = [piece * length for piece in (self.rank, 2 * self.size - 1 - self.rank)]
-        return attend_to_the_ends(q, in_order(keys_values), starts)
+        return attend_to_the_ends(q, keys_values, self.rank)
 
     def _gather(self, local: Tensor) -> Tensor:
         """What each rank has, (size, *shape). Collective."""
