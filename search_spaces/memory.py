@@ -64,8 +64,7 @@ SPARE_LOSS_BYTES = 10
 """A logit, of a loss that is not compiled, that the backward passes of the blocks use again. Fitted."""
 
 IMBALANCE = 2.8
-"""Tokens that come to the experts of the fullest rank, in those of an even share, while routers are young, or to the
-fullest expert, for as many as which all make room where an engine fills them. Fitted."""
+"""Tokens that come to the experts of the fullest rank, in those of an even share, while routers are young. Fitted."""
 
 
 @dataclass(frozen=True)
@@ -421,8 +420,8 @@ def _block_activations(
     routing = 0.0
     if model.num_experts:
         spread = layout.expert_parallel_size > 1
-        uneven = (spread or engine.fills_experts) and not engine.routes_evenly
-        fullest = IMBALANCE if engine.fills_experts else min(IMBALANCE, layout.expert_parallel_size)  # of all tokens
+        uneven = spread and not engine.routes_evenly
+        fullest = min(IMBALANCE, layout.expert_parallel_size)  # of all tokens
         rows = model.experts_per_token * (fullest if uneven else 1.0)
         network, products = rows * (hidden + 4 * inner) + model.experts_per_token * hidden, rows * (2 * inner + hidden)
         if engine.fills_experts:  # hidden states in fp32, for the router and for its loss

@@ -33,15 +33,6 @@ FUSED_MERGING, FUSED_PARTING = 10, 30
 """The same where one compiled kernel does it: a value in bf16 is read, one in fp32 read and written, and likewise of
 three gradients."""
 
-FILLED = 1.7
-"""Room that each filled expert makes in a training, in an even share of the tokens: what the fullest one needs, which
-hidden states have far from even; two gangs on H200 had 1.64 and 1.77. Measured alone, tokens are random, and all
-experts about as full."""
-
-EMPTY = 0.2
-"""Energy of a product of a row that no token fills, in that of another: zeros switch next to nothing. Fitted to the
-power of 16 layouts of DeepSpeed's mixtures on H100 and H200, which came out 9% too high on average without."""
-
 ROUTED = 8
 """Values that kernels around filled experts read and write for one of the hidden states, once for each expert that its
 token has: a copy with a row for what is empty, one from it, the product with the gate, in fp32, and the sum
@@ -168,14 +159,8 @@ def priced(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
     there, back = c.operators_in_step * timing.forward_s, c.operators_in_step * (timing.backward_s or 0.0)
     if operator.kind != Kind.EXPERTS:
         return forward.lasting(there), backward.lasting(back)
-    if "filled" not in operator.form:
-        fullest = _fullest(operator, cut, c)
-        return forward.lasting(fullest * there), backward.lasting(fullest * back)
-    even, even_back = _experts_of(1.0, operator, cut, c)
-    return (
-        forward.lasting(there * forward.seconds / even.seconds),
-        backward.lasting(back * backward.seconds / even_back.seconds),
-    )
+    fullest = _fullest(cut, c)
+    return forward.lasting(fullest * there), backward.lasting(fullest * back)
 
 
 def _total(loads: Iterable[tuple[Load, int]]) -> Load:
@@ -344,27 +329,18 @@ def _activated(operator: Operator) -> float:
     return values + (2.0 if operator.precision == "fp8" and operator.compiled else 0.0)
 
 
-def _fullest(experts: Operator, cut: Cut, c: Coefficients) -> float:
-    """For how many tokens the experts here compute, in those of an even share."""
-    return (c.expert_imbalance if cut.is_uneven else 1.0) * (FILLED if "filled" in experts.form else 1.0)
+def _fullest(cut: Cut, c: Coefficients) -> float:
+    """For how many tokens the experts of the busiest rank compute, in those of an even share."""
+    return c.expert_imbalance if cut.is_uneven else 1.0
 
 
 def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
-    """The busiest rank has more tokens than an even share, and where experts are `filled`, each has as many as the
-    fullest."""
-    return _experts_of(_fullest(operator, cut, c), operator, cut, c)
-
-
-def _experts_of(fullest: float, operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
-    """Where the fullest has so many times an even share of the tokens. These are copied to their experts and back, by
-    more kernels where experts are `filled`, which add up in fp32."""
+    """Tokens are copied to their experts and back, by more kernels where experts are `filled`, which add up in fp32."""
     tokens, hidden, inner, here, chosen = operator.dims
-    rows = tokens * chosen * fullest
+    rows = tokens * chosen * _fullest(cut, c)
     network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
     products = _products(max(1.0, rows / here), network, operator, cut, c).times(here)
     filled = "filled" in operator.form
-    if filled:
-        products = products._replace(flops=products.flops * (1 + EMPTY * (fullest - 1)) / fullest)
     outside = (ROUTED * tokens * chosen + 4.0 * rows if filled else 6.0 * tokens * chosen) * hidden
     there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
     if filled:
@@ -469,7 +445,7 @@ def _dispatched(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Lo
     """The exchanges of tokens of a block among the GPUs of its experts, one way."""
     if not model.num_experts:
         return Load()
-    rows = tokens * model.experts_per_token * (c.expert_imbalance if cut.is_uneven else 1.0)
+    rows = tokens * model.experts_per_token * _fullest(cut, c)
     size = 2 * cut.width * rows * model.hidden
     seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
     return Load(experts=seconds, sent=sent)

@@ -304,7 +304,7 @@ def _experts(operator: Operator) -> Made:
 
         deepspeed.init_distributed(dist_init_required=False)
         where = torch.arange(tokens, device=torch.get_default_device())
-        mixture: nn.Module = DispatchedExperts(Parts(shape, where, seed=0), 0, 1, 0, None, shape.router_aux_loss, False)
+        mixture: nn.Module = DispatchedExperts(Parts(shape, where, seed=0), 0, 1, 0, None, shape.router_aux_loss)
         mixture.moe.set_deepspeed_parallelism()  # type: ignore[union-attr, operator]
     else:
         mixture = MoE(shape, ONE_PROCESS)

@@ -1,4 +1,5 @@
-"""Mixtures of experts: routing, balancing, and experts spread over ranks. No token is dropped.
+"""Mixtures of experts: routing, balancing, and experts spread over ranks. No token is dropped, and all experts get
+equally many: where tokens go changes as a router learns, and a trial of few steps is to measure layouts, not routers.
 
 A rank holds whole experts of its own (expert parallelism, Lepikhin et al. 2020), each cut along its width where tensor
 parallelism does so, and multiplies them with the tokens that the other ranks send it as one grouped matrix product.
@@ -62,14 +63,31 @@ class ExpertLayout:
 
 ONE_PROCESS = ExpertLayout()
 
+CHOSEN = 32.0
+"""What the scores of experts that a token goes to are raised by: far more than scores differ."""
+
+
+def evenly(logits: Tensor, count: int) -> Tensor:
+    """Scores by which each token's best `count` experts are the next ones in turn, so that all get equally many.
+
+    `logits` (..., num_experts) of tokens in order; the result, of that shape, is in fp32. What a token's experts are
+    scored among each other stays as it was, and its gradient. Routers that have learned to balance come close to this
+    state, in which mixtures are timed elsewhere, too (`--moe-router-force-load-balancing` of Megatron-LM,
+    `debug.moe_force_load_balance` of torchtitan); how full young ones have their experts depends on the very rate at
+    which they learn.
+    """
+    experts = torch.arange(logits.shape[-1], device=logits.device)
+    tokens = torch.arange(logits[..., 0].numel(), device=logits.device).view(*logits.shape[:-1], 1)
+    return logits + CHOSEN * ((experts - count * tokens) % logits.shape[-1] < count)
+
 
 def choose_experts(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax and choice of the `count` best experts for each token (Jiang et al. 2024).
+    """Softmax and choice of the `count` best experts for each token (Jiang et al. 2024), as many tokens for each.
 
     From scores (..., num_experts): probabilities (..., num_experts) in fp32, and of the experts chosen, the gates,
     which sum to one, and the numbers, both (..., count).
     """
-    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+    probabilities = evenly(logits, count).softmax(dim=-1)
     gates, experts = probabilities.topk(count, dim=-1)
     return probabilities, gates / gates.sum(dim=-1, keepdim=True), experts
 
@@ -144,15 +162,9 @@ class MoE(nn.Module):
         self.balance_scale = shape.router_aux_loss * layout.loss_scale * layout.context_size / layout.tensor_size
         self.router = nn.Linear(shape.hidden, shape.num_experts, bias=False)
         self.experts = Experts(shape, layout)
-        self.kept: Tensor | None = None  # a plain attribute: no state of the model's
-
-    def keep_routing(self, dtype: torch.dtype) -> None:
-        """Route by the router as it is now, in the `dtype` of its products, whatever is gathered of its weight, which
-        gets its gradient all the same."""
-        self.kept = self.router.weight.detach().to(dtype, copy=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.router.weight if self.kept is None else _in_place_of(self.router.weight, self.kept)
+        scores: Tensor = self.router.weight
         ranks = self.layout.tensor_ranks
         if ranks is not None:
             x, scores = _whole(x, ranks), ranks.shared(scores)
@@ -276,19 +288,6 @@ class _Attach(torch.autograd.Function):
         return gradient, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
-class _InPlaceOf(torch.autograd.Function):
-    """Another tensor, whose gradient is taken for that of `x`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        return other.view_as(other)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None
-
-
 _take: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Take.apply
 _exchange: Callable[[Tensor, list[int], list[int], ProcessGroup], Tensor] = _Exchange.apply
 _attach: Callable[[Tensor, Tensor, float], Tensor] = _Attach.apply
-_in_place_of: Callable[[Tensor, Tensor], Tensor] = _InPlaceOf.apply

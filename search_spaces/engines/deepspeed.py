@@ -91,6 +91,7 @@ class DeepSpeed(EngineFacts):
     """See `EngineFacts`; how it is configured for a layout is in `trainables.engines.deepspeed.configuration`."""
 
     name = "deepspeed"
+    routes_evenly = True
     unused: ClassVar[Mapping[str, Condition]] = {
         "sequence_parallel": lambda layout: True,
         "overlap_grad_reduce": _reduces_late,
@@ -151,7 +152,8 @@ class DeepSpeed(EngineFacts):
         return super().messages(layout, layers, parameters)
 
     def waits_for_gpu(self, layout: Layout, model: ModelShape) -> bool:
-        """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads."""
+        """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads, be
+        all as full."""
         return bool(model.num_experts)
 
     def sent_bytes(self, layout: Layout) -> float:

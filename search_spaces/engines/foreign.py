@@ -27,6 +27,7 @@ class Foreign(Megatron):
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8 = True
     is_ours = False
+    routes_evenly = False
 
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {}
 

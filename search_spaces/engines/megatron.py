@@ -40,6 +40,7 @@ class Megatron(EngineFacts):
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _zero_stage}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {"async_tensor_parallel": (megatron_overlaps_no_casts,)}
     fp8 = True
+    routes_evenly = True
     allocates = "sharded"
     gathers_beside = True
     copies_one_sequence = False

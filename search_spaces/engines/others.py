@@ -63,9 +63,10 @@ def _in_8_bits(whole: float, layout: Layout, layers: int, held: Held) -> float:
 class EarlierMegatron(Megatron):
     """The `megatron` engine as it was. Before 2026-11-24 context-parallel ranks had FlashAttention-2 and, for it, a key
     and a value for each head of queries, on Hopper, too, and their blocks were compiled in parts. Before 2026-11-27
-    blocks that ranks split computed with DTensors."""
+    blocks that ranks split computed with DTensors. Before 2026-11-29 tokens went to the experts that routers chose."""
 
     name = "megatron-earlier"
+    routes_evenly = False
     copies_one_sequence = True
     gathers_beside = False
     eager_copies = EngineFacts.eager_copies
@@ -90,6 +91,7 @@ class MegatronLM(Megatron):
     """
 
     name = "megatron-lm"
+    routes_evenly = False
     same: ClassVar[Mapping[str, Same]] = {}
     rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8_experts, fp8_gain = True, FP8_ALONE
@@ -175,6 +177,7 @@ class Torchtitan(Megatron):
     """torchtitan: FSDP2 as here, and scaled dot-product attention, of which torch prefers FlashAttention-2."""
 
     name = "torchtitan"
+    routes_evenly = False
     copies_one_sequence = True
     eager_copies = EngineFacts.eager_copies
     same: ClassVar[Mapping[str, Same]] = {"zero_stage": _gathered_once}
@@ -226,6 +229,7 @@ class Composer(Megatron):
     in Triton (`submit_benchmarks.py` beside it), and its cross-entropy in place."""
 
     name = "composer"
+    routes_evenly = False
     fp8_gain = FP8_ALONE
     # By Transformer Engine, with delayed scaling (`get_precision_context` of `composer/core/precision.py`).
     fuses_casts = True
@@ -267,6 +271,7 @@ class InternEvo(Megatron):
     """
 
     name = "internevo"
+    routes_evenly = False
     copies_one_sequence = True
     eager_copies = EngineFacts.eager_copies
     unused: ClassVar[Mapping[str, Condition]] = {**Megatron.unused, "overlap_param_gather": lambda layout: True}

@@ -33,9 +33,6 @@ from search_spaces.workload import Workload
 STEPS = 3
 """After which no more is reserved: the second is the first with moments, the third has them where they stay."""
 
-VARYING_STEPS = 4
-"""Where microbatches differ by chance: each further one may reserve a little more, but routers grow up."""
-
 ROUNDS = 2
 """Microbatches of a step that differ: the first finds no gradients, the last sums them up."""
 
@@ -273,9 +270,9 @@ def apart(layout: Layout) -> tuple[int, ...]:
 def run(training: Training) -> Replayed:
     """What `STEPS` steps reserve, or as many as change what is free."""
     before = None
-    for _ in range(VARYING_STEPS if training.varies else STEPS):
+    for _ in range(STEPS):
         training.step()
-        if (free := training.allocator.free) == before and not training.varies:
+        if (free := training.allocator.free) == before:
             break
         before = free
     return Replayed(training.allocator.reserved, training.allocator.most, training.late)

@@ -1,57 +1,23 @@
-"""The experts of DeepSpeed: computed one after the other, all with room for as many tokens as the fullest needs."""
+"""The experts of DeepSpeed: computed one after the other, all with room for equally many tokens."""
 
 from __future__ import annotations
-
-import math
-from functools import cached_property
-from random import Random
 
 from search_spaces.replay.groups import block_of, experts_of
 from search_spaces.replay.training import Training
 
-UNEVEN, SPREAD = -0.32, 0.36
-"""Tokens that come to the fullest of all experts, in those of an even share, beyond one, while routers are young: the
-mean and the deviation of the logarithm, in the first block, of 4,096 tokens that 8 experts share."""
-
-DEEPER, DEEPEST = 0.11, 6
-"""By which the mean is more in each block, up to this one."""
-
-EVENED, AMONG = 0.1, 0.3
-"""By which it is less of twice as many tokens, and more among twice as many experts."""
-
 
 class FilledExperts(Training):
-    """A training whose experts, if there are any, have another room in each block and microbatch."""
-
-    rank = 0
-    """Of those that have routers, and tokens, of their own."""
-
-    @cached_property
-    def routers(self) -> Random:
-        """They draw the rooms, the same ones each time."""
-        return Random(self.rank)
-
-    @property
-    def varies(self) -> bool:
-        return self.has_mixture
+    """A training whose experts, if there are any, are computed one after the other."""
 
     @property
     def experts(self) -> int:
         """Of each block, those that a rank holds."""
         return self.model.num_experts // self.spread_over
 
-    def _microbatch(self, is_last: bool) -> None:
-        self.rooms = [self._room(layer) for layer in range(self.model.layers if self.has_mixture else 0)]
-        super()._microbatch(is_last)
-
-    def _room(self, layer: int) -> float:
-        """Of each token in a block's experts: what the fullest needs, on any of the ranks that exchange tokens."""
-        model, chosen = self.model, self.model.experts_per_token
-        mean = UNEVEN + DEEPER * min(layer, DEEPEST)
-        mean += AMONG * math.log2(model.num_experts / 8) - EVENED * math.log2(self.tokens / 4096)
-        ranks = 1 if self.exchanges else self.spread_over  # those of one sequence are alike
-        uneven = max(self.routers.lognormvariate(mean, SPREAD) for _ in range(ranks))
-        return min(chosen * (1 + uneven), model.num_experts)
+    @property
+    def room(self) -> int:
+        """Of each token in a block's experts, which all get equally many: they need no more."""
+        return self.model.experts_per_token
 
     @property
     def copies(self) -> bool:
@@ -61,14 +27,14 @@ class FilledExperts(Training):
     def _send(self, layer: int, name: str) -> None:
         """What is to be computed elsewhere, for what is to be computed here, or back."""
         if self.spread_over > 1:
-            self._keep(layer, "received", self.rooms[layer] * self.model.hidden)
+            self._keep(layer, "received", self.room * self.model.hidden)
             self._done(layer, name)
             self.rename(f"{layer} received", f"{layer} {name}")
 
     def _experts_forward(self, layer: int) -> None:
-        """One after the other, each with room for as many tokens as the fullest has; results are weighed in fp32. Of
-        what comes from several ranks, an expert's is copied for each product."""
-        model, room, hidden = self.model, self.rooms[layer], self.model.hidden
+        """One after the other, each with room for equally many tokens; results are weighed in fp32. Of what comes from
+        several ranks, an expert's is copied for each product."""
+        model, room, hidden = self.model, self.room, self.model.hidden
         share, inner = room / self.experts, room * model.ffn_hidden / self.experts
         self._keep(layer, "for router", hidden, 4)
         self._keep(layer, "probabilities", model.num_experts, 4)
@@ -110,7 +76,7 @@ class FilledExperts(Training):
 
     def _decode(self, layer: int) -> None:
         hidden, chosen = self.model.hidden, self.model.experts_per_token
-        self._keep(layer, "padded", self.rooms[layer] * hidden)
+        self._keep(layer, "padded", self.room * hidden)
         self._done(layer, "together")
         self._keep(layer, "in order", chosen * hidden)
         self._done(layer, "padded")
@@ -124,7 +90,7 @@ class FilledExperts(Training):
         if not self.has_mixture:
             super()._recompute(layer)
             return
-        model, room, hidden = self.model, self.rooms[layer], self.model.hidden
+        model, room, hidden = self.model, self.room, self.model.hidden
         inner = room * model.ffn_hidden / self.experts
         self._keep(layer, "n1", hidden)
         for name, width in (("q", model.query_width), ("k", model.key_width)):
@@ -152,7 +118,7 @@ class FilledExperts(Training):
 
     def _experts_backward(self, layer: int, is_last: bool) -> None:
         model, chosen, hidden = self.model, self.model.experts_per_token, self.model.hidden
-        room, group = self.rooms[layer], experts_of(layer)
+        room, group = self.room, experts_of(layer)
         share, inner = room / self.experts, room * model.ffn_hidden / self.experts
         self._keep(layer, "d sum", hidden, 4)
         self._keep(layer, "d weighted", chosen * hidden, 4)

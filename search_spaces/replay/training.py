@@ -145,11 +145,6 @@ class Training:
     def gather(self, group: str) -> None:
         """Have the parameters of a group in the width of products."""
 
-    @property
-    def varies(self) -> bool:
-        """Whether microbatches differ by more than where they are in a step."""
-        return False
-
     def gradient(self, group: str, name: str) -> None:
         """Have one of a parameter, which autograd made."""
         raise NotImplementedError

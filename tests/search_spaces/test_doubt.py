@@ -37,12 +37,16 @@ def told(layout: Layout, work: Workload, accelerator: str, known: Coefficients) 
         {"precision": "fp8"},
         {"tensor_parallel_size": 2, "compile": False},
         {"num_gpus": 64},
-        {"expert_parallel_size": 2},
+        {"engine": "megatron-earlier", "expert_parallel_size": 2},
         {"tensor_parallel_size": 2, "async_tensor_parallel": True},
     ],
 )
 def test_what_was_measured_less_is_in_more_doubt(settings: dict[str, Any]) -> None:
     assert off("h200", replace(PLAIN, **settings)) > off("h200")
+
+
+def test_experts_that_all_get_equally_many_tokens_are_in_no_more_doubt() -> None:
+    assert off("h200", replace(PLAIN, expert_parallel_size=2)) == off("h200")
 
 
 def test_machines_that_were_never_measured_are_in_more_doubt_until_they_are() -> None:

@@ -336,8 +336,8 @@ def test_experts_one_after_the_other_are_replayed_near_the_limit_alone(monkeypat
     asked: list[Layout] = []
     monkeypatch.setattr(memory, "replayed", lambda layout, *_: asked.append(layout))
     mixture = ModelShape("llama", 8, 2048, 16, 8, 5632, 32_000, 4096, num_experts=8)
-    layout = Layout("deepspeed", 2, 8, micro_batch_size=2, zero_stage=1)
-    work = Workload(mixture, 4096, 8, accelerator=ACCELERATORS["h100"])
+    layout = Layout("deepspeed", 2, 12, micro_batch_size=3, zero_stage=1)
+    work = Workload(mixture, 4096, 12, accelerator=ACCELERATORS["h100"])
     share = memory.glance(layout, work).share
     assert share is not None
     assert memory.CLEAR_SHARE < share < memory.NEAR_SHARES[0]
@@ -432,7 +432,9 @@ def test_no_rank_has_more_tokens_than_there_are() -> None:
     and expert it keeps a hidden state and four values as wide as the network within."""
     work = Workload(replace(PRESETS["mixtral-8x7b"], layers=2), 4096, 8, ACCELERATORS["h200"])
     two, four, eight = (
-        estimate(Layout("megatron", ranks, 8, expert_parallel_size=ranks, zero_stage=1), work).ranks[0].activations
+        estimate(Layout("megatron-earlier", ranks, 8, expert_parallel_size=ranks, zero_stage=1), work)
+        .ranks[0]
+        .activations
         for ranks in (2, 4, 8)
     )
     model = work.shape

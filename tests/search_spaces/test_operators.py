@@ -21,7 +21,7 @@ from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.operators import Kind, Operator, OperatorTiming, Timings
 from search_spaces.parameters import held
-from search_spaces.roofline import EMPTY, FILLED, INDEXED, passes, priced
+from search_spaces.roofline import INDEXED, passes, priced
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -239,8 +239,7 @@ def test_what_was_measured_of_an_operator_counts_in_place_of_its_formula_alone(
     )
     fullest = 1.0
     if operator.kind == Kind.EXPERTS:
-        fullest = SHEET.expert_imbalance if layout.expert_parallel_size > 1 else 1.0
-        fullest *= FILLED if layout.engine == "deepspeed" else 1.0
+        fullest = SHEET.expert_imbalance if cut.is_uneven else 1.0
     took = sum(load.seconds for load in priced(operator, cut, SHEET))
     factor = 3 * SHEET.operators_in_step * fullest
     assert measured.block.seconds - plain.block.seconds == pytest.approx(count * took * (factor - 1))
@@ -340,7 +339,7 @@ def test_a_block_of_several_ranks_takes_the_cpu_more(
         assert added == pytest.approx((1.0 if once else 1.5) * 2e-3 * more), "forward collectives are repeated"
 
 
-def test_filled_experts_compute_for_the_fullest() -> None:
+def test_filled_experts_copy_more_than_grouped_ones() -> None:
     work = next(work for work in WORKS if work.shape.num_experts)
     grouped, filled = (Cut.of(Layout(engine, 1, 16), work) for engine in ("megatron", "deepspeed"))
     (one,) = (
@@ -348,17 +347,8 @@ def test_filled_experts_compute_for_the_fullest() -> None:
     )
     other = one._replace(form=tuple("grouped" if word == "filled" else word for word in one.form))
     more, even = priced(one, filled, SHEET)[0], priced(other, grouped, SHEET)[0]
-    assert 1.5 * even.matmul < more.matmul < FILLED * even.matmul, "larger products waste less of the GPU"
-    assert more.flops == pytest.approx((1 + EMPTY * (FILLED - 1)) * even.flops, rel=0.01), "zeros draw little"
-    assert more.elementwise > FILLED * even.elementwise, "its copies are of the room, and more"
-    measured = with_timings(OperatorTiming(one, 1e-3, 2e-3))
-    there, back = (load.seconds / SHEET.operators_in_step for load in priced(one, filled, measured))
-    assert 1e-3 < there < 1.5e-3, "places are counted for each token as before"
-    assert 2 * 1.6e-3 < back < 2 * 1.7e-3, "nearly all of it is of the room"
-    measured = with_timings(OperatorTiming(other, 1e-3, 2e-3))
-    assert priced(other, grouped, measured)[0].seconds == pytest.approx(1e-3 * SHEET.operators_in_step)
-    compiled = operators_of([Layout("deepspeed", 1, 16, compile=True)], work, SHEET)
-    assert one in compiled, "the compiler leaves DeepSpeed's routing alone"
+    assert more.flops == even.flops
+    assert more.elementwise > 1.2 * even.elementwise
 
 
 @settings(deadline=None, max_examples=60)

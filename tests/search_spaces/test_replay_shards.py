@@ -228,20 +228,6 @@ def test_ranks_that_spread_experts_hold_a_part_of_them_each() -> None:
     assert alike.allocator.used - spread.allocator.used == pytest.approx((2 + 4) * of_experts / 2, rel=1e-3)
 
 
-def test_rooms_are_larger_in_deeper_blocks_and_smaller_for_more_tokens() -> None:
-    def rooms(tokens: int, experts: int = 8, spread_over: int = 1) -> list[float]:
-        """Of each block, on average."""
-        layout = sharded(1, 2, expert_parallel_size=spread_over)
-        training = SummedWhole(replace(MIXTURE, num_experts=experts), tokens, 1, layout)
-        return [statistics.mean(training._room(layer) for _ in range(400)) for layer in range(8)]
-
-    few, many = rooms(1024), rooms(16384)
-    assert few[0] < few[3] < few[6]
-    assert all(2 < less < more < 8 for less, more in zip(many, few, strict=True))
-    assert statistics.mean(rooms(1024, spread_over=2)) > statistics.mean(few), "what the fuller of two ranks needs"
-    assert max(rooms(1024, experts=2)) == 2, "all tokens"
-
-
 def test_layouts_that_were_foretold_blind_are_foretold_as_well_since() -> None:
     """Which the replay was not made by, but for two of ZeRO-3. Four of it are further off than the others; in each, the
     two ranks, which should be alike, differ, too."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -29,16 +30,11 @@ def enlarge(module: nn.Module) -> None:
             parameter.mul_(10)
 
 
-def mixture(shape: ModelShape, layout: ExpertLayout = ONE_PROCESS, favourites: int = 0) -> MoE:
-    """The feed-forward network of a model's second block.
-
-    The first channel of `inputs` makes every token choose among the first experts where there are `favourites`.
-    """
+def mixture(shape: ModelShape, layout: ExpertLayout = ONE_PROCESS) -> MoE:
+    """The feed-forward network of a model's second block."""
     moe = Parts(shape, torch.arange(LENGTH), 0, layout).block(1).ffn
     assert isinstance(moe, MoE)
     enlarge(moe)
-    with torch.no_grad():
-        moe.router.weight[:favourites, 0] += 8
     return moe
 
 
@@ -46,7 +42,6 @@ def inputs() -> tuple[Tensor, Tensor]:
     """Hidden states, and what the gradient of the mean over them is."""
     generator = torch.Generator().manual_seed(1)
     x, upstream = torch.randn(2, BATCH, LENGTH, SHAPE.hidden, generator=generator)
-    x[..., 0] = 1.0
     return x, upstream
 
 
@@ -56,14 +51,15 @@ def gradient(tensor: Tensor) -> Tensor:
 
 
 def by_definition(x: Tensor, router: Tensor, experts: list[SwiGLU], per_token: int) -> tuple[Tensor, Tensor]:
-    """Output and balancing loss, one token and one expert after the other."""
-    outs, losses = [], []
+    """Output and balancing loss, one token and one expert after the other, which tokens take in turn."""
+    outs, losses, turn = [], [], cycle(range(len(experts)))
     for sequence in x:
         choices, probabilities, out = [0] * len(experts), torch.zeros(len(experts)), []
         for token in sequence:
+            best = [next(turn) for _ in range(per_token)]
             exponents = torch.exp(router @ token)
-            probability = exponents / exponents.sum()
-            best = sorted(range(len(experts)), key=lambda i: -probability[i].item())[:per_token]
+            probability = torch.where(torch.tensor([i in best for i in range(len(experts))]), exponents, 0.0)
+            probability = probability / probability.sum()
             for i in best:
                 choices[i] += 1
             total = sum(probability[i] for i in best)
@@ -75,17 +71,16 @@ def by_definition(x: Tensor, router: Tensor, experts: list[SwiGLU], per_token: i
     return torch.stack(outs), torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("favourites", [0, 1, 2], ids=["spread", "one favourite", "two experts idle"])
-@pytest.mark.parametrize("per_token", [1, 2])
-def test_mixture_is_its_definition_token_by_token(per_token: int, favourites: int) -> None:
-    shape = replace(SHAPE, experts_per_token=per_token)
-    moe, (x, upstream) = mixture(shape, favourites=favourites), inputs()
+@pytest.mark.parametrize(("experts", "per_token"), [(4, 1), (4, 2), (3, 2), (5, 3), (48, 1)])
+def test_mixture_is_its_definition_token_by_token(experts: int, per_token: int) -> None:
+    shape = replace(SHAPE, num_experts=experts, experts_per_token=per_token)
+    moe, (x, upstream) = mixture(shape), inputs()
     parts = Parts(shape, torch.arange(LENGTH), 0)
-    experts = [parts.expert(1, index) for index in range(shape.num_experts)]
-    for expert in experts:
+    separate = [parts.expert(1, index) for index in range(experts)]
+    for expert in separate:
         enlarge(expert)
     router, wanted_x = moe.router.weight.detach().clone().requires_grad_(), x.clone().requires_grad_()
-    wanted, loss = by_definition(wanted_x, router, experts, per_token)
+    wanted, loss = by_definition(wanted_x, router, separate, per_token)
     ((wanted * upstream).mean() + shape.router_aux_loss * loss).backward()
 
     out = moe(x.requires_grad_())
@@ -93,17 +88,27 @@ def test_mixture_is_its_definition_token_by_token(per_token: int, favourites: in
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient(x), gradient(wanted_x), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradient(moe.router.weight), gradient(router), rtol=1e-4, atol=1e-6)
-    for index, expert in enumerate(experts):
+    for index, expert in enumerate(separate):
         for name, layer in expert.named_children():
             weight, found = layer.get_parameter("weight"), gradient(moe.experts.get_parameter(name))[index]
             wanted_gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad  # idle: never called
             torch.testing.assert_close(found, wanted_gradient.T, rtol=1e-4, atol=1e-6)
 
 
-def test_favourites_leave_experts_idle() -> None:
-    moe, (x, upstream) = mixture(SHAPE, favourites=2), inputs()
-    (moe(x) * upstream).mean().backward()
-    assert [bool(part.any()) for part in gradient(moe.experts.gate)] == [True, True, False, False]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "count"), [(4, 1), (8, 2), (3, 2), (128, 8)])
+def test_experts_get_equally_many_tokens_whatever_the_router_prefers(
+    experts: int, count: int, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(2, 64, experts, dtype=dtype)
+    logits[..., 1] += 5
+    probabilities, gates, chosen = choose_experts(logits, count)
+    loads = chosen.flatten().bincount(minlength=experts)
+    assert loads.max() - loads.min() <= 1
+    assert [len(set(token)) for token in chosen.flatten(0, 1).tolist()] == [count] * 128
+    among = logits.float().gather(-1, chosen).softmax(dim=-1)
+    torch.testing.assert_close(gates, among, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(probabilities.gather(-1, chosen), among, rtol=1e-4, atol=1e-5)
 
 
 def test_balance_loss_is_one_at_balance_and_their_number_when_one_expert_takes_all() -> None:
@@ -116,17 +121,19 @@ def test_balance_loss_is_one_at_balance_and_their_number_when_one_expert_takes_a
 
 
 def test_balance_loss_is_the_mean_over_sequences() -> None:
-    probabilities, _, experts = choose_experts(torch.randn(3, 8, 4), 2)
+    probabilities = torch.randn(3, 8, 4).softmax(dim=-1)
+    experts = probabilities.topk(2).indices
     each = torch.stack([balance_loss(probabilities[i : i + 1], experts[i : i + 1]) for i in range(3)])
     torch.testing.assert_close(balance_loss(probabilities, experts), each.mean())
     assert each.std() > 1e-3
 
 
 def test_loss_scale_scales_the_balance_loss_alone() -> None:
+    shape = replace(SHAPE, num_experts=3)  # which cannot get equally many of 16 choices: there is something to balance
     x, upstream = inputs()
     gradients = []
     for scale in (0.0, 1.0, 2.0):
-        moe = mixture(SHAPE, ExpertLayout(loss_scale=scale))
+        moe = mixture(shape, ExpertLayout(loss_scale=scale))
         (moe(x) * upstream).mean().backward()
         gradients.append(gradient(moe.router.weight))
     without, once, twice = gradients
@@ -143,19 +150,16 @@ class Spread:
     tp: int = 1
     ep: int = 1
     sp: bool = False
-    favourites: int = 0
     compiled: bool = False
 
     def __str__(self) -> str:
-        return "dp{dp} cp{cp} tp{tp} ep{ep} sp{sp} favourites{favourites} compiled{compiled}".format(**vars(self))
+        return "dp{dp} cp{cp} tp{tp} ep{ep} sp{sp} compiled{compiled}".format(**vars(self))
 
 
 SPREADS = [
     Spread(dp=4),
     Spread(dp=4, ep=2),
     Spread(dp=4, ep=4),
-    Spread(dp=4, ep=2, favourites=1),
-    Spread(dp=4, ep=4, favourites=2),
     Spread(dp=2, tp=2),
     Spread(dp=2, tp=2, ep=2),
     Spread(dp=2, tp=2, ep=2, sp=True),
@@ -164,7 +168,7 @@ SPREADS = [
     Spread(dp=2, cp=2, ep=4),
     Spread(cp=4, ep=2),
     Spread(cp=2, tp=2, ep=2),
-    Spread(cp=2, tp=2, ep=2, sp=True, favourites=2),
+    Spread(cp=2, tp=2, ep=2, sp=True),
     Spread(cp=2, tp=2, ep=2, compiled=True),
     Spread(dp=2, tp=2, ep=2, sp=True, compiled=True),
 ]
@@ -196,11 +200,11 @@ def check_spread(spread: Spread) -> None:
         part = whole.chunk(spread.dp)[mesh.get_local_rank("dp")].chunk(spread.cp, dim=1)[mesh.get_local_rank("cp")]
         return part.chunk(spread.tp, dim=1)[mesh.get_local_rank("tp")] if spread.sp else part
 
-    whole, (x, upstream) = mixture(SHAPE, favourites=spread.favourites), inputs()
+    whole, (x, upstream) = mixture(SHAPE), inputs()
     whole_out = whole(x.requires_grad_())
     (whole_out * upstream).mean().backward()
 
-    moe, local = mixture(SHAPE, layout, spread.favourites), mine(x).detach().requires_grad_()
+    moe, local = mixture(SHAPE, layout), mine(x).detach().requires_grad_()
     if spread.compiled:
         moe.compile(backend="aot_eager")
     out = moe(local)

@@ -54,15 +54,6 @@ class Job:
         """A rank alone has no gradients of the model, by which it could learn: its weights stay as they were drawn."""
         return 0.0 if self.alone else learning_rate(self.model)
 
-    @property
-    def keeps_routing(self) -> bool:
-        """Whether tokens are to go where the routers, as they were drawn, send them, whatever is gathered of these.
-
-        A rank alone gathers its own rows of a sharded router in every place. All experts would look alike then, and the
-        ranks that hold them come out equally full.
-        """
-        return self.alone and self.layout.expert_parallel_size > 1
-
 
 @dataclass(frozen=True)
 class StepOutput:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import TopKGate, top1gating, top2gating, topkgating
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -45,7 +46,7 @@ from trainables.engines.base import (
 from trainables.engines.deepspeed.configuration import configuration
 from trainables.engines.deepspeed.ulysses import Ulysses
 from trainables.model import Block, Embedding, Parts, Stage, compiled_loss, language_model_loss
-from trainables.moe import attach_loss, balance_loss, choose_experts
+from trainables.moe import attach_loss, balance_loss, choose_experts, evenly
 from trainables.passes import Moment, Observer
 from trainables.recompute import recomputed
 
@@ -106,41 +107,44 @@ class TiedSpec(TiedLayerSpec):
         return self.make()
 
 
+class EvenGate(TopKGate):
+    """DeepSpeed's routing, by scores that send equally many tokens to all experts; none is dropped."""
+
+    def __init__(self, hidden: int, experts: int, count: int) -> None:
+        super().__init__(hidden, experts, count, drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False)
+
+    def forward(
+        self, input: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False, use_tutel: bool = False
+    ) -> Any:
+        """What DeepSpeed's own returns for hidden states (tokens, hidden)."""
+        logits = evenly(F.linear(input.float(), self.wg.weight.float()), self.k)
+        room = self.capacity_factor, self.min_capacity
+        if self.k == 1:
+            drops = self.drop_tokens, self.use_rts, self.ep_group
+            return top1gating(logits, *room, used_token, None, *drops, sparse_routes, use_tutel)
+        if self.k == 2:
+            return top2gating(logits, *room, self.drop_tokens, self.ep_group, False, sparse_routes)
+        return topkgating(logits, self.k, *room, self.drop_tokens, self.ep_group, sparse_routes=sparse_routes)
+
+
 class DispatchedExperts(nn.Module):
     """The mixture of experts of block `layer`, with DeepSpeed's routing and exchange of tokens; none is dropped.
 
     DeepSpeed's own load-balancing loss is of whole microbatches; here it is the one of `trainables.moe`, of sequences,
-    `scale` times. `context_group`: ranks that hold the other tokens of the same sequences. With `keeps_routing` the
-    router's weight is what was drawn again before each pass.
+    `scale` times. `context_group`: ranks that hold the other tokens of the same sequences.
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        layer: int,
-        size: int,
-        rank: int,
-        context_group: dist.ProcessGroup | None,
-        scale: float,
-        keeps_routing: bool,
+        self, parts: Parts, layer: int, size: int, rank: int, context_group: dist.ProcessGroup | None, scale: float
     ) -> None:
         super().__init__()
         shape = parts.shape
         self.count, self.scale, self.context_group = shape.experts_per_token, scale, context_group
         with parts.device:
-            self.moe = MoE(
-                shape.hidden,
-                parts.expert(layer, 0),
-                shape.num_experts,
-                ep_size=size,
-                k=self.count,
-                drop_tokens=False,
-                use_rts=False,
-                top2_2nd_expert_sampling=False,
-            )
+            self.moe = MoE(shape.hidden, parts.expert(layer, 0), shape.num_experts, ep_size=size, k=self.count)
+            self.moe.deepspeed_moe.gate = EvenGate(shape.hidden, shape.num_experts, self.count)
         self.router = self.moe.deepspeed_moe.gate.wg
         self.router.load_state_dict(parts.router(layer).state_dict())
-        self.kept = self.router.weight.detach().clone() if keeps_routing else None
         experts = self.moe.deepspeed_moe.experts.deepspeed_experts
         for index, expert in enumerate(experts, start=rank % size * len(experts)):
             expert.load_state_dict(parts.expert(layer, index).state_dict())
@@ -148,8 +152,6 @@ class DispatchedExperts(nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same shape."""
-        if self.kept is not None:
-            self.router.weight.data.copy_(self.kept)  # behind autograd's back: no version is counted
         out: Tensor = self.moe(x)[0]
         # DeepSpeed's own loss, which is not used: the graph of it, in a pass that is done again, keeps all that was
         # computed up to the router.
@@ -174,7 +176,7 @@ class DeepSpeedEngine:
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout
-        self.device, self.observe, self.keeps_routing = job.device, job.observe, job.keeps_routing
+        self.device, self.observe = job.device, job.observe
         deepspeed.init_distributed(dist_init_required=False)
         place = layout.coordinates(job.rank)
         self.data_parallel_rank, self.context_rank, self.tensor_rank = place["dp"], place["cp"], place["tp"]
@@ -279,7 +281,7 @@ class DeepSpeedEngine:
         block = Parts(replace(shape, num_experts=0), parts.positions, parts.seed).block(layer)
         scale = shape.router_aux_loss * layout.context_parallel_size / layout.gradient_accumulation_steps
         block.ffn = DispatchedExperts(
-            parts, layer, layout.expert_parallel_size, dist.get_rank(), self.context_group, scale, self.keeps_routing
+            parts, layer, layout.expert_parallel_size, dist.get_rank(), self.context_group, scale
         )
         return block
 

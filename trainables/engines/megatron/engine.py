@@ -42,7 +42,7 @@ from trainables.engines.megatron.context import positions
 from trainables.engines.megatron.mesh import Mesh
 from trainables.engines.megatron.parallelize import Parallelizer
 from trainables.engines.megatron.pipeline import Pipeline, TiedTable
-from trainables.model import Block, Embedding, Head, Parts, Stage, compiled_loss, language_model_loss
+from trainables.model import Embedding, Head, Parts, Stage, compiled_loss, language_model_loss
 from trainables.moe import ExpertLayout, Experts, MoE
 from trainables.passes import Moment
 
@@ -68,7 +68,7 @@ class MegatronEngine:
 
     def __init__(self, job: Job) -> None:
         self.layout = layout = job.layout
-        self.shape, self.observe, self.keeps_routing = job.model, job.observe, job.keeps_routing
+        self.shape, self.observe = job.model, job.observe
         self.mesh = mesh = Mesh(layout, job.device)
         place = layout.coordinates(job.rank)
         self.data_parallel_rank = place["dp"]
@@ -147,7 +147,7 @@ class MegatronEngine:
         if embedding is not None and not tied:
             parallelizer.shard(embedding)
         layers = self.layout.layers_by_stage(parts.shape.layers)[index]
-        blocks = [parallelizer.block(self._block(parts, layer)) for layer in layers]
+        blocks = [parallelizer.block(parts.block(layer)) for layer in layers]
         head = parallelizer.head(parts.head()) if last else None
         if tied:
             assert head is not None
@@ -158,13 +158,6 @@ class MegatronEngine:
         stage = Stage(embedding, blocks, head)
         parallelizer.root(stage)
         return stage
-
-    def _block(self, parts: Parts, layer: int) -> Block:
-        block = parts.block(layer)
-        if self.keeps_routing:
-            assert isinstance(block.ffn, MoE)
-            block.ffn.keep_routing(self.dtype)
-        return block
 
     def _tables(self) -> list[Tensor]:
         """The rank's copies of a token table that the first and the last pipeline rank hold."""
