@@ -15,7 +15,7 @@ from statistics import median
 
 from search_spaces.contention import contention
 from search_spaces.disturbances import undisturbed
-from search_spaces.kinds import RankKind, Share, first_rank
+from search_spaces.kinds import RankKind, first_rank
 from search_spaces.layout import Layout
 from search_spaces.memory import hidden_between
 from search_spaces.messages import Script, scripts
@@ -96,8 +96,8 @@ AS_MEASURED = Fleet()
 class Composed:
     """One optimizer step of a layout on all its GPUs.
 
-    - `busy_s`, `waiting_s`: of a GPU of each pipeline rank, which together are the step. Where experts are spread, of
-      the fullest. `slowed_s` of `busy_s` is what passes beside messages take longer.
+    - `busy_s`, `waiting_s`: of a GPU of each pipeline rank, which together are the step. `slowed_s` of `busy_s` is what
+      passes beside messages take longer.
     - `bubble`: share of the GPUs' time in which they wait for other pipeline ranks.
     - `exposed_s`: seconds of a GPU, on average, in which it does nothing but communicate, by kind of collective; with
       `send_recv`, by which the step is longer than if messages between stages took no time.
@@ -130,9 +130,7 @@ def compose(
 ) -> Composed:
     """The step of a legal layout of the model of `work`, of all whose kinds of ranks (`kinds.kinds`) there are times.
 
-    Where experts are spread, the fullest rank tells how long all take, as every exchange of tokens waits for it; but
-    what GPUs do on average is an even share, and by that goes the energy. Raises KeyError if a kind or a pass is
-    missing.
+    Raises KeyError if a kind or a pass is missing.
     """
     typical = {kind: _typical(times, layout, kind.pipeline_rank) for kind, times in measured.items()}
     ranks = [_Rank(layout, work, typical, fleet, rank) for rank in range(layout.pipeline_parallel_size)]
@@ -147,7 +145,7 @@ def compose(
         exposed["send_recv"] = step - _step(every, ranks, lambda sender, receiver: 0.0)[-1]
     energy = sum(rank.energy_j(step, seconds) for rank, seconds in zip(ranks, slowed, strict=True))
     tokens = layout.global_batch_size * work.sequence_length
-    memory = tuple(rank.memory_gib for rank in ranks)
+    memory = tuple(rank.times.memory_gib for rank in ranks)
     return Composed(
         step_time_s=step,
         tokens_per_s=tokens / step,
@@ -170,19 +168,17 @@ def _typical(times: RankTimes, layout: Layout, pipeline_rank: int) -> RankTimes:
 
 
 class _Rank:
-    """One pipeline rank, by the kind that stands for it: `times` tell how long it takes, `usual` what GPUs do."""
+    """One pipeline rank, by the kind that stands for it."""
 
     def __init__(
         self, layout: Layout, work: Workload, measured: Mapping[RankKind, RankTimes], fleet: Fleet, rank: int
     ) -> None:
         # Of a trainer's model, which has no pipeline, nothing need be known.
         self.contention = contention(layout, work) if layout.pipeline_parallel_size > 1 else 0.0
-        by_share = {kind.share: kind for kind in measured if rank in kind.stands_for}
-        if Share.EVEN not in by_share:
+        kind = next((kind for kind in measured if rank in kind.stands_for), None)
+        if kind is None:
             raise KeyError(f"no measured kind stands for pipeline rank {rank}")
-        kind = by_share.get(Share.FULLEST, by_share[Share.EVEN])
-        self.times, self.usual = measured[kind], measured[by_share[Share.EVEN]]
-        self.memory_gib = max(self.times.memory_gib, self.usual.memory_gib)
+        self.times = measured[kind]
         self.stage = dict(zip(layout.stages_of(rank), layout.stages_of(kind.pipeline_rank), strict=True))
         """Of the rank's stages, those that were measured."""
         first, self.gpus = first_rank(layout, rank), layout.num_gpus // layout.pipeline_parallel_size
@@ -220,10 +216,10 @@ class _Rank:
 
     def energy_j(self, step: float, slowed: float) -> float:
         """Of the rank's GPUs, which work as long as each needs, `slowed` seconds more than alone, and then wait."""
-        usual = self.usual
-        measured = usual.busy_s + usual.waited_s + slowed
+        times = self.times
+        measured = times.busy_s + times.waited_s + slowed
         worked = [measured * slow for slow in self.slow] + [measured] * (self.gpus - len(self.slow))
-        return sum(usual.busy_power_w * busy + usual.waiting_power_w * (step - busy) for busy in worked)
+        return sum(times.busy_power_w * busy + times.waiting_power_w * (step - busy) for busy in worked)
 
 
 def _beside(played: Played, rank: int) -> Iterator[tuple[Action, float]]:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from enum import StrEnum
 
-from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from search_spaces.replay import fullest_rank
 from search_spaces.workload import Workload
-
-
-class Share(StrEnum):
-    """How many of the tokens come to the experts that a rank holds: as many as to each, or as to the fullest rank."""
-
-    EVEN = "even"
-    FULLEST = "fullest"
 
 
 @dataclass(frozen=True)
@@ -34,31 +25,26 @@ class RankKind:
     rank: int
     pipeline_rank: int
     stands_for: tuple[int, ...]
-    share: Share = Share.EVEN
 
 
 def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     """The kinds of ranks of a legal layout of the model of `work`, in the order of the pipeline.
 
-    Data, context and tensor-parallel ranks do the same: the first of each is measured, or the one that needs most
-    memory where it is known which. Where experts are spread over ranks there are two kinds of each pipeline rank, of
-    which the fullest comes second; but one where all experts are filled up to the fullest. Without either all ranks are
-    alike, of whatever model.
+    Data, context and tensor-parallel ranks do the same, whichever experts they hold: the first of each is measured, or
+    the one that needs most memory where it is known which. Without a pipeline all ranks are alike, of whatever model.
     """
-    if layout.pipeline_parallel_size == layout.expert_parallel_size == 1:
+    if layout.pipeline_parallel_size == 1:
         return (RankKind(fullest_rank(layout, work), 0, (0,)),)
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for rank in range(layout.pipeline_parallel_size):
         alike[_content(layout, work, rank)].append(rank)
-    uneven = layout.expert_parallel_size > 1 and not engine_of(layout).fills_experts
-    shares = list(Share) if uneven else [Share.EVEN]
     found = []
     for ranks in alike.values():
         fullest = ranks[0]
         if len(ranks) > 1:
             memory = estimate(layout, work, ranks).ranks
             fullest = max(ranks, key=lambda rank: memory[rank].needed)
-        found += [RankKind(first_rank(layout, fullest), fullest, tuple(ranks), share) for share in shares]
+        found.append(RankKind(first_rank(layout, fullest), fullest, tuple(ranks)))
     return tuple(found)
 
 

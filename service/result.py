@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from search_spaces.composition import RankTimes
-from search_spaces.kinds import RankKind, Share
+from search_spaces.kinds import RankKind
 from search_spaces.layout import Layout
 from search_spaces.network import Network
 from search_spaces.schedules import Action, Pass, PassTime
@@ -161,7 +161,11 @@ class Straggler:
 @dataclass(frozen=True)
 class SliceRecord:
     """One kind of the ranks of a trial by slices, and what it was measured to do, in a step with the batch of the
-    result that holds this."""
+    result that holds this.
+
+    Records made when tokens came to experts unevenly name a kind's `share` of them, and may have two of a kind: the
+    first with an even share, the second with that of the fullest rank.
+    """
 
     kind: RankKind
     times: RankTimes
@@ -177,13 +181,14 @@ class SliceRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SliceRecord:
-        kind, times = values["kind"], values["times"]
+        kind = {name: value for name, value in values["kind"].items() if name != "share"}
+        times = values["times"]
         passes, reduces = (
             {Action(stage, Pass(step), number): seconds for stage, step, number, seconds in times.get(name, ())}
             for name in ("passes", "reduces")
         )
         return cls(
-            RankKind(**{**kind, "stands_for": tuple(kind["stands_for"]), "share": Share(kind["share"])}),
+            RankKind(**{**kind, "stands_for": tuple(kind["stands_for"])}),
             RankTimes(**{**times, "passes": passes, "reduces": reduces}),
         )
 

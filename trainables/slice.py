@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from search_spaces.kinds import Share
 from search_spaces.layout import Layout
 from search_spaces.network import Network
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
@@ -19,15 +18,13 @@ UNNAMED = "what stands in for collectives cannot be told from other copies on th
 class Slice(RankProgram):
     """Runs `training` as rank `rank` of a request's layout, in one process, with a stand-in for all other ranks.
 
-    Collectives take the time that `network` says, messages between stages none. `share` is of a mixture's tokens.
-    `usable_bytes` is what torch may reserve on the device, where that is more than a GPU of the layout's has; None
-    leaves it all.
+    Collectives take the time that `network` says, messages between stages none. `usable_bytes` is what torch may
+    reserve on the device, where that is more than a GPU of the layout's has; None leaves it all.
     """
 
     training: Training
     rank: int
     network: Network
-    share: Share = Share.EVEN
     usable_bytes: float | None = None
 
     @staticmethod

@@ -52,7 +52,7 @@ class StandInWorld(World):
         if request.layout.compile:
             tell_compiler()
         in_place = engine_of(request.layout).keeps_parameters(request.layout)
-        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, program.share, in_place)
+        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, in_place)
 
     def slowest(self, seconds: float) -> float:
         return seconds

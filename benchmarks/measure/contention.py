@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore
 from torch.multiprocessing.spawn import spawn
 
-from search_spaces.kinds import Share
 from search_spaces.network import Collective
 from service.answers.tables import render
 from trainables.collectives import KINDS, PRODUCTS_LAST, WIDTHS, collective
@@ -75,7 +74,7 @@ class Bench:
         """`largest`: bytes of the largest collective."""
         self.platform, self.device, self.round_s = platform, device, round_s
         self.takes: dict[tuple[Collective, int], float] = {}
-        register(Peers(device, lambda kind, size, ranks, beside: self.takes[kind, size], Share.EVEN, Ledger()))
+        register(Peers(device, lambda kind, size, ranks, beside: self.takes[kind, size], Ledger()))
         world = dist.group.WORLD
         assert world is not None
         self.real: ProcessGroup = world

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from search_spaces.kinds import RankKind, Share, kinds
+from search_spaces.kinds import RankKind, kinds
 from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
 from search_spaces.workload import Workload
@@ -42,7 +42,7 @@ def depths(layout: Layout, problem: Problem) -> tuple[int, int] | None:
 def fullest(layout: Layout, work: Workload) -> RankKind:
     """The kind of a layout's ranks that needs most by the memory model."""
     memory = estimate(layout, work, range(layout.pipeline_parallel_size)).ranks
-    return max(kinds(layout, work), key=lambda kind: (memory[kind.pipeline_rank].needed, kind.share is Share.FULLEST))
+    return max(kinds(layout, work), key=lambda kind: memory[kind.pipeline_rank].needed)
 
 
 def probing(request: TrialRequest, sizes: tuple[int, ...]) -> TrialRequest:

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from search_spaces.composition import Composed, RankTimes
-from search_spaces.kinds import RankKind, Share
+from search_spaces.kinds import RankKind
 from trainables.breakdown import COLLECTIVES, Breakdown
 
 USUAL_PRODUCTS = 0.65
 """Of a rank's seconds, the share in which it does matrix products and attention, where that was not profiled: 0.57 to
 0.82 of eight pipelines on two H100."""
+
+WAITING = ("send_recv", "exposed_send_recv", "communication", "exposed_communication", "span")
+"""The times of a breakdown in which waiting for another stage counts."""
 
 
 def unprofiled(breakdown: Breakdown, span_s: float) -> Breakdown:
@@ -46,31 +49,22 @@ def by_pipeline_rank(
 ) -> list[Breakdown]:
     """The step's breakdown on a rank of each pipeline rank, by rank; empty if a kind lacks its own.
 
-    Waiting counts as NCCL's kernels have it, which wait for others: for other pipeline ranks as `send_recv`, and for
-    the rank with the fullest experts as `all_to_all`. What passes beside messages take longer, products do.
+    Waiting for other pipeline ranks counts as `send_recv`, as NCCL's kernels have it, which wait for them. What passes
+    beside messages take longer, products do.
     """
     ranks = []
     for rank, (waiting_s, slowed_s) in enumerate(zip(step.waiting_s, step.slowed_s, strict=True)):
-        kinds = {kind.share: kind for kind in times if rank in kind.stands_for}
-        usual, fullest = kinds[Share.EVEN], kinds.get(Share.FULLEST, kinds[Share.EVEN])
-        if (own := profiled[usual]) is None:
+        kind = next(kind for kind in times if rank in kind.stands_for)
+        if (own := profiled[kind]) is None:
             return []
-        waits = {"send_recv": waiting_s, "all_to_all": max(0.0, times[fullest].busy_s - times[usual].busy_s)}
-        ranks.append(_longer(_waiting(scaled(own, times[usual].busy_s), waits), slowed_s, "matmul", "compute", "span"))
+        waiting = _longer(scaled(own, times[kind].busy_s), waiting_s, *WAITING)
+        ranks.append(_longer(waiting, slowed_s, "matmul", "compute", "span"))
     return ranks
 
 
 def scaled(breakdown: Breakdown, span_s: float) -> Breakdown:
     """The same shares of a step that took `span_s`."""
     return Breakdown(**{name: seconds * span_s / breakdown.span_s for name, seconds in asdict(breakdown).items()})
-
-
-def _waiting(breakdown: Breakdown, waits: Mapping[str, float]) -> Breakdown:
-    """The breakdown of a rank that also waits for so many seconds in these collectives."""
-    for name, seconds in waits.items():
-        grown = (name, f"exposed_{name}", "communication", "exposed_communication", "span")
-        breakdown = _longer(breakdown, seconds, *grown)
-    return breakdown
 
 
 def _longer(breakdown: Breakdown, seconds: float, *names: str) -> Breakdown:

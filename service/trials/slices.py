@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from search_spaces.coefficients import Coefficients
 from search_spaces.composition import Composed, RankTimes, compose
-from search_spaces.kinds import RankKind, Share, kinds
+from search_spaces.kinds import RankKind, kinds
 from search_spaces.layout import Layout
 from search_spaces.memory import usable_bytes
 from search_spaces.network import Network, sent_bytes
@@ -95,7 +95,7 @@ def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | Tri
         program = CommandSlice(whole, network, usable)
     else:
         assert isinstance(whole, Training)
-        program = Slice(whole, kind.rank, network, kind.share, usable)
+        program = Slice(whole, kind.rank, network, usable)
     one = bench.alone(replace(request, program=program))
     if isinstance(one, TrialResult) and one.status == Status.OOM and usable is not None:
         name = bench.problem.cluster.accelerator
@@ -231,9 +231,8 @@ def _figures(
     )
     figures["mean_power_w"] = step.mean_power_w if powered else None
     figures["peak_memory_gib"] = step.peak_memory_gib if weighed else None
-    usual = {kind: metrics for kind, metrics in runs.items() if kind.share is Share.EVEN}
     for name in MEANS:
-        figures[name] = _mean([(metrics.get(name), len(kind.stands_for)) for kind, metrics in usual.items()])
+        figures[name] = _mean([(metrics.get(name), len(kind.stands_for)) for kind, metrics in runs.items()])
     for names, worst in ((HIGHEST, max), (LOWEST, min)):
         for name in names:
             values = [value for metrics in runs.values() if (value := metrics.get(name)) is not None]

@@ -10,7 +10,7 @@ import pytest
 from search_spaces.composition import Fleet, RankTimes, compose, pauses
 from search_spaces.contention import contention
 from search_spaces.engines import engine_of
-from search_spaces.kinds import RankKind, Share, kinds
+from search_spaces.kinds import RankKind, kinds
 from search_spaces.layout import ONE_STAGE_SCHEDULES, SCHEDULES, Layout
 from search_spaces.models import PRESETS
 from search_spaces.network import Collective, Curve, Network
@@ -108,18 +108,6 @@ def test_a_kind_stands_for_others() -> None:
             expected = (3.0 if rank else 1.0) + (action.stage >= 8)
             assert end - begin == pytest.approx(expected)
     assert len(found) == 2
-
-
-def test_experts_take_as_long_as_the_fullest_and_as_much_as_an_even_share() -> None:
-    work = replace(WORK, model=PRESETS["tiny-moe"])
-    layout = Layout("megatron", 4, 4, expert_parallel_size=4)
-    even, fullest = kinds(layout, work)
-    assert (even.share, fullest.share) == (Share.EVEN, Share.FULLEST)
-    times = {even: one_rank(1.0), fullest: one_rank(1.25, memory_gib=30.0)}
-    step = compose(layout, work, times, NETWORK)
-    assert step.step_time_s == 1.25
-    assert step.energy_j == pytest.approx(4 * (1.0 * 500 + 0.25 * 100))
-    assert step.peak_memory_gib == 30.0
 
 
 @pytest.mark.parametrize("lacking", [0, 1])

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import DATA
 from benchmarks.measure.blind import read
-from search_spaces.kinds import RankKind, Share, kinds
+from search_spaces.kinds import RankKind, kinds
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from search_spaces.models import PRESETS
@@ -49,19 +49,11 @@ def test_uneven_stages_are_kinds_of_their_own() -> None:
     assert [kind.stands_for for kind in kinds(virtual, WORK)] == [(0,), (1,), (2,)]
 
 
-def test_where_experts_are_spread_the_fullest_rank_is_measured_too() -> None:
+def test_ranks_that_hold_other_experts_are_of_one_kind() -> None:
     work = replace(WORK, model=replace(PRESETS["tiny-moe"], layers=16))
     layout = replace(PIPELINE, tensor_parallel_size=1, expert_parallel_size=4)
-    found = kinds(layout, work)
-    assert [kind.share for kind in found] == [Share.EVEN, Share.FULLEST] * 3
-    assert {kind.rank for kind in found} == {0, 4, 12}
-    assert all(kind.share is Share.EVEN for kind in kinds(replace(layout, expert_parallel_size=1), work))
-
-
-def test_an_engine_that_fills_all_experts_up_has_one_share() -> None:
-    layout = Layout("deepspeed", 4, 8, expert_parallel_size=2)
-    (kind,) = kinds(layout, replace(WORK, model=PRESETS["tiny-moe"]))
-    assert (kind.rank, kind.share) == (0, Share.EVEN)
+    assert kinds(layout, work) == kinds(replace(layout, expert_parallel_size=1), work)
+    assert kinds(replace(layout, pipeline_parallel_size=1), work) == (RankKind(0, 0, (0,)),)
 
 
 @pytest.mark.parametrize(

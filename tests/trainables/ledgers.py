@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from search_spaces.engines import engine_of
-from search_spaces.kinds import Share
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective
@@ -52,7 +51,7 @@ class Recorded(StandIn):
 
     def __init__(self, options: Any, ledger: Ledger) -> None:
         ranks = options.global_ranks_in_group or range(options.group_size)
-        peers = Peers(CPU, no_time, Share.EVEN, ledger)
+        peers = Peers(CPU, no_time, ledger)
         super().__init__(ranks, options.group_rank, options.group_id, peers, Nothing())
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
         self.real = ProcessGroup(options.store, options.group_rank, options.group_size)
@@ -90,7 +89,6 @@ class Written(RankProgram):
     model: ModelShape
     sequence_length: int
     alone: int | None = None
-    share: Share = Share.EVEN
 
     @staticmethod
     def preload(layouts: Iterable[Layout]) -> list[str]:
@@ -125,7 +123,7 @@ class Written(RankProgram):
     def _alone(self, place: Place, layout: Layout) -> Ledger:
         os.environ.update(RANK=str(place.rank), LOCAL_RANK="0", WORLD_SIZE=str(layout.num_gpus))
         in_place = engine_of(layout).keeps_parameters(layout)
-        return join(place.rank, layout.num_gpus, no_time, place.platform.take(0), self.share, in_place)
+        return join(place.rank, layout.num_gpus, no_time, place.platform.take(0), in_place)
 
     @staticmethod
     def _together(request: TrialRequest, place: Place) -> Ledger:

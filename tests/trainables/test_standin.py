@@ -17,7 +17,6 @@ from torch.distributed import ReduceOp
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from search_spaces.kinds import Share
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective
@@ -244,14 +243,13 @@ def test_autograd_takes_no_notice_of_what_is_reduced_in_place(world: Ledger) -> 
     assert x.grad is not None
 
 
-@pytest.mark.parametrize(("share", "counts"), [(Share.EVEN, [3, 3, 2, 2, 2, 2]), (Share.FULLEST, [4, 2, 4, 2, 4, 2])])
-def test_the_share_of_tokens(share: Share, counts: list[int]) -> None:
+def test_as_many_tokens_come_to_every_expert() -> None:
     """Of 14 tokens three ranks are sent 3, 6 and 5, for two experts each."""
-    join(0, 3, no_time, CPU, share)
+    join(0, 3, no_time, CPU)
     received = torch.empty(6, dtype=torch.int64)
     dist.all_to_all_single(received, torch.tensor([1, 2, 4, 2, 0, 5]))
     dist.destroy_process_group()
-    assert received.tolist() == counts
+    assert received.tolist() == [3, 3, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -304,7 +302,7 @@ def test_the_lane_says_what_goes_on_beside_computation() -> None:
         return 0.0
 
     lane = Nothing()
-    group = StandIn((0, 1), 0, "pair", Peers(CPU, seconds, Share.EVEN, Ledger()), lane)
+    group = StandIn((0, 1), 0, "pair", Peers(CPU, seconds, Ledger()), lane)
     for lane.beside in (False, True):
         group.allreduce([numbers(4)])
     assert asked == [False, True]

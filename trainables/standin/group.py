@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from search_spaces.kinds import Share
 from search_spaces.network import Collective
 from trainables.standin.lane import Lane
 from trainables.standin.ledger import Call, Ledger
@@ -28,12 +27,10 @@ not."""
 @dataclass(frozen=True)
 class Peers:
     """What all groups of a world have in common: the kind of device that its ranks compute on, how long the network
-    takes, how many tokens others send, the ledger of all calls, and whether what is gathered in place is there from
-    before."""
+    takes, the ledger of all calls, and whether what is gathered in place is there from before."""
 
     device: torch.device
     seconds: Seconds
-    share: Share
     ledger: Ledger
     in_place: bool = False
 
@@ -135,7 +132,7 @@ class StandIn(dist.ProcessGroup):
             pieces = mine.split(sends) if sends else mine.chunk(self.size())
             source = pieces[self._rank]
         else:
-            source = received_counts(mine, self.size(), self._peers.share)
+            source = received_counts(mine)
         if source.numel() == 0:
             source = mine
         return self._call(Collective.ALL_TO_ALL, _size([mine]), [Move(output, source)], opts)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from search_spaces.kinds import Share
 from trainables.standin.group import Peers, Seconds, StandIn
 from trainables.standin.lane import lane_of
 from trainables.standin.ledger import Ledger
@@ -15,16 +14,14 @@ from trainables.standin.ledger import Ledger
 BACKEND = "standin"
 
 
-def join(
-    rank: int, size: int, seconds: Seconds, device: torch.device, share: Share = Share.EVEN, in_place: bool = False
-) -> Ledger:
+def join(rank: int, size: int, seconds: Seconds, device: torch.device, in_place: bool = False) -> Ledger:
     """Make this process rank `rank` of `size` in torch.distributed, all alone, computing on `device`.
 
-    Returns what will hold all calls to all groups. Collectives take `seconds`; `share` is for mixtures of experts. With
-    `in_place`, what is gathered in place keeps what was there of other ranks.
+    Returns what will hold all calls to all groups. Collectives take `seconds`. With `in_place`, what is gathered in
+    place keeps what was there of other ranks.
     """
     ledger = Ledger()
-    register(Peers(device, seconds, share, ledger, in_place))
+    register(Peers(device, seconds, ledger, in_place))
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
     return ledger
 

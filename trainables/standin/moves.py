@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from search_spaces.kinds import Share
-
 GRADIENT = 1e-6
 """Scale of the gradients that a stage of a pipeline receives: of a mean over thousands of tokens, each of hundreds of
 values. With unit scale, the norm of the gradients of a first stage overflows (seen with Llama-3 405B)."""
@@ -54,11 +52,9 @@ def factor_of_sum(operation: ReduceOp | ReduceOp.RedOpType, tensor: Tensor, rank
     return ranks if agreed else math.sqrt(ranks)
 
 
-def received_counts(sent: Tensor, ranks: int, share: Share) -> Tensor:
-    """How many tokens come from each rank to each expert of this one, like `sent`: to each rank, for its experts."""
-    if share is Share.FULLEST:
-        by_rank = sent.view(ranks, -1)
-        return by_rank[by_rank.sum(dim=1).argmax()]
+def received_counts(sent: Tensor) -> Tensor:
+    """How many tokens come from each rank to each expert of this one, like `sent`, to each rank for its experts: as
+    many as this rank sends, an even share to each."""
     total, places = sent.sum(), sent.numel()
     return total // places + (torch.arange(places, device=sent.device) < total % places)
 

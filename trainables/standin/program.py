@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from search_spaces.kinds import Share
 from search_spaces.network import Collective, Network
 from trainables.standin.group import Peers
 from trainables.standin.join import BACKEND, register, tell_compiler
@@ -81,7 +80,7 @@ def join_alone(init_process_group: Callable[..., None], *arguments: Any, **named
 def _stand_in(setting: Setting) -> None:
     """Have torch make all groups of this process of ranks that are not there. Once, however often the program joins."""
     device = torch.device(setting.device)
-    register(Peers(device, setting.network.seconds, Share.EVEN, Kinds(Path(setting.seen))))
+    register(Peers(device, setting.network.seconds, Kinds(Path(setting.seen))))
     tell_compiler()
     c10d._new_process_group_helper = redirected(c10d._new_process_group_helper, BACKEND)
     if setting.usable_bytes is not None and device.type == "cuda":

@@ -151,6 +151,22 @@ def test_records_from_before_the_network_and_reducing_were_kept_are_read() -> No
     assert [one.times.reduces for one in before.slices] == [{}, {}]
 
 
+def test_records_of_two_shares_of_tokens_are_read_and_tell_how_long_a_step_takes() -> None:
+    """The rank with the fullest experts lets the others wait; what these draw meanwhile is not told."""
+    kept = sliced("a", REPLICAS)
+    values = json.loads(json.dumps(kept.to_dict()))
+    (even,) = values["slices"]
+    fullest = {"kind": even["kind"] | {"share": "fullest"}, "times": even["times"] | {"tail_s": 1.25}}
+    values["slices"] = [{"kind": even["kind"] | {"share": "even"}, "times": even["times"]}, fullest]
+    before = TrialResult.from_dict(values)
+    (slice_,) = kept.slices
+    assert before.slices == (slice_, replace(slice_, times=replace(slice_.times, tail_s=1.25)))
+    trials, read = recorded(before)
+    (one,) = whatif(search(*trials, objectives=OBJECTIVES), PROBLEM, Change(slow_gpu=0.1), read).layouts
+    assert (one.before.step_time_s, one.before.joules_per_token) == (1.25, None)
+    assert one.after.step_time_s > 1.25
+
+
 @pytest.mark.parametrize(
     ("slow_gpu", "link", "names"),
     [

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from search_spaces.kinds import Share
 from search_spaces.layout import Layout
 from search_spaces.memory import band, estimate
-from search_spaces.models import PRESETS
 from search_spaces.network import Network
 from service.problem import Problem
 from service.result import Proxy, Purpose, RankRecord, TrialResult
@@ -98,8 +96,6 @@ def test_the_fullest_rank_is_probed() -> None:
     assert fullest(PIPELINE, SPEC.workload).pipeline_rank == 0  # which keeps two passes, where the last has the head
     tail = replace(PIPELINE, stage_layers=(8, 24))
     assert (fullest(tail, SPEC.workload).pipeline_rank, fullest(tail, SPEC.workload).rank) == (1, 2)
-    mixture = replace(SPEC.workload, model=PRESETS["mixtral-8x7b"])
-    assert fullest(replace(CONFIG, expert_parallel_size=4), mixture).share is Share.FULLEST
 
 
 def ran(layers: int, peaks_gib: Sequence[float | None], layout: Layout = CONFIG) -> Proxy:

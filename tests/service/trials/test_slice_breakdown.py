@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import pytest
 
 from search_spaces.composition import RankTimes, compose
-from search_spaces.kinds import Share, kinds
+from search_spaces.kinds import kinds
 from search_spaces.layout import Layout
 from search_spaces.models import PRESETS
 from search_spaces.network import Network
@@ -61,13 +61,3 @@ def test_ranks_of_a_pipeline_wait_for_each_other_as_in_send_recv() -> None:
     assert metrics["breakdown_span_s"] == pytest.approx(step.step_time_s)
     assert metrics["breakdown_max_idle_s"] == pytest.approx(max(0.1 * of_kind.busy_s for of_kind in times.values()))
     assert by_pipeline_rank(step, times, dict.fromkeys(times)) == []
-
-
-def test_ranks_wait_for_the_one_with_the_fullest_experts() -> None:
-    layout = Layout("megatron", 4, 4, expert_parallel_size=4)
-    work = Workload(PRESETS["tiny-moe"], 128, 4)
-    times = {kind: RankTimes({}, 2.0 if kind.share is Share.EVEN else 3.0, 400, 100, 1) for kind in kinds(layout, work)}
-    (rank,) = by_pipeline_rank(compose(layout, work, times, NETWORK), times, dict.fromkeys(times, PROFILED))
-    assert rank.span_s == pytest.approx(3.0)
-    assert rank.exposed_all_to_all_s == pytest.approx(1.0)
-    assert asdict(rank)["exposed_send_recv_s"] == 0
