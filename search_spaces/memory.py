@@ -185,8 +185,8 @@ def band_of(layout: Layout, work: Workload, share: float | None) -> Band | None:
         return None
     if share > (MEASURED_SHARE if _is_measured(layout, work) else UNMEASURED_SHARE):
         return "too big"
-    # What spread experts take follows their router.
-    return "borderline" if share >= SAFE_SHARE or layout.expert_parallel_size > 1 else "fits"
+    follows_router = layout.expert_parallel_size > 1 and not facts_of(layout, work).routes_evenly
+    return "borderline" if share >= SAFE_SHARE or follows_router else "fits"
 
 
 class Needed(NamedTuple):

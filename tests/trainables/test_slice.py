@@ -211,13 +211,6 @@ def test_a_rank_reports_what_others_were_called_for_and_how_long_it_waited(run_r
     assert gradients == [4 * (split / 2 + norms)]
 
 
-def is_even(model: ModelShape, layout: Layout) -> bool:
-    """Whether memory does not depend on the tokens of other ranks: those that they send to this one's experts, and for
-    how many of the fullest expert's DeepSpeed has room."""
-    return layout.expert_parallel_size == 1 and not (layout.engine == "deepspeed" and model.num_experts)
-
-
-EVEN = [row for row in ROWS if is_even(*row.values)]
 BY_DEFAULT = [
     *cases(LLAMA, megatron(2, zero=3), deepspeed(2, zero=2)),
     *cases(deep(LLAMA), megatron(2, pp=2)),
@@ -226,7 +219,7 @@ BY_DEFAULT = [
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [row if row in BY_DEFAULT else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow) for row in EVEN],
+    [row if row in BY_DEFAULT else pytest.param(*row.values, id=row.id, marks=pytest.mark.slow) for row in ROWS],
 )
 def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: Layout, run_ranks: RunRanks) -> None:
     trial = request(layout, model)

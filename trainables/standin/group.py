@@ -128,20 +128,14 @@ class StandIn(dist.ProcessGroup):
         self, output: Tensor, mine: Tensor, receives: list[int], sends: list[int], opts: Any = None
     ) -> dist.Work:
         """`receives` and `sends`: rows from and to each rank, none of them if all are as many."""
-        if mine.is_floating_point():
-            pieces = mine.split(sends) if sends else mine.chunk(self.size())
-            source = pieces[self._rank]
-        else:
-            source = received_counts(mine)
-        if source.numel() == 0:
-            source = mine
+        source = mine if mine.is_floating_point() else received_counts(mine)
         return self._call(Collective.ALL_TO_ALL, _size([mine]), [Move(output, source)], opts)
 
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Pieces by rank."""
-        moves = [Move(output, inputs[self._rank]) for output in outputs]
+        moves = [Move(output, mine) for output, mine in zip(outputs, inputs, strict=True)]
         return self._call(Collective.ALL_TO_ALL, _size(inputs), moves, opts)
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int) -> dist.Work:

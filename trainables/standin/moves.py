@@ -6,8 +6,8 @@ Nothing is left as it was allocated: the time and the power of what is computed 
 - Summed: N times this rank's where the ranks agree, as they do on counts and on norms (integers, and tensors of one
   element); else sqrt(N) times, which is the scale that sums of N independent data have, such as the parts of a matrix
   product or the gradients of other tokens. Averages, largest and smallest: this rank's.
-- Exchanged: each rank sends what this rank would send to a rank like itself: its own piece for itself, over and over
-  where more is to come.
+- Exchanged: each rank sends what this one sends it, over and over where more is to come. Were it the piece that this
+  one keeps, what is computed would be alike again and again, and draw less.
 - Broadcast by another rank: what this rank has in its place.
 - Received from another rank: normal values, of unit scale where autograd will come back to them (`requires_grad`), as
   hidden states between two layers have it, else of the scale `GRADIENT`. Integers are ones, by which the stages of a
