@@ -24,10 +24,9 @@ from tests.search_spaces.test_replay import work_of
 
 GPT = PRESETS["gpt3-1.3b"]
 MIXTURE = ModelShape("llama", 8, 512, 8, 4, 1024, 32_000, 2048, num_experts=8)
-EXPERTS_MEASURED = (
-    *("blind3_2xh100", "blind4_2xh100", "blind5_2xh200", "blind6_2xh100", "blind9_2xh200", "blind10_2xh200"),
-    *("blind11_2xh200", "blind12_2xh200", "blind13_2xh200", "blind_node_4xh200", "zero_2xh200"),
-)
+EXPERTS_MEASURED = ("routing_2xh200", "blind14_2xh200")
+"""Before these, experts had as much room as young routers made the fullest need."""
+
 WORKSPACES = 2 * 2**25
 ROUNDED = 8 * 2**21
 """What segments of 2 MiB may add to as many tensors."""
@@ -186,23 +185,18 @@ def test_ranks_that_were_measured() -> None:
         assert max(map(abs, some)) < 0.01
 
 
-@pytest.mark.slow
 def test_ranks_with_experts_that_were_measured() -> None:
-    """What they need follows their routers. Up to the twelfth run they kept half of each block that was computed again
-    until the next pass."""
     errors: list[float] = []
     for name in EXPERTS_MEASURED:
         for row in read(DATA / f"{name}.measured.jsonl.xz"):
             layout, work = Layout.from_dict(row["config"]), work_of(row["spec"])
-            is_apart = layout.engine == "deepspeed" and layout.zero_stage and work.shape.num_experts
-            if is_apart and (layout.recompute != "full" or name == "blind13_2xh200"):
+            if layout.engine == "deepspeed" and layout.zero_stage and work.shape.num_experts:
                 found = replayed(layout, work)
                 assert found is not None
                 errors.append(found.reserved / 2**30 / row["full"]["metrics"]["peak_memory_gib"] - 1)
-    assert len(errors) == 22
-    assert abs(statistics.mean(errors)) < 0.02
-    assert statistics.mean(map(abs, errors)) < 0.045
-    assert max(map(abs, errors)) < 0.1
+    assert len(errors) == 5
+    assert statistics.mean(map(abs, errors)) < 0.01
+    assert max(map(abs, errors)) < 0.037
 
 
 @pytest.mark.parametrize("zero", [1, 2])
