@@ -7,7 +7,9 @@ costs until the limit is reached and the clock falls. A prediction warms a searc
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +22,7 @@ from search_spaces.engines.base import EngineFacts
 from search_spaces.launches import ENDS, TRUSTED, is_usual, launch_of, specimen_of, usual_s
 from search_spaces.layout import Layout
 from search_spaces.network import BESIDE, Collective
-from search_spaces.parameters import held
+from search_spaces.parameters import Held, held
 from search_spaces.roofline import Load, communicate, network, passes, spread
 from search_spaces.workload import Workload
 
@@ -298,14 +300,8 @@ class _Upkeep(NamedTuple):
 def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coefficients) -> _Upkeep:
     """Of a GPU of a pipeline rank that takes `round_s` for a microbatch, waiting for the CPU included."""
     engine, zero, rounds = facts_of(layout, work), layout.zero_stage, layout.gradient_accumulation_steps
-    tensor, ranks, layers = (
-        layout.tensor_parallel_size,
-        layout.shard_group_size,
-        layout.layers_of(rank, work.shape.layers),
-    )
-    copies = layout.shard_ranks // ranks
-    holds = held(layout, work.shape, rank, engine.splits_tables)
-    whole, shard = holds.whole, holds.sharded(layout)
+    layers, holds = layout.layers_of(rank, work.shape.layers), held(layout, work.shape, rank, engine.splits_tables)
+    whole, shard, groups = holds.whole, holds.sharded(layout), _groups(layout, holds)
     given, summed = engine.gathered_bytes(layout, layers, holds), engine.sum_width(layout)
     forward, backward = round_s / 3, round_s * 2 / 3
     # Pipelines sum after their last backward pass.
@@ -317,22 +313,23 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
     kind = Collective.BROADCAST if engine.shards_by_tensors else Collective.ALL_GATHER
     count = engine.gathers(layout, layers, whole)
-    gather, received = communicate(kind, given, count, ranks, tensor, places, c)
-    shares = _share(ranks, tensor, places, c)
+    sizes = [_Shared(given * group.part, group.ranks, group.stride) for group in groups]
+    gather, received, shares = _communicated(kind, sizes, count, places, c)
     exposed, sent = gathers * _exposed(gather, count, forward, shares, hides_gathers, c), gathers * received
 
     sums = rounds if zero >= 2 else 1
     kind = Collective.ALL_REDUCE if engine.sums_whole(layout) else Collective.REDUCE_SCATTER
     at_once = not zero or engine.shards_by_tensors
-    over, count = ranks * copies if at_once else ranks, engine.messages(layout, layers, whole)
-    scatter, scattered = communicate(kind, summed * whole, count, over, tensor, places, c)
-    shares = _share(over, tensor, places, c)
+    count, size = engine.messages(layout, layers, whole), summed * whole
+    sizes = [
+        _Shared(size * group.part, group.ranks * (group.copies if at_once else 1), group.stride) for group in groups
+    ]
+    scatter, scattered, shares = _communicated(kind, sizes, count, places, c)
     exposed += sums * _exposed(scatter, count, backward, shares, hides_sums, c)
     sent += sums * scattered
-    if copies > 1 and not at_once:
-        size, apart = summed * shard, tensor * ranks
-        between, more = communicate(Collective.ALL_REDUCE, size, count, copies, apart, places, c)
-        shares = _share(copies, apart, places, c)
+    if not at_once and layout.data_parallel_replicate_size > 1:
+        sizes = [_Shared(size * group.part / group.ranks, group.copies, group.stride * group.ranks) for group in groups]
+        between, more, shares = _communicated(Collective.ALL_REDUCE, sizes, count, places, c)
         exposed, sent = exposed + _exposed(between, count, backward, shares, hides_sums, c), sent + more
 
     gathered = 0.0 if engine.gathers_in_place else gathers * 2.0 * given
@@ -342,6 +339,47 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     most = max(shard, _largest_tensor(layout, work, rank)) if engine.shards_by_tensors else shard
     updated = update_s(engine, most, c)
     return _Upkeep(updating + updated, moved + engine.update_bytes * shard, sent, exposed, 0.0)
+
+
+class _Group(NamedTuple):
+    """Ranks that share states of a part of a GPU's parameters, `stride` apart, and `copies` of them that do."""
+
+    part: float
+    ranks: int
+    stride: int
+    copies: int
+
+
+def _groups(layout: Layout, holds: Held) -> list[_Group]:
+    """Of experts that are spread over ranks, those with the same ones share, as far apart; of all else, all."""
+    ranks, stride, experts = layout.shard_group_size, layout.tensor_parallel_size, layout.expert_parallel_size
+    others = _Group(holds.dense / holds.whole, ranks, stride, layout.shard_ranks // ranks)
+    if experts == 1 or not holds.experts:
+        return [others._replace(part=1.0)]
+    alike = max(1, ranks // experts)
+    of_experts = _Group(1 - others.part, alike, stride * experts, layout.shard_ranks // experts // alike)
+    return [others, of_experts]
+
+
+class _Shared(NamedTuple):
+    """Bytes that so many ranks, `stride` apart, communicate."""
+
+    size: float
+    ranks: int
+    stride: int
+
+
+def _communicated(
+    kind: Collective, parts: Sequence[_Shared], count: int, places: Places, c: Coefficients
+) -> tuple[float, float, float]:
+    """Seconds of collectives of each of these parts in `count` pieces, bytes that a GPU sends, and the bandwidth that
+    they attain, in that of links."""
+    found = [communicate(kind, part.size, count, part.ranks, part.stride, places, c) for part in parts]
+    seconds, sent = (math.fsum(column) for column in zip(*found, strict=True))
+    if not seconds:
+        return 0.0, sent, 0.0
+    shares = [_share(part.ranks, part.stride, places, c) for part in parts]
+    return seconds, sent, sum(share * took for share, (took, _) in zip(shares, found, strict=True)) / seconds
 
 
 def _largest_tensor(layout: Layout, work: Workload, rank: int) -> float:

@@ -55,6 +55,7 @@ IDEAL = Coefficients(
     link_latency_s=1e-30,
     network_latency_s=1e-30,
 )
+IDEAL_LINKS = replace(IDEAL, link_bytes_per_s=4.5e11, network_bytes_per_s=5e10)
 WORK = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h100"])
 MIXTURE = replace(WORK, model=PRESETS["mixtral-8x7b"])
 AXES: dict[str, list[Any]] = {
@@ -486,6 +487,23 @@ def test_spread_experts_exchange_tokens() -> None:
     spread = predict(layout_of(zero_stage=1, expert_parallel_size=4), MIXTURE, SHEET)
     assert spread.parts["expert_parallel"] > 0
     assert predict(layout_of(zero_stage=1), MIXTURE, SHEET).parts["expert_parallel"] == 0
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_states_of_experts_are_shared_among_ranks_that_hold_the_same_ones(zero: int) -> None:
+    """These are on a node each where eight experts are spread over eight nodes of eight GPUs, and each sends as much
+    through its own adapter as all of a node's do where all ranks have the same parameters."""
+
+    def shared_s(ranks: int, experts: int, holds: int) -> float:
+        """With so many experts spread over ranks, of which each `holds` some."""
+        layout = Layout("megatron", ranks, ranks, expert_parallel_size=experts // holds, zero_stage=zero)
+        layout = replace(layout, overlap_grad_reduce=False, overlap_param_gather=False)
+        work = replace(MIXTURE, model=replace(PRESETS["mixtral-8x7b"], num_experts=experts), global_batch_size=ranks)
+        return predict(layout, work, IDEAL_LINKS).parts["data_parallel"]
+
+    assert 5 < shared_s(64, 8, 1) / (shared_s(64, 2, 2) / 2) < 8
+    assert shared_s(64, 64, 1) < 0.2 * shared_s(64, 2, 2), "no other rank has them"
+    assert shared_s(8, 8, 1) < 0.2 * shared_s(8, 2, 2)
 
 
 def test_gpt3_on_1024_h100_is_about_as_fast_as_published() -> None:
