@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from search_spaces.engines import ENGINES
 from search_spaces.layout import Layout
 from service.result import RankRecord, SlowCause
 from telemetry.windows.device import POWER, THERMAL, DeviceWindow
@@ -58,7 +59,8 @@ def cause_of(
     theirs = [window for window in others_windows if window.device in of_others]
     if mine is not None and explains(lower_clock(mine, theirs), longer_s / slow[1].compute_s):
         return held_by(mine)
-    return SlowCause.EXPERT if layout.expert_parallel_size > 1 else SlowCause.UNKNOWN
+    evenly = layout.engine in ENGINES and ENGINES[layout.engine].routes_evenly
+    return SlowCause.EXPERT if layout.expert_parallel_size > 1 and not evenly else SlowCause.UNKNOWN
 
 
 def lower_clock(mine: DeviceWindow, theirs: Sequence[DeviceWindow]) -> float:

@@ -83,10 +83,11 @@ def test_without_gpus_it_is_the_host() -> None:
     assert straggler([replace(one, device=None) for one in SLOW], [], LAYOUT) is None, "which processors vary by"
 
 
-def test_at_the_same_clock_experts_may_have_more_to_do() -> None:
-    found = straggler(SLOW, windows(), replace(LAYOUT, expert_parallel_size=4))
+@pytest.mark.parametrize(("engine", "cause"), [("mine", SlowCause.EXPERT), ("megatron", SlowCause.UNKNOWN)])
+def test_at_the_same_clock_experts_of_users_programs_may_have_more_to_do(engine: str, cause: SlowCause) -> None:
+    found = straggler(SLOW, windows(), replace(LAYOUT, engine=engine, expert_parallel_size=4))
     assert found is not None
-    assert found.cause is SlowCause.EXPERT
+    assert found.cause is cause
 
 
 def test_stages_of_a_pipeline_are_not_held_against_each_other() -> None:
