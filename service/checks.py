@@ -23,6 +23,12 @@ from trainables.objects import is_uri
 
 WHAT_DATA = "the path of tokens, or synthetic for made-up ones"
 
+EVENLY = (
+    "model.num_experts: all experts get equally many tokens in trials; "
+    "leave time and memory for what your router does not balance"
+)
+"""Why: docs/design.md."""
+
 MOST_TRIALS = 1_000_000
 MOST_REPEATS = 1_000
 MOST_TOKENS = 10**12
@@ -42,11 +48,14 @@ def check(problem: Problem, source: str) -> Problem:
 
 
 def notices(problem: Problem) -> list[str]:
-    """What of the problem no trial will have, of each objective and constraint."""
+    """What of the problem no trial will have: of each objective and constraint, and of a mixture."""
     lacking = _lacking(problem)
     named = [(f"objectives.{metric}", metric) for metric in problem.goals.objectives]
     named += [(f"constraints: {limit.text!r}", limit.metric) for limit in problem.goals.limits]
-    return [f"{field}: {lacking[metric]}" for field, metric in named if metric in lacking]
+    lines = [f"{field}: {lacking[metric]}" for field, metric in named if metric in lacking]
+    if problem.trainer is None and problem.workload.shape.num_experts:
+        lines.append(EVENLY)
+    return lines
 
 
 def check_named(problem: Problem) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.checks import check, check_data, check_machine, data_from_afar, notices, workers_here
+from service.checks import EVENLY, check, check_data, check_machine, data_from_afar, notices, workers_here
 from service.errors import InputError
 from service.metrics import METRICS, Needs, known
 from service.problem import Cluster
@@ -125,6 +125,12 @@ def test_what_no_trial_will_have_is_told_beside_what_some_will() -> None:
         "constraints: 'peak_memory_gib<=70': no trial will have it: only GPUs have such a figure",
     ]
     assert notices(problem(cluster=NODE, objectives=objectives, constraints=["peak_memory_gib<=70"])) == []
+
+
+def test_of_a_mixture_it_is_told_that_routers_do_not_choose() -> None:
+    (told,) = notices(problem(model="mixtral-8x7b", cluster=NODE))
+    assert told == EVENLY
+    assert told.startswith("model.num_experts: ")
 
 
 def test_throttling_of_cpus_is_told_where_the_kernel_does_not_count_it() -> None:
