@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from search_spaces.coefficients import Coefficients, is_fitted, is_unproven
 from search_spaces.cost import Prediction
-from search_spaces.engines import engine_of, facts_of
+from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
+from search_spaces.memory import follows_router
 from search_spaces.workload import Workload
 
 
@@ -78,7 +79,7 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
         kinds.append(LAUNCHED if calibration.operators.launches else UNLAUNCHED)
     if layout.num_gpus > work.gpus_per_node and not fitted:
         kinds.append(SEVERAL_NODES)
-    if layout.expert_parallel_size > 1 and not engine_of(layout).routes_evenly:
+    if follows_router(layout, work):
         kinds.append(SPREAD_EXPERTS)
     return Doubt(*map(max, zip(*kinds, strict=True)))
 

@@ -185,8 +185,12 @@ def band_of(layout: Layout, work: Workload, share: float | None) -> Band | None:
         return None
     if share > (MEASURED_SHARE if _is_measured(layout, work) else UNMEASURED_SHARE):
         return "too big"
-    follows_router = layout.expert_parallel_size > 1 and not facts_of(layout, work).routes_evenly
-    return "borderline" if share >= SAFE_SHARE or follows_router else "fits"
+    return "borderline" if share >= SAFE_SHARE or follows_router(layout, work) else "fits"
+
+
+def follows_router(layout: Layout, work: Workload) -> bool:
+    """Whether how many tokens the experts of a GPU get, and with it what it needs, is for a router to say."""
+    return layout.expert_parallel_size > 1 and not facts_of(layout, work).routes_evenly
 
 
 class Needed(NamedTuple):

@@ -223,8 +223,7 @@ def memory_surely_fits(layout: Layout, work: Workload) -> str | None:
     """For searches that do not want to risk it."""
     if not work.refuse_borderline or (needs := _needs(layout, work, "borderline")) is None:
         return None
-    spread = "spread experts may need more, " if layout.expert_parallel_size > 1 else ""
-    return f"borderline: {spread}{needs}"
+    return f"borderline: {needs}"
 
 
 def _needs(layout: Layout, work: Workload, band: memory.Band) -> str | None:

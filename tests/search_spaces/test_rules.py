@@ -366,12 +366,6 @@ CASES: dict[str, list[Case]] = {
             "borderline: needs 66 GiB of 78 GiB",
             work=BIG | {"sequence_length": 8192, "refuse_borderline": True},
         ),
-        Case(
-            {"zero_stage": 1, "expert_parallel_size": 4},
-            {"zero_stage": 1},
-            "borderline: spread experts may need more, needs",
-            work={"model": PRESETS["tiny-moe"], "accelerator": Accelerator(80.0), "refuse_borderline": True},
-        ),
     ],
 }
 
