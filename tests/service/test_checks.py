@@ -128,9 +128,8 @@ def test_what_no_trial_will_have_is_told_beside_what_some_will() -> None:
 
 
 def test_of_a_mixture_it_is_told_that_routers_do_not_choose() -> None:
-    (told,) = notices(problem(model="mixtral-8x7b", cluster=NODE))
-    assert told == EVENLY
-    assert told.startswith("model.num_experts: ")
+    assert EVENLY in notices(problem(model="tiny-moe"))
+    assert EVENLY not in notices(problem())
 
 
 def test_throttling_of_cpus_is_told_where_the_kernel_does_not_count_it() -> None:

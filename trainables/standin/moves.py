@@ -7,7 +7,7 @@ Nothing is left as it was allocated: the time and the power of what is computed 
   element); else sqrt(N) times, which is the scale that sums of N independent data have, such as the parts of a matrix
   product or the gradients of other tokens. Averages, largest and smallest: this rank's.
 - Exchanged: each rank sends what this one sends it, over and over where more is to come. Were it the piece that this
-  one keeps, what is computed would be alike again and again, and draw less.
+  one keeps, what is computed would be alike again and again.
 - Broadcast by another rank: what this rank has in its place.
 - Received from another rank: normal values, of unit scale where autograd will come back to them (`requires_grad`), as
   hidden states between two layers have it, else of the scale `GRADIENT`. Integers are ones, by which the stages of a
