@@ -152,8 +152,8 @@ class DeepSpeed(EngineFacts):
         return super().messages(layout, layers, parameters)
 
     def waits_for_gpu(self, layout: Layout, model: ModelShape) -> bool:
-        """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads, be
-        all as full."""
+        """Where it drops no tokens, its routing makes as much room as the fullest expert needs, which the CPU reads,
+        even if all are as full."""
         return bool(model.num_experts)
 
     def sent_bytes(self, layout: Layout) -> float:
