@@ -53,9 +53,12 @@ def notices(problem: Problem) -> list[str]:
     named = [(f"objectives.{metric}", metric) for metric in problem.goals.objectives]
     named += [(f"constraints: {limit.text!r}", limit.metric) for limit in problem.goals.limits]
     lines = [f"{field}: {lacking[metric]}" for field, metric in named if metric in lacking]
-    if problem.trainer is None and problem.workload.shape.num_experts:
-        lines.append(EVENLY)
-    return lines
+    return [*lines, *routing(problem)]
+
+
+def routing(problem: Problem) -> list[str]:
+    """What routers of a mixture do not do in trials."""
+    return [EVENLY] if problem.trainer is None and problem.workload.shape.num_experts else []
 
 
 def check_named(problem: Problem) -> None:

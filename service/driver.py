@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from search_spaces.network import Network
 from service.answers.overview import contests
-from service.checks import notices
+from service.checks import notices, routing
 from service.display import Display
 from service.errors import InputError, SearchError
 from service.history import slower
@@ -181,7 +181,7 @@ class Driver:
         finally:
             # Of one that can be resumed, it is still to come what is undecided in the end.
             open_ends = contests(self.display.compared) if status == "finished" else []
-            found = [*busy(environment), *self._drift(), *open_ends]
+            found = [*routing(self.problem), *busy(environment), *self._drift(), *open_ends]
             self.tracker.finish_search(status, summary(self.display, self.agenda), found)
             turns.end()
             stop_telemetry(telemetry)

@@ -28,6 +28,7 @@ from service.answers.page import draw
 from service.answers.query import parse_query
 from service.answers.ranking import best, compared, pareto
 from service.calibrate import Measured, calibrate, measure_collectives
+from service.checks import EVENLY
 from service.cli import main
 from service.client import Wattune
 from service.errors import InputError
@@ -97,12 +98,13 @@ def test_depth_proxies_are_run_and_extrapolated(ray_session: Any, home: Home, to
 def test_slices_explore_and_the_whole_gang_measures_the_finalists(
     ray_session: Any, home: Home, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    space = {"num_gpus": [2], "zero_stage": [0, 1, 3], "pipeline_parallel_size": [1, 2], "precision": "fp32"}
+    space = {"num_gpus": [2], "zero_stage": [0, 1], "expert_parallel_size": [1, 2], "pipeline_parallel_size": [1, 2]}
     search = run(
         spec_of(
             tokens,
+            model="tiny-moe",
             cluster={"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu", "cpus_per_worker": 2},
-            space=space,
+            space=space | {"precision": "fp32"},
             budget={"trials": 3},
             measurement=SPEC["measurement"] | {"explore": "slices"},
             finalists={"count": 1, "repeats": 2, "window_s": 0.5},
@@ -121,6 +123,7 @@ def test_slices_explore_and_the_whole_gang_measures_the_finalists(
     off = sliced.metrics["tokens_per_s"] / finalist.metrics["tokens_per_s"] - 1
     assert finalist.metrics["slice_error_tokens_per_s"] == pytest.approx(off)
     assert any(line.startswith("tokens_per_s by slices was off by ") for line in overview.notices(record))
+    assert EVENLY in record.notices
 
 
 @pytest.mark.slow
