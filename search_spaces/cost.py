@@ -313,23 +313,20 @@ def _upkeep(layout: Layout, work: Workload, rank: int, round_s: float, c: Coeffi
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[zero]
     kind = Collective.BROADCAST if engine.shards_by_tensors else Collective.ALL_GATHER
     count = engine.gathers(layout, layers, whole)
-    sizes = [_Shared(given * group.part, group.ranks, group.stride) for group in groups]
-    gather, received, shares = _communicated(kind, sizes, count, places, c)
+    gather, received, shares = _communicated(kind, given, groups, count, places, c)
     exposed, sent = gathers * _exposed(gather, count, forward, shares, hides_gathers, c), gathers * received
 
     sums = rounds if zero >= 2 else 1
     kind = Collective.ALL_REDUCE if engine.sums_whole(layout) else Collective.REDUCE_SCATTER
     at_once = not zero or engine.shards_by_tensors
     count, size = engine.messages(layout, layers, whole), summed * whole
-    sizes = [
-        _Shared(size * group.part, group.ranks * (group.copies if at_once else 1), group.stride) for group in groups
-    ]
-    scatter, scattered, shares = _communicated(kind, sizes, count, places, c)
+    over = [group.with_copies for group in groups] if at_once else groups
+    scatter, scattered, shares = _communicated(kind, size, over, count, places, c)
     exposed += sums * _exposed(scatter, count, backward, shares, hides_sums, c)
     sent += sums * scattered
     if not at_once and layout.data_parallel_replicate_size > 1:
-        sizes = [_Shared(size * group.part / group.ranks, group.copies, group.stride * group.ranks) for group in groups]
-        between, more, shares = _communicated(Collective.ALL_REDUCE, sizes, count, places, c)
+        over = [group.among_copies for group in groups]
+        between, more, shares = _communicated(Collective.ALL_REDUCE, size, over, count, places, c)
         exposed, sent = exposed + _exposed(between, count, backward, shares, hides_sums, c), sent + more
 
     gathered = 0.0 if engine.gathers_in_place else gathers * 2.0 * given
@@ -347,7 +344,17 @@ class _Group(NamedTuple):
     part: float
     ranks: int
     stride: int
-    copies: int
+    copies: int = 1
+
+    @property
+    def with_copies(self) -> _Group:
+        """All of them at once."""
+        return _Group(self.part, self.ranks * self.copies, self.stride)
+
+    @property
+    def among_copies(self) -> _Group:
+        """Those of all copies that have the same shard."""
+        return _Group(self.part / self.ranks, self.copies, self.stride * self.ranks)
 
 
 def _groups(layout: Layout, holds: Held) -> list[_Group]:
@@ -361,24 +368,16 @@ def _groups(layout: Layout, holds: Held) -> list[_Group]:
     return [others, of_experts]
 
 
-class _Shared(NamedTuple):
-    """Bytes that so many ranks, `stride` apart, communicate."""
-
-    size: float
-    ranks: int
-    stride: int
-
-
 def _communicated(
-    kind: Collective, parts: Sequence[_Shared], count: int, places: Places, c: Coefficients
+    kind: Collective, size: float, groups: Sequence[_Group], count: int, places: Places, c: Coefficients
 ) -> tuple[float, float, float]:
-    """Seconds of collectives of each of these parts in `count` pieces, bytes that a GPU sends, and the bandwidth that
-    they attain, in that of links."""
-    found = [communicate(kind, part.size, count, part.ranks, part.stride, places, c) for part in parts]
+    """Seconds of collectives in `count` pieces, of `size` bytes of which each group has its part, bytes that a GPU
+    sends, and the bandwidth that they attain, in that of links."""
+    found = [communicate(kind, size * group.part, count, group.ranks, group.stride, places, c) for group in groups]
     seconds, sent = (math.fsum(column) for column in zip(*found, strict=True))
     if not seconds:
         return 0.0, sent, 0.0
-    shares = [_share(part.ranks, part.stride, places, c) for part in parts]
+    shares = [_share(group.ranks, group.stride, places, c) for group in groups]
     return seconds, sent, sum(share * took for share, (took, _) in zip(shares, found, strict=True)) / seconds
 
 

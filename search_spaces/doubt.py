@@ -13,7 +13,6 @@ from search_spaces.coefficients import Coefficients, is_fitted, is_unproven
 from search_spaces.cost import Prediction
 from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
-from search_spaces.memory import follows_router
 from search_spaces.workload import Workload
 
 
@@ -79,7 +78,7 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
         kinds.append(LAUNCHED if calibration.operators.launches else UNLAUNCHED)
     if layout.num_gpus > work.gpus_per_node and not fitted:
         kinds.append(SEVERAL_NODES)
-    if follows_router(layout, work):
+    if facts_of(layout, work).follows_router(layout):
         kinds.append(SPREAD_EXPERTS)
     return Doubt(*map(max, zip(*kinds, strict=True)))
 

@@ -185,12 +185,7 @@ def band_of(layout: Layout, work: Workload, share: float | None) -> Band | None:
         return None
     if share > (MEASURED_SHARE if _is_measured(layout, work) else UNMEASURED_SHARE):
         return "too big"
-    return "borderline" if share >= SAFE_SHARE or follows_router(layout, work) else "fits"
-
-
-def follows_router(layout: Layout, work: Workload) -> bool:
-    """Whether how many tokens the experts of a GPU get, and with it what it needs, is for a router to say."""
-    return layout.expert_parallel_size > 1 and not facts_of(layout, work).routes_evenly
+    return "borderline" if share >= SAFE_SHARE or facts_of(layout, work).follows_router(layout) else "fits"
 
 
 class Needed(NamedTuple):
@@ -423,10 +418,8 @@ def _block_activations(
         gathered = keys * (context - 1) if in_parts else heads + 2 * heads * context
     routing = 0.0
     if model.num_experts:
-        spread = layout.expert_parallel_size > 1
-        uneven = spread and not engine.routes_evenly
         fullest = min(IMBALANCE, layout.expert_parallel_size)  # of all tokens
-        rows = model.experts_per_token * (fullest if uneven else 1.0)
+        rows = model.experts_per_token * (fullest if engine.follows_router(layout) else 1.0)
         network, products = rows * (hidden + 4 * inner) + model.experts_per_token * hidden, rows * (2 * inner + hidden)
         if engine.fills_experts:  # hidden states in fp32, for the router and for its loss
             routing = 8.0 * hidden

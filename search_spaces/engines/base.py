@@ -253,6 +253,10 @@ class EngineFacts(ABC):
         """Bytes of a gradient on its way between ranks."""
         return 4 if "fp32" in (layout.precision, layout.reduce_precision) or self.autocasts(layout) else 2
 
+    def follows_router(self, layout: Layout) -> bool:
+        """Whether how many tokens the experts of a GPU get is for a router to say."""
+        return layout.expert_parallel_size > 1 and not self.routes_evenly
+
     def sums_whole(self, layout: Layout) -> bool:
         """Whether every rank is sent all of the summed gradients, and not its shard alone."""
         return layout.zero_stage == 0

@@ -347,8 +347,15 @@ def test_filled_experts_copy_more_than_grouped_ones() -> None:
     )
     other = one._replace(form=tuple("grouped" if word == "filled" else word for word in one.form))
     more, even = priced(one, filled, SHEET)[0], priced(other, grouped, SHEET)[0]
+    assert more.matmul == pytest.approx(even.matmul, rel=0.05)
     assert more.flops == even.flops
     assert more.elementwise > 1.2 * even.elementwise
+    for operator, cut in (one, filled), (other, grouped):
+        there, back = priced(operator, cut, with_timings(OperatorTiming(operator, 1e-3, 2e-3)))
+        assert there.seconds == pytest.approx(1e-3 * SHEET.operators_in_step)
+        assert back.seconds == pytest.approx(2e-3 * SHEET.operators_in_step)
+    compiled = operators_of([Layout("deepspeed", 1, 16, compile=True)], work, SHEET)
+    assert one in compiled, "the compiler leaves DeepSpeed's routing alone"
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from search_spaces.models import ModelShape
+from trainables import moe as moe_module
 from trainables.model import Parts, SwiGLU
 from trainables.moe import ONE_PROCESS, ExpertLayout, MoE, balance_loss, choose_experts
 from trainables.tensor_ranks import TensorRanks
@@ -30,11 +33,14 @@ def enlarge(module: nn.Module) -> None:
             parameter.mul_(10)
 
 
-def mixture(shape: ModelShape, layout: ExpertLayout = ONE_PROCESS) -> MoE:
-    """The feed-forward network of a model's second block."""
+def mixture(shape: ModelShape, layout: ExpertLayout = ONE_PROCESS, favourites: int = 0) -> MoE:
+    """The feed-forward network of a model's second block, whose router is for the first experts if there are
+    `favourites`."""
     moe = Parts(shape, torch.arange(LENGTH), 0, layout).block(1).ffn
     assert isinstance(moe, MoE)
     enlarge(moe)
+    with torch.no_grad():
+        moe.router.weight[:favourites, 0] += 8
     return moe
 
 
@@ -42,6 +48,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     """Hidden states, and what the gradient of the mean over them is."""
     generator = torch.Generator().manual_seed(1)
     x, upstream = torch.randn(2, BATCH, LENGTH, SHAPE.hidden, generator=generator)
+    x[..., 0] = 1.0
     return x, upstream
 
 
@@ -143,23 +150,27 @@ def test_loss_scale_scales_the_balance_loss_alone() -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """Four ranks as data, context and tensor parallel, and among how many of the first two experts are spread."""
+    """Four ranks as data, context and tensor parallel, and among how many of the first two experts are spread. Where
+    there are `favourites` routers choose alone, and ranks exchange unequally many tokens."""
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
     sp: bool = False
+    favourites: int = 0
     compiled: bool = False
 
     def __str__(self) -> str:
-        return "dp{dp} cp{cp} tp{tp} ep{ep} sp{sp} compiled{compiled}".format(**vars(self))
+        return "dp{dp} cp{cp} tp{tp} ep{ep} sp{sp} favourites{favourites} compiled{compiled}".format(**vars(self))
 
 
 SPREADS = [
     Spread(dp=4),
     Spread(dp=4, ep=2),
     Spread(dp=4, ep=4),
+    Spread(dp=4, ep=2, favourites=1),
+    Spread(dp=4, ep=4, favourites=2),
     Spread(dp=2, tp=2),
     Spread(dp=2, tp=2, ep=2),
     Spread(dp=2, tp=2, ep=2, sp=True),
@@ -168,11 +179,19 @@ SPREADS = [
     Spread(dp=2, cp=2, ep=4),
     Spread(cp=4, ep=2),
     Spread(cp=2, tp=2, ep=2),
-    Spread(cp=2, tp=2, ep=2, sp=True),
+    Spread(cp=2, tp=2, ep=2, sp=True, favourites=2),
     Spread(cp=2, tp=2, ep=2, compiled=True),
     Spread(dp=2, tp=2, ep=2, sp=True, compiled=True),
 ]
 RANKS = 4
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Routers choose by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_module, "evenly", lambda logits, count: logits.float())
+        yield
 
 
 def run_rank(rank: int, store: str) -> None:
@@ -180,7 +199,8 @@ def run_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     for spread in SPREADS:
         try:
-            check_spread(spread)
+            with alone() if spread.favourites else contextlib.nullcontext():
+                check_spread(spread)
         except AssertionError as error:
             raise AssertionError(f"{spread}, rank {rank}: {error}") from error
     dist.destroy_process_group()
@@ -200,11 +220,11 @@ def check_spread(spread: Spread) -> None:
         part = whole.chunk(spread.dp)[mesh.get_local_rank("dp")].chunk(spread.cp, dim=1)[mesh.get_local_rank("cp")]
         return part.chunk(spread.tp, dim=1)[mesh.get_local_rank("tp")] if spread.sp else part
 
-    whole, (x, upstream) = mixture(SHAPE), inputs()
+    whole, (x, upstream) = mixture(SHAPE, favourites=spread.favourites), inputs()
     whole_out = whole(x.requires_grad_())
     (whole_out * upstream).mean().backward()
 
-    moe, local = mixture(SHAPE, layout), mine(x).detach().requires_grad_()
+    moe, local = mixture(SHAPE, layout, spread.favourites), mine(x).detach().requires_grad_()
     if spread.compiled:
         moe.compile(backend="aot_eager")
     out = moe(local)

@@ -224,7 +224,7 @@ BY_DEFAULT = [
 )
 def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: Layout, run_ranks: RunRanks) -> None:
     """A send of gloo's keeps what it sent until it is deleted, which torch's GPipe does after the step; NCCL's and that
-    which is stood in for let go of it once they were waited for."""
+    which is stood in for let go of it once they were waited for. Where experts are spread nothing else keeps it."""
     kept = 4 * layout.microbatch_tokens(SEQUENCE_LENGTH) * model.hidden / 2**30
     trial = request(layout, model)
     among = reports(run_ranks(counted(trial)))
@@ -234,7 +234,8 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
         assert alone_gib is not None
         assert among_gib is not None
         more = among_gib - alone_gib
-        assert more == 0 or (layout.pipeline_schedule == "gpipe" and more == kept)
+        is_kept = layout.pipeline_schedule == "gpipe" and layout.expert_parallel_size > 1
+        assert more == 0 or (is_kept and more == kept)
 
 
 def test_the_last_of_ranks_that_sum_up_their_own_gradients_has_as_much_memory_alone(run_ranks: RunRanks) -> None:
