@@ -34,8 +34,7 @@ class RankTimes:
     - `head_s`: from the step's begin to the first pass. `passes`: seconds of every action, from its begin to that of
       the next on this rank, or until the gradients of its stage are reduced. `reduces`: seconds of that, by the action
       that it follows, where the rank goes on with another stage. `tail_s`: from the last pass to the step's end;
-      `update_s` of it comes after the gradients' norm is agreed on. Without a pipeline the whole step is in the tail,
-      and of its microbatches but the first and the last each takes `microbatch_s`, which is 0 where that is not known.
+      `update_s` of it comes after the gradients' norm is agreed on. Without a pipeline the whole step is in the tail.
     - `exposed_s`: of all these seconds, those in which the rank did nothing but communicate, by kind of collective.
     - `waited_s`: in addition to all these, seconds in which it paused where a pipeline would let it wait (`pauses`).
     - `busy_power_w`: its GPU's mean power over the step, pauses among it; `waiting_power_w`: while it waits for others.
@@ -57,7 +56,6 @@ class RankTimes:
     products: float = 0.0
     slower: float = 1.0
     reduces: Mapping[Action, float] = field(default_factory=dict)
-    microbatch_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -75,7 +73,6 @@ class RankTimes:
             update_s=longer * self.update_s,
             slower=slower,
             reduces={action: longer * seconds for action, seconds in self.reduces.items()},
-            microbatch_s=longer * self.microbatch_s,
         )
 
 

@@ -1,9 +1,8 @@
-"""What a rank does in a whole step, from what was measured of it in a step of fewer microbatches.
+"""The passes of a pipeline's whole step, from those measured in a step of fewer microbatches.
 
 Once it is full, a pipeline does the same over and over until it drains. So a step of few microbatches has each kind of
 pass that a step of many has, and how long the whole one takes then follows by playing its schedule
-(`search_spaces.composition`), rather than by a line through steps of several sizes. Without a pipeline all microbatches
-take as long but the first and the last, which carry what happens once a step.
+(`search_spaces.composition`), rather than by a line through steps of several sizes.
 """
 
 from __future__ import annotations
@@ -81,36 +80,23 @@ def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int) -> 
 
     The two layouts differ in nothing but the global batch. What happens once a step is as measured, as is the power of
     what the rank does between pauses, which are left out; exposed communication keeps its share of the step. Memory is
-    that of the step of few. Raises KeyError if there are too few microbatches of a pipeline; without one there must be
-    three.
+    that of the step of few. Raises KeyError if there are too few microbatches.
     """
-    if many.pipeline_parallel_size == 1:
-        count = many.gradient_accumulation_steps - few.gradient_accumulation_steps
-        return replace(
-            times,
-            tail_s=times.tail_s + count * times.microbatch_s,
-            exposed_s=_longer(times, count * times.microbatch_s),
-        )
     found = overlap(few, many, pipeline_rank)
     passes = found.passes(times.passes)
+    longer = 1 + (sum(passes.values()) - sum(times.passes.values())) / times.busy_s
     watt_seconds = times.busy_power_w * (times.busy_s + times.waited_s) - times.waiting_power_w * times.waited_s
     return replace(
         times,
         passes=passes,
         busy_power_w=watt_seconds / times.busy_s,
         waited_s=0.0,
-        exposed_s=_longer(times, sum(passes.values()) - sum(times.passes.values())),
+        exposed_s={kind: longer * seconds for kind, seconds in times.exposed_s.items()},
         reduces={
             action._replace(microbatch=action.microbatch + found.longer): seconds
             for action, seconds in times.reduces.items()
         },
     )
-
-
-def _longer(times: RankTimes, seconds: float) -> dict[str, float]:
-    """Exposed communication of a step that takes so many seconds more, with the same share of it."""
-    longer = 1 + seconds / times.busy_s
-    return {kind: longer * exposed_s for kind, exposed_s in times.exposed_s.items()}
 
 
 def _alike(one: Order, other: Order, apart: int) -> int:

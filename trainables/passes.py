@@ -15,7 +15,7 @@ from trainables.platforms.base import Mark
 
 
 class Moment(StrEnum):
-    """What is told of a step beside the passes of a pipeline."""
+    """What an engine tells of a step of a pipeline beside its passes."""
 
     DONE = "done"
     """The latest pass is computed, perhaps but for its loss, after which this is told again. Messages come then."""
@@ -23,8 +23,6 @@ class Moment(StrEnum):
     """Passes have ended, perhaps the last ones."""
     AGREED = "agreed"
     """All ranks of the pipeline have come to the norm of the gradient."""
-    DEALT = "dealt"
-    """The engine takes the next microbatch. Not told of pipelines, whose passes tell more."""
 
 
 Observer = Callable[[Action | Moment], None]
@@ -38,9 +36,8 @@ class PassTimes:
     `head_s` is from the step's begin to its first pass, `passes_s` each pass, from its begin to that of the next one,
     or until the gradients of its stage are reduced, `reduces_s` that, by the pass that it follows, but for the last,
     and `tail_s` from the end of the last pass to the step's; `update_s` of it comes after ranks agreed on the norm of
-    the gradient, 0 where the engine does not tell. Without a pipeline the whole step is in the tail, and
-    `microbatch_s` the mean of its microbatches but the first and the last, 0 if there are no others or nobody told.
-    `waited_s` are the pauses besides.
+    the gradient, 0 where the engine does not tell. Without a pipeline the whole step is in the tail. `waited_s` are the
+    pauses besides.
     """
 
     head_s: float
@@ -49,7 +46,6 @@ class PassTimes:
     update_s: float
     waited_s: float
     reduces_s: dict[Action, float] = field(default_factory=dict)
-    microbatch_s: float = 0.0
 
 
 class _Event(NamedTuple):
@@ -110,7 +106,6 @@ class PassClock:
             reduces_s={
                 action: statistics.fmean(step.reduces_s[action] for step in times) for action in times[0].reduces_s
             },
-            microbatch_s=statistics.fmean(step.microbatch_s for step in times),
         )
 
     def computing(self, steps: int) -> tuple[PassTime, ...]:
@@ -147,10 +142,7 @@ def _times(step: _Step) -> PassTimes:
     passes = [event for event in events if isinstance(event.what, Action)]
     waited_s = sum(_seconds(event.ended, event.begun) for event in events if event.begun is not event.ended)
     if not passes:
-        dealt = [event.begun for event in events if event.what is Moment.DEALT]
-        others = len(dealt) - 2
-        each_s = _seconds(dealt[1], dealt[-1]) / others if others > 0 else 0.0
-        return PassTimes(0.0, {}, _seconds(step.start, step.end) - waited_s, 0.0, waited_s, microbatch_s=each_s)
+        return PassTimes(0.0, {}, _seconds(step.start, step.end) - waited_s, 0.0, waited_s)
     last = events.index(passes[-1])
     over = events[last + 1]
     within = list(pairwise(events[: last + 2]))

@@ -21,7 +21,7 @@ from trainables.engines.base import Job, Microbatch, StepOutput
 from trainables.losses import check_finite
 from trainables.measure import Timing
 from trainables.passes import Moment, PassClock, PassTimes
-from trainables.program import InvalidTrial, Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
+from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
 from trainables.rank import Rank
 from trainables.slice import UNNAMED, Slice
 from trainables.standin.join import join, tell_compiler
@@ -30,9 +30,6 @@ from trainables.world import World
 
 WAIT_S = 0.5
 """Long enough for some samples of the power of waiting."""
-
-EARLY = 0.01
-"""Share of a step of three microbatches that one of them takes at least, if an engine takes each as it begins it."""
 
 TELLING = 3
 """Microbatches of which one, the first, which carries what happens once, does not tell in the median."""
@@ -98,8 +95,6 @@ class SliceRank(Rank):
     def measure(self) -> RankReport:
         report = super().measure()
         check_finite("norm of the gradient", report.grad_norms)
-        if self.request.batches and self.layout.pipeline_parallel_size == 1:
-            check_taken_in_turn(self.times[self.layout.global_batch_size])
         self.enter("waiting")
         start_ns = time.monotonic_ns()
         self.world.wait(WAIT_S)
@@ -150,12 +145,11 @@ class SliceRank(Rank):
         first = self.layout.coordinates(self.world.rank)["tp"] * held
 
         def own(microbatch: Microbatch) -> Microbatch:
-            if self.layout.pipeline_parallel_size == 1:
-                self.clock.observe(Moment.DEALT)
             inputs, labels = microbatch
-            return inputs % min(held, vocab - first) + first if ranks > 1 else inputs, labels
+            return inputs % min(held, vocab - first) + first, labels
 
-        return map(own, super().deal())  # a loop would keep the tokens in whose place these are
+        # A loop would keep the tokens in whose place these are.
+        return map(own, super().deal()) if ranks > 1 else super().deal()
 
     def pause(self) -> None:
         """Have the device wait from now on where other pipeline ranks would have it wait: by what the last step took.
@@ -167,15 +161,6 @@ class SliceRank(Rank):
         stage = self.layout.coordinates(self.world.rank)["pp"]
         before, last = pauses(self.layout, work, stage, passes, self.program.network)
         self.clock.pauses = dict(before) | {Moment.AGREED: last}
-
-
-def check_taken_in_turn(times: PassTimes) -> None:
-    """Raise `InvalidTrial` if an engine took all microbatches of a step, which stands for one of more, at once."""
-    if times.microbatch_s < EARLY * times.tail_s:
-        raise InvalidTrial(
-            "the engine takes its microbatches before it begins with them, so that a step of few does not tell how "
-            "long more of them would take: set measurement.short_trials to false"
-        )
 
 
 def summed(calls: Iterable[Call]) -> tuple[Traffic, ...]:

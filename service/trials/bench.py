@@ -48,12 +48,13 @@ Answer = tuple[list[Outcome], list[Member], float]
 class Alone:
     """What was seen of a rank that ran without the others of its layout.
 
-    `run` has the global batch size that was timed and the figures of the rank's GPU, and `whole` is the same with those
-    of the trial. `waiting_w` is what the GPU draws while the rank waits for others, None where that is not known.
+    `runs` has a result for each of the trial's global batch sizes, with the figures of the rank's GPU, and `whole` the
+    first of them with those of the trial. `waiting_w` is what the GPU draws while the rank waits for others, None where
+    that is not known.
     """
 
     report: RankReport
-    run: TrialResult
+    runs: Sequence[TrialResult]
     whole: TrialResult
     waiting_w: float | None
 
@@ -102,8 +103,8 @@ class Bench:
             waited = Span(report.device, *report.slice.waited_ns)
             (waiting,) = summaries([node_windows([waited], members, self.telemetry)], self.telemetry)
             waiting_w = waiting.mean_power_w
-        (run,) = self._runs(request, outcomes, members)
-        return Alone(report, run, self._whole(request, outcomes, members, gang_s, [run]), waiting_w)
+        runs = self._runs(request, outcomes, members)
+        return Alone(report, runs, self._whole(request, outcomes, members, gang_s, runs), waiting_w)
 
     def asked(self, request: TrialRequest) -> ObjectRef[Answer]:
         """What the gang will answer to a request, in whatever time it takes."""

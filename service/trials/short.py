@@ -4,8 +4,8 @@ Of a whole gang (`batches`), time and energy of a step are linear in its microba
 in 1F1B and its interleaved and zero-bubble forms a step takes (m + p - 1) times as long as one of m microbatches does
 on each of p ranks (Narayanan et al. 2021, section 2.2), and everything else once.
 
-Of ranks that run alone each pass is measured, or without a pipeline each microbatch, and one size is enough
-(`batch_alone`): the whole step is put together from these (`search_spaces.stretching`).
+They are so of ranks that run alone, too, but for those of a pipeline (`batch_alone`): of these each pass is measured,
+and the whole step played from them (`search_spaces.stretching`).
 """
 
 from __future__ import annotations
@@ -24,39 +24,42 @@ SPREAD = 3
 """The larger number by the smaller one. A noise of 1% in both steps' times becomes one of 1.6% in a step of many more
 microbatches; with twice as many it would be 2.2%, with four times 1.4% at more steps' cost."""
 
+SPREAD_ALONE = 2
+"""Likewise of ranks that run alone: their steps vary by 0.1 to 0.3%, of which twice as many make 0.2 to 0.7%."""
+
 ALONE_S = 2.0
 """Enough of a rank alone, whose steps vary less than a gang's, if these are alike: energy takes no more to be read."""
 
 SAVED = 3
 """The least by which the whole batch must exceed both together for short trials to be worth their error."""
 
+SAVED_ALONE = 2
+"""Likewise of ranks that run alone, whose steps vary less."""
+
 STEADY = 4
 """The least of each kind of passes of a full pipeline by whose mean a rank alone stands for all others like them."""
-
-ALONE = 3
-"""Microbatches that show a rank alone, without a pipeline, the first, the last and what is between."""
 
 
 def sizes(layout: Layout, alone: bool) -> tuple[int, ...]:
     """The global batch sizes to time in place of the layout's own, larger first, by a gang or by ranks that run alone;
     none where that saves too little."""
-    if not alone:
-        return batches(layout) or ()
-    size = batch_alone(layout)
-    return () if size is None else (size,)
+    if alone and layout.pipeline_parallel_size > 1:
+        size = batch_alone(layout)
+        return () if size is None else (size,)
+    return (batches(layout, SPREAD_ALONE, SAVED_ALONE) if alone else batches(layout)) or ()
 
 
-def batches(layout: Layout) -> tuple[int, int] | None:
-    """The two global batch sizes to time in place of the layout's own, the larger first; None where that saves too
-    little.
+def batches(layout: Layout, spread: int = SPREAD, saved: int = SAVED) -> tuple[int, int] | None:
+    """The two global batch sizes to time in place of the layout's own, the larger first, which is `spread` times the
+    smaller; None where the layout's own is not `saved` times both together.
 
     GPipe keeps all microbatches of a step in memory, of which a smaller step would say too little.
     """
     if layout.pipeline_parallel_size > 1 and layout.pipeline_schedule == "gpipe":
         return None
     few = FILL * layout.pipeline_parallel_size
-    many = SPREAD * few
-    if SAVED * (few + many) > layout.gradient_accumulation_steps:
+    many = spread * few
+    if saved * (few + many) > layout.gradient_accumulation_steps:
         return None
     microbatch = layout.global_batch_size // layout.gradient_accumulation_steps
     return many * microbatch, few * microbatch
@@ -64,16 +67,14 @@ def batches(layout: Layout) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def batch_alone(layout: Layout) -> int | None:
-    """The global batch size to time in place of the layout's own, where its ranks run alone: the smallest that shows
-    each of them every kind of pass, or of microbatch. None where that saves nothing.
+    """The global batch size to time in place of the layout's own, where ranks of a pipeline run alone: the smallest
+    that shows each of them every kind of pass. None where that saves nothing, and without a pipeline.
 
     Nor is GPipe cut short, which keeps all microbatches of a step in memory.
     """
-    microbatch = layout.global_batch_size // layout.gradient_accumulation_steps
-    if layout.pipeline_parallel_size == 1:
-        return ALONE * microbatch if layout.gradient_accumulation_steps > ALONE else None
-    if layout.pipeline_schedule == "gpipe":
+    if layout.pipeline_parallel_size == 1 or layout.pipeline_schedule == "gpipe":
         return None
+    microbatch = layout.global_batch_size // layout.gradient_accumulation_steps
     for count in range(layout.pipeline_parallel_size, layout.gradient_accumulation_steps):
         few = replace(layout, global_batch_size=count * microbatch)
         if all(_shows_all(few, layout, rank) for rank in range(layout.pipeline_parallel_size)):

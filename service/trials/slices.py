@@ -19,10 +19,10 @@ from search_spaces.network import Network, sent_bytes
 from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
-from service.result import Purpose, SliceRecord, TrialResult
+from service.result import Proxy, Purpose, SliceRecord, TrialResult
 from service.trials import probe
 from service.trials.bench import Alone, Bench
-from service.trials.extrapolation import SPENT
+from service.trials.extrapolation import SPENT, over_batch
 from service.trials.figures import breakdown_metrics, of_step
 from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, products, unprofiled
 from trainables.breakdown import Breakdown
@@ -105,36 +105,45 @@ def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | Tri
 
 def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
     """The trial's result from what was seen of each kind of its ranks."""
-    first = next(iter(seen.values()))
-    composed = _composed(bench, request, network, seen)
+    problem, first = bench.problem, next(iter(seen.values()))
+    runs = [_composed(bench, request.layout, network, seen, index) for index in range(len(first.runs))]
     spent: dict[str, float | None] = {
         name: sum(one.whole.metrics.get(name) or 0.0 for one in seen.values()) for name in SPENT
     }
     problems = [f"as rank {kind.rank}: {one.whole.cause}" for kind, one in seen.items() if one.whole.cause]
-    return replace(
-        composed,
+    whole = replace(
+        runs[0],
+        trial_id=request.trial_id,
+        layout=request.layout,
         cause="; ".join(dict.fromkeys(problems)) or None,
-        metrics=composed.metrics | spent,
-        windows=tuple(window for one in seen.values() for window in one.run.windows),
+        metrics=runs[0].metrics | spent,
+        windows=tuple(window for one in seen.values() for run in one.runs for window in run.windows),
         environment=first.whole.environment,
         losses=first.whole.losses,
         ranks=tuple(one.whole.ranks[0] for one in seen.values()),
     )
+    if len(runs) == 1:
+        return whole
+    many, few = (Proxy(problem.workload.shape.layers, run) for run in runs)
+    result = over_batch(problem, replace(whole, slices=()), few, many)  # each of the two has its own
+    return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
 
 
-def _composed(bench: Bench, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
-    """The step of the whole batch."""
-    problem, layout, first = bench.problem, request.layout, next(iter(seen.values())).run
+def _composed(bench: Bench, whole: Layout, network: Network, seen: Mapping[RankKind, Alone], index: int) -> TrialResult:
+    """A step with one of the trial's batch sizes; with a pipeline, which is played whole, with that of `whole`."""
+    problem, first = bench.problem, next(iter(seen.values())).runs[index]
+    work = problem.workload.run
+    few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
     per_byte = 0.0 if problem.cluster.device.platform == "cpu" else Coefficients.joules_per_link_byte
-    times = {kind: rank_times(one, bench.slower, per_byte) for kind, one in seen.items()}
-    if first.layout != layout:
-        times = {kind: stretch(alone, first.layout, layout, kind.pipeline_rank) for kind, alone in times.items()}
-    step = compose(layout, problem.workload.run, times, network)
+    times = {kind: rank_times(one, index, bench.slower, per_byte) for kind, one in seen.items()}
+    if few != layout:
+        times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
+    step = compose(layout, work, times, network)
     profiled = {kind: breakdown_of(one) for kind, one in seen.items()}
     broken_down = breakdown_metrics(by_pipeline_rank(step, times, profiled))
-    metrics = _figures(problem, layout, step, seen) | broken_down
+    metrics = _figures(problem, layout, step, seen, index) | broken_down
     return TrialResult(
-        trial_id=request.trial_id,
+        trial_id=first.trial_id,
         layout=layout,
         status=Status.OK,
         metrics=metrics,
@@ -162,14 +171,14 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(one: Alone, slower: Mapping[str, float], joules_per_link_byte: float) -> RankTimes:
-    """What a rank does in a step with the batch size that was timed, on the slowest GPU.
+def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_link_byte: float) -> RankTimes:
+    """What a rank does in a step with the batch size that its trial timed as number `index`, on the slowest GPU.
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
     clocks are alike. What the links would draw to send what the rank sends, which it does not alone, is less for all
     else at the limit, and more power below it.
     """
-    run, report = one.run, one.report
+    run, report = one.runs[index], one.report
     assert report.slice is not None
     batch = run.layout.global_batch_size
     times, window = report.slice.times[batch], report.timings[batch].window_steps_s
@@ -191,24 +200,23 @@ def rank_times(one: Alone, slower: Mapping[str, float], joules_per_link_byte: fl
         exposed_s=exposed_s(profiled, busy),
         products=products(profiled),
         reduces=times.reduces_s,
-        microbatch_s=times.microbatch_s,
     )
     return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1 + sending))
 
 
 def breakdown_of(one: Alone) -> Breakdown | None:
-    """Where the time of a rank's step went; None if it was not profiled, or could not be."""
+    """Where the time of a rank's step of the first batch size went; None if it was not profiled, or could not be."""
     if one.report.profile is None or one.report.profile.breakdown is None:
         return None
-    window = one.report.timings[one.run.layout.global_batch_size].window_steps_s
+    window = one.report.timings[one.runs[0].layout.global_batch_size].window_steps_s
     return unprofiled(one.report.profile.breakdown, statistics.fmean(window))
 
 
 def _figures(
-    problem: Problem, layout: Layout, step: Composed, seen: Mapping[RankKind, Alone]
+    problem: Problem, layout: Layout, step: Composed, seen: Mapping[RankKind, Alone], index: int
 ) -> dict[str, float | None]:
     """The figures of a step, by the names of the record; None is missing."""
-    runs = {kind: one.run.metrics for kind, one in seen.items()}
+    runs = {kind: one.runs[index].metrics for kind, one in seen.items()}
     powered = all(metrics.get("mean_power_w") for metrics in runs.values())
     weighed = all(one.report.peak_memory_gib for one in seen.values())
     first = next(iter(seen.values()))

@@ -118,16 +118,6 @@ def test_noise_of_single_passes_is_averaged(schedule: str) -> None:
     assert after == pytest.approx(whole, rel=0.02)
 
 
-def test_without_a_pipeline_each_microbatch_more_takes_as_long_as_those_between() -> None:
-    many = Layout("megatron", 2, 64, zero_stage=1)
-    few = replace(many, global_batch_size=6)
-    one = RankTimes({}, 3.0, 500.0, 100.0, 20.0, exposed_s={"all_gather": 0.5}, microbatch_s=0.75)
-    longer = stretch(one, few, many, 0)
-    assert longer.busy_s == pytest.approx(3.0 + 29 * 0.75)
-    assert longer.exposed_s["all_gather"] / longer.busy_s == pytest.approx(0.5 / 3.0)
-    assert (longer.busy_power_w, longer.memory_gib) == (500.0, 20.0)
-
-
 def test_too_few_microbatches_say_nothing_of_a_full_pipeline() -> None:
     few, many = (pipeline(4, "1f1b", 1, count) for count in (4, 64))
     with pytest.raises(KeyError):

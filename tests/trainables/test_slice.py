@@ -31,9 +31,9 @@ from tests.trainables.test_parity import (
 )
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.platforms.cpu import Instant
-from trainables.program import InvalidTrial, TrialRequest
+from trainables.program import TrialRequest
 from trainables.slice import Slice
-from trainables.slice_rank import WAIT_S, SliceRank, check_taken_in_turn
+from trainables.slice_rank import WAIT_S, SliceRank
 from trainables.training import Training
 
 Marked = tuple[int, Action | Moment | None]
@@ -124,28 +124,6 @@ def test_means_are_of_the_latest_steps_which_without_passes_are_all_tail() -> No
     step = times([[(0, None), (1000, None)], [(1000, None), (1002, None)], [(2000, None), (2004, None)]], 2)
     assert (step.head_s, step.passes_s, step.tail_s, step.update_s) == (0, {}, pytest.approx(3e-9), 0)
     assert step.waited_s == 0
-
-
-@pytest.mark.parametrize(("dealt", "microbatch_s"), [([5, 100, 150, 260], 80e-9), ([5, 100, 150], 50e-9), ([5, 9], 0)])
-def test_microbatches_but_the_first_and_the_last_take_alike(dealt: list[int], microbatch_s: float) -> None:
-    step = [(0, None), *((ns, Moment.DEALT) for ns in dealt), (1000, None)]
-    assert times([step], 1).microbatch_s == pytest.approx(microbatch_s)
-    assert times([step], 1).tail_s == pytest.approx(1e-6)
-
-
-def test_an_engine_that_takes_all_microbatches_at_once_is_no_trial() -> None:
-    taken = times([[(0, None), *((ns, Moment.DEALT) for ns in (1, 2, 3)), (1000, None)]], 1)
-    with pytest.raises(InvalidTrial, match=r"short_trials to false$"):
-        check_taken_in_turn(taken)
-    check_taken_in_turn(times([[(0, None), *((ns, Moment.DEALT) for ns in (1, 300, 600)), (1000, None)]], 1))
-
-
-@pytest.mark.parametrize("layout", [megatron(2, zero=3, mbs=1), deepspeed(2, zero=2, mbs=1)])
-def test_microbatches_of_a_rank_alone_are_timed(layout: Layout, run_ranks: RunRanks) -> None:
-    short = replace(request(layout, LLAMA), batches=(6,), trial_id=f"three of {layout.label}")
-    (report,) = reports(run_ranks(alone(short, 0)))
-    assert report.slice is not None
-    assert 0 < report.slice.times[6].microbatch_s < report.slice.times[6].tail_s / 2
 
 
 PIPELINES = [

@@ -72,8 +72,7 @@ class TrainingEngine(Protocol):
     def step(self, microbatches: Iterator[Microbatch]) -> StepOutput:
         """One optimizer step over this rank's `gradient_accumulation_steps` microbatches of (inputs, labels).
 
-        Each is an int64 tensor (micro_batch_size, sequence_length) on the engine's device, and is taken when the engine
-        is to begin with it: that tells how long each takes.
+        Each is an int64 tensor (micro_batch_size, sequence_length) on the engine's device.
         """
         ...
 

@@ -40,15 +40,15 @@ def seen(power_cap_ratio: float | None, *traffic: Traffic) -> Alone:
     of_passes = SliceReport({8: PassTimes(0.0, {}, 2.0, 0.0, 0.0)}, {8: traffic}, (0, 1))
     report = RankReport(0, {}, "GPU-a", {8: timing}, (1.0,), (1.0,), 20.0, {}, slice=of_passes)
     run = TrialResult("a", LAYOUT, Status.OK, metrics={"power_cap_ratio": power_cap_ratio, "mean_power_w": 700.0})
-    return Alone(report, run, run, 100.0)
+    return Alone(report, (run,), run, 100.0)
 
 
 @pytest.mark.parametrize(("power_cap_ratio", "step_s"), [(1.0, 2.2), (0.5, 2.1), (0.0, 2.0), (None, 2.0)])
 def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
     power_cap_ratio: float | None, step_s: float
 ) -> None:
-    assert rank_times(seen(power_cap_ratio), {"GPU-a": 1.1, "GPU-b": 1.0}, 2e-10).busy_s == pytest.approx(step_s)
-    assert rank_times(seen(power_cap_ratio), {"GPU-b": 1.0}, 2e-10).busy_s == 2.0, "nobody examined it"
+    assert rank_times(seen(power_cap_ratio), 0, {"GPU-a": 1.1, "GPU-b": 1.0}, 2e-10).busy_s == pytest.approx(step_s)
+    assert rank_times(seen(power_cap_ratio), 0, {"GPU-b": 1.0}, 2e-10).busy_s == 2.0, "nobody examined it"
 
 
 @pytest.mark.parametrize(("power_cap_ratio", "step_s", "power_w"), [(1.0, 2.2, 700), (0.0, 2.0, 770), (None, 2.0, 770)])
@@ -57,7 +57,7 @@ def test_what_links_draw_is_time_at_the_power_limit_and_power_below_it(
 ) -> None:
     """140 J of the 1400 that were measured."""
     reduced, sent = Traffic(Collective.ALL_REDUCE, 4, 3, 4 * 10**11), Traffic(Collective.SEND, 2, 2, 10**11)
-    times = rank_times(seen(power_cap_ratio, reduced, sent), {}, joules_per_link_byte=2e-10)
+    times = rank_times(seen(power_cap_ratio, reduced, sent), 0, {}, joules_per_link_byte=2e-10)
     assert times.busy_s == pytest.approx(step_s)
     assert times.busy_power_w == pytest.approx(power_w)
 
