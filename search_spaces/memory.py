@@ -421,8 +421,8 @@ def _block_activations(
         fullest = min(IMBALANCE, layout.expert_parallel_size)  # of all tokens
         rows = model.experts_per_token * (fullest if engine.follows_router(layout) else 1.0)
         network, products = rows * (hidden + 4 * inner) + model.experts_per_token * hidden, rows * (2 * inner + hidden)
-        if engine.fills_experts:  # hidden states in fp32, for the router and for its loss
-            routing = 8.0 * hidden
+        if engine.fills_experts:  # hidden states in fp32, for the router
+            routing = 4.0 * hidden
     elif model.family == "llama":
         network, products = (3 if layout.compile else 4) * inner, 2 * inner
     else:

@@ -68,11 +68,7 @@ class FilledExperts(Training):
         if self.selective or self.copies:
             self._done(layer, "rows")
         if self.selective:
-            self._done(layer, "in order", "for router")
-        else:
-            self._keep(layer, "for balance", hidden, 4)
-        if self.selective:
-            self._done(layer, "n2")
+            self._done(layer, "in order", "for router", "n2")
 
     def _decode(self, layer: int) -> None:
         hidden, chosen = self.model.hidden, self.model.experts_per_token
@@ -114,7 +110,6 @@ class FilledExperts(Training):
         self._send(layer, "together")
         self._decode(layer)
         self._done(layer, "down", *(["rows"] if self.copies else []))
-        self._keep(layer, "for balance", hidden, 4)
 
     def _experts_backward(self, layer: int, is_last: bool) -> None:
         model, chosen, hidden = self.model, self.model.experts_per_token, self.model.hidden
@@ -163,7 +158,7 @@ class FilledExperts(Training):
         self._keep(layer, "d for router", hidden, 4)
         self.gradient(block_of(layer), "router")
         self._keep(layer, "d n2 of router", hidden)
-        self._done(layer, "d for router", "for router", "for balance")
+        self._done(layer, "d for router", "for router")
         self._keep(layer, "d n2", hidden)
         self._done(layer, "d padded", "d n2 of router")
         if self.selective:

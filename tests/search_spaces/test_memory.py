@@ -336,8 +336,8 @@ def test_experts_one_after_the_other_are_replayed_near_the_limit_alone(monkeypat
     asked: list[Layout] = []
     monkeypatch.setattr(memory, "replayed", lambda layout, *_: asked.append(layout))
     mixture = ModelShape("llama", 8, 2048, 16, 8, 5632, 32_000, 4096, num_experts=8)
-    layout = Layout("deepspeed", 2, 12, micro_batch_size=3, zero_stage=1)
-    work = Workload(mixture, 4096, 12, accelerator=ACCELERATORS["h100"])
+    layout = Layout("deepspeed", 2, 16, micro_batch_size=4, zero_stage=1)
+    work = Workload(mixture, 4096, 16, accelerator=ACCELERATORS["h100"])
     share = memory.glance(layout, work).share
     assert share is not None
     assert memory.CLEAR_SHARE < share < memory.NEAR_SHARES[0]

@@ -42,6 +42,20 @@ def test_experts_leave_nothing_of_what_is_computed_again(run_ranks: RunRanks) ->
     assert 18 <= report.peak_memory_gib * 2**30 / model.parameters < 19
 
 
+def test_the_loss_that_balances_experts_keeps_no_hidden_states(run_ranks: RunRanks) -> None:
+    """It has the router's scores, of hidden states in fp32 that the router keeps."""
+    model, layout = replace(MANY_SMALL_PARTS, num_experts=4), deepspeed(1, mbs=4, precision="bf16")
+    peaks = []
+    for weight in (0.02, 0.0):
+        trial = request(layout, replace(model, router_aux_loss=weight))
+        (report,) = reports(run_ranks(replace(trial, trial_id=f"weight {weight}", program=Counted(trial.program))))
+        assert report.peak_memory_gib is not None
+        peaks.append(report.peak_memory_gib * 2**30)
+    balanced, unbalanced = peaks
+    tokens = layout.micro_batch_size * model.max_sequence_length
+    assert balanced - unbalanced < 0.5 * 4 * tokens * model.hidden * model.layers
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_moments_are_there_before_there_are_logits(zero: int, run_ranks: RunRanks) -> None:
     """Each of two ranks has 8 bytes for each of its half of the parameters."""

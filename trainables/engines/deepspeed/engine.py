@@ -108,16 +108,19 @@ class TiedSpec(TiedLayerSpec):
 
 
 class EvenGate(TopKGate):
-    """DeepSpeed's routing, by scores that send equally many tokens to all experts; none is dropped."""
+    """DeepSpeed's routing, by scores that send equally many tokens to all experts; none is dropped. `logits`: of the
+    tokens that were routed last, until they are taken."""
 
     def __init__(self, hidden: int, experts: int, count: int) -> None:
         super().__init__(hidden, experts, count, drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False)
+        self.logits: Tensor | None = None
 
     def forward(
         self, input: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False, use_tutel: bool = False
     ) -> Any:
         """What DeepSpeed's own returns for hidden states (tokens, hidden)."""
-        logits = evenly(F.linear(input.float(), self.wg.weight.float()), self.k)
+        self.logits = F.linear(input.float(), self.wg.weight.float())
+        logits = evenly(self.logits, self.k)
         room = self.capacity_factor, self.min_capacity
         if self.k == 1:
             drops = self.drop_tokens, self.use_rts, self.ep_group
@@ -153,13 +156,14 @@ class DispatchedExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same shape."""
         out: Tensor = self.moe(x)[0]
+        gate = self.moe.deepspeed_moe.gate
+        logits, gate.logits = gate.logits, None
         # DeepSpeed's own loss, which is not used: the graph of it, in a pass that is done again, keeps all that was
         # computed up to the router.
         self.moe.deepspeed_moe.l_aux = None
         if not self.scale:
             return out
-        logits = F.linear(x.float(), self.router.weight.float())
-        probabilities, _, experts = choose_experts(logits, self.count)
+        probabilities, _, experts = choose_experts(logits.unflatten(0, x.shape[:2]), self.count)
         out = attach_loss(out, balance_loss(probabilities, experts, self.context_group), self.scale)
         return out
 
