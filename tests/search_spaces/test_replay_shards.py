@@ -186,7 +186,7 @@ def test_ranks_that_were_measured() -> None:
 
 
 def test_ranks_with_experts_that_were_measured() -> None:
-    """With the engine as it was then."""
+    """With the engine as it was then, which kept more."""
     errors: list[float] = []
     for name in EXPERTS_MEASURED:
         for row in read(DATA / f"{name}.measured.jsonl.xz"):
@@ -194,7 +194,9 @@ def test_ranks_with_experts_that_were_measured() -> None:
             if layout.engine == "deepspeed" and layout.zero_stage and work.shape.num_experts:
                 tokens = layout.microbatch_tokens(work.sequence_length)
                 kind, of_any_batch = SCORED_TWICE[layout.zero_stage], replace(layout, global_batch_size=0)
-                found = fullest(kind, work.shape, tokens, rounds_of(layout), of_any_batch)
+                found, now = fullest(kind, work.shape, tokens, rounds_of(layout), of_any_batch), replayed(layout, work)
+                assert now is not None
+                assert now.most < found.most
                 errors.append(found.reserved / 2**30 / row["full"]["metrics"]["peak_memory_gib"] - 1)
     assert len(errors) == 5
     assert statistics.mean(map(abs, errors)) < 0.01
