@@ -95,17 +95,15 @@ def time_steps(
 
     def take() -> None:
         seconds, now = step()
-        if not stamps:
-            stamps.append(now - round(seconds * 1e9))
         steps.append(seconds)
         stamps.append(now)
 
     def timing(begin: int) -> Timing:
         window = tuple(steps[begin:])
         usual = statistics.median(window)
-        first = steps[:begin][: max(1, begin - 1)]
+        first = steps[: max(1, begin - 1)]
         compile_s = sum(max(0.0, seconds - usual) for seconds in first) if compiled else 0.0
-        return Timing(tuple(steps[:begin]), window, stamps[begin], stamps[-1], compile_s)
+        return Timing(tuple(steps[:begin]), window, stamps[begin - 1], stamps[-1], compile_s)
 
     while len(steps) < apart:
         take()

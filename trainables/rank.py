@@ -56,7 +56,7 @@ class Rank:
         _quieten()
         self.training, self.request, self.platform = training, request, place.platform
         self.batches = request.batches or (request.layout.global_batch_size,)
-        self.layout = replace(request.layout, global_batch_size=self.in_turn[0])
+        self.layout = replace(request.layout, global_batch_size=self.batches[0])
         self.clock = clock or PassClock(self.platform.mark, kept=PASSES_KEPT)
         self.progress, self.on_progress = Progress(), on_progress
         self.losses: list[Tensor] = []
@@ -96,7 +96,7 @@ class Rank:
         """Time all batches. Collective."""
         timings: dict[int, Timing] = {}
         passes: tuple[PassTime, ...] = ()
-        for batch in self.in_turn:
+        for batch in self.batches:
             if timings:
                 self.change_batch(batch)
             timings[batch] = timing = self.time_steps()
@@ -109,7 +109,7 @@ class Rank:
             rank=self.world.rank,
             coordinates=self.layout.coordinates(self.world.rank),
             device=self.progress.device,
-            timings={batch: timings[batch] for batch in self.batches},
+            timings=timings,
             losses=losses,
             grad_norms=tuple(float(norm) for norm in self.grad_norms),
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
@@ -138,11 +138,6 @@ class Rank:
             self.world.slowest,
             most,
         )
-
-    @property
-    def in_turn(self) -> tuple[int, ...]:
-        """The batches as they are timed one after the other."""
-        return self.batches
 
     @property
     def steps_apart(self) -> int:

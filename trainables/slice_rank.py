@@ -132,15 +132,8 @@ class SliceRank(Rank):
         return super().step()
 
     @property
-    def in_turn(self) -> tuple[int, ...]:
-        """Likewise; the smaller first, as its first step is the only one that is unlike the others."""
-        return tuple(sorted(self.batches))
-
-    @property
     def steps_apart(self) -> int:
-        """Likewise; of a pipeline those without pauses, by the last of which these are set. None of a later batch."""
-        if self.times:
-            return 0
+        """Likewise; of a pipeline those without pauses, by the last of which these are set."""
         pipelined = self.layout.pipeline_parallel_size > 1
         return 2 if pipelined and self.layout.gradient_accumulation_steps < TELLING else 1
 

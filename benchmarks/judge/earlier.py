@@ -2,7 +2,7 @@
 
 Until 2026-11-23 what the model was made in stayed reserved, ZeRO-1 and replicas had their moments made in the first
 step, and of steps of several microbatches ZeRO-1 kept the gradients in bf16 of the one before. Until 2026-11-25 ZeRO-3
-had its moments made in the first step. Until 2026-11-29 blocks with experts kept hidden states in fp32 twice.
+had its moments made in the first step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.replay import fullest, rounds_of, run, shortened
-from search_spaces.replay.filled import FilledExperts
 from search_spaces.replay.flat import Flat
 from search_spaces.replay.flat_pipelined import FlatPipelined
 from search_spaces.replay.flat_split import FlatSplit
@@ -79,35 +78,6 @@ class EarlierGathered(LateMoments, GatheredWhole):
 
 
 EARLIER: dict[int, type[Shards]] = {1: EarlierWhole, 2: EarlierShare, 3: EarlierGathered}
-"""By ZeRO stage."""
-
-
-class ScoredTwice(FilledExperts):
-    """The loss that balances experts had its own scores, of hidden states in fp32 of its own."""
-
-    def _experts_forward(self, layer: int) -> None:
-        super()._experts_forward(layer)
-        if not self.selective:
-            self._keep(layer, "for balance", self.model.hidden, 4)
-
-    def _recompute(self, layer: int) -> None:
-        super()._recompute(layer)
-        if self.has_mixture:
-            self._keep(layer, "for balance", self.model.hidden, 4)
-
-    def _done(self, layer: int, *names: str) -> None:
-        super()._done(layer, *names, *(["for balance"] if "d for router" in names else []))
-
-
-class ScoredTwiceWhole(ScoredTwice, SummedWhole):
-    pass
-
-
-class ScoredTwiceShare(ScoredTwice, SummedShare):
-    pass
-
-
-SCORED_TWICE: dict[int, type[Shards]] = {1: ScoredTwiceWhole, 2: ScoredTwiceShare}
 """By ZeRO stage."""
 
 

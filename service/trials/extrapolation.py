@@ -56,8 +56,10 @@ class Growth:
             )
         return line(self.places, (low, high), self.place)
 
-    def error(self, samples: Sequence[Sequence[float]]) -> float:
-        """Standard error of the mean at `place`, from that of each run's samples, of which it takes two."""
+    def error(self, samples: Sequence[Sequence[float]]) -> float | None:
+        """Standard error of the mean at `place`, from that of each run's samples; None if a run has a single one."""
+        if min(map(len, samples)) < 2:
+            return None
         near, far = self.places
         weight = (self.place - near) / (far - near)
         errors = [statistics.stdev(of_run) / math.sqrt(len(of_run)) for of_run in samples]
@@ -104,7 +106,8 @@ def over_batch(problem: Problem, result: TrialResult, few: Proxy, many: Proxy) -
     rate, energy = metrics["tokens_per_s"], metrics["joules_per_token"]
     assert rate is not None, "a line that leads on has a speed"
     metrics["mean_power_w"] = energy and energy * rate
-    uncertain = growth.error([run.result.step_times_s for run in runs]) * rate / problem.tokens_per_step
+    error_s = growth.error([run.result.step_times_s for run in runs])
+    uncertain = error_s if error_s is None else error_s * rate / problem.tokens_per_step
     return replace(
         result,
         metrics=result.metrics | metrics | {"extrapolation_error": uncertain},

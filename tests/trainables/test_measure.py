@@ -95,12 +95,6 @@ def test_steps_that_are_unlike_all_others_are_no_part_of_a_window() -> None:
     assert (timing.warmup_steps_s, timing.window_steps_s) == ((9.0, 2.0, 2.0), (2.0, 2.0))
 
 
-def test_a_window_may_begin_with_the_first_step() -> None:
-    timing = time_steps(scripted([2.0] * 9), ALIKE, True, apart=0)
-    assert (timing.warmup_steps_s, timing.window_steps_s, timing.compile_s) == ((), (2.0, 2.0), 0.0)
-    assert (timing.start_ns, timing.end_ns) == (1_000_000_000_000, 1_004_000_000_000)
-
-
 def test_a_step_that_compiles_is_told_from_a_window_right_after_it() -> None:
     assert timed([9.0, *[2.0] * 9], ALIKE, compiled=True).compile_s == pytest.approx(7.0)
 

@@ -159,23 +159,8 @@ def test_passes_are_those_of_the_schedule(model: ModelShape, layout: Layout, ran
 )
 def test_pauses_follow_from_the_first_step_unless_too_few_microbatches_tell(layout: Layout, apart: int) -> None:
     rank = object.__new__(SliceRank)
-    rank.layout, rank.times = layout, {}
+    rank.layout = layout
     assert rank.steps_apart == apart
-
-
-def test_smaller_steps_are_timed_first_and_the_larger_from_their_first_on(run_ranks: RunRanks) -> None:
-    trial = replace(request(megatron(2, zero=1, mbs=1), LLAMA), batches=(8, 4))
-    (report,) = reports(run_ranks(alone(trial, 0)))
-    larger, smaller = report.timings.values()
-    assert list(report.timings) == [8, 4], "as they were asked for"
-    assert smaller.end_ns <= larger.start_ns
-
-    rank = object.__new__(SliceRank)
-    rank.batches, rank.layout, rank.times = trial.batches, trial.layout, {}
-    assert (rank.in_turn, rank.steps_apart) == ((4, 8), 1)
-    assert report.slice is not None
-    rank.times = report.slice.times
-    assert rank.steps_apart == 0
 
 
 def test_a_rank_of_a_pipeline_pauses_where_others_would_let_it_wait(run_ranks: RunRanks) -> None:

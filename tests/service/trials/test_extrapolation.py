@@ -276,6 +276,12 @@ def test_steps_that_vary_make_what_follows_from_them_uncertain() -> None:
     assert found["extrapolation_error"] == pytest.approx(error / 128)
 
 
+def test_of_a_single_step_nobody_knows_how_much_steps_vary() -> None:
+    found = over_batch(LARGE, WHOLE, timed(2, 1.0, 10.0), timed(6, 3.0, 30.0, 3.0))
+    assert (found.status, found.metrics["extrapolation_error"]) == ("ok", None)
+    assert found.metrics["step_time_s"] == pytest.approx(128)
+
+
 def test_more_microbatches_that_take_no_longer_are_invalid() -> None:
     found = over_batch(LARGE, WHOLE, timed(2, 1.0, 10.0), timed(6, 1.0, 30.0))
     assert (found.status, found.metrics) == ("invalid", {})
