@@ -40,7 +40,9 @@ def test_an_example_changes_no_more_than_it_should(title: str) -> None:
     assert {change.path for change in example(title)} == FILES[title]
 
 
-@pytest.mark.parametrize("title", PROGRAMS)
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.slow] * (title == "An axis")) for title in PROGRAMS]
+)
 def test_an_example_is_all_that_is_needed(title: str, tmp_path: Path) -> None:
     tree = copy_of_the_tree(tmp_path)
     for change in example(title):

@@ -42,7 +42,13 @@ def test_what_was_published_is_among_it(one: Published) -> None:
     assert wanted in set(enumerate_space(axes_of(roomy, one.gpus), roomy).layouts)
 
 
-@pytest.mark.parametrize("one", PUBLISHED[1::2], ids=lambda one: one.model)
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(one, id=one.model, marks=[pytest.mark.slow] * (one.model in ("llama3-8b", "llama3-70b")))
+        for one in PUBLISHED[1::2]
+    ],
+)
 def test_each_value_may_be_legal_and_all_are_soon_told(one: Published) -> None:
     work = work_as(one)
     axes = axes_of(work, one.gpus)

@@ -197,7 +197,7 @@ def test_a_rank_of_a_pipeline_that_shares_its_stages_leaves_no_tensor(
 ) -> None:
     layout = replace(pipeline(schedule, virtual, recompute=recompute), num_gpus=4, global_batch_size=12, **settings)
     for rank in range(2):
-        training = kind(PRESETS["llama3-1b"], 2048, layout, rank)
+        training = kind(replace(PRESETS["llama3-1b"], layers=4), 2048, layout, rank)
         assert not [name for name in live_between_steps(training) if name[0].isdigit()]
         assert not training.kept
 
@@ -456,6 +456,7 @@ def test_ranks_of_a_sequence_that_were_measured() -> None:
     assert all(abs(gib / measured[label] - 1) < 0.0005 for label, gib in found.items())
 
 
+@pytest.mark.slow
 def test_ranks_with_split_products_that_were_measured() -> None:
     """But one with the engine as it was."""
     errors = []
@@ -487,7 +488,7 @@ def test_a_rank_leaves_no_tensor(
 ) -> None:
     if (kind is FlatSplit and model != "llama3-1b") or (kind is FullySplit and model == "mixture"):
         pytest.skip("not replayed")
-    shape = MIXTURE if model == "mixture" else PRESETS[model]
+    shape = MIXTURE if model == "mixture" else replace(PRESETS[model], layers=3)
     layout = replace(Layout("megatron", 2, 8, recompute=recompute, compile=compiled), **settings)
     training = kind(shape, 2048, 3, layout)  # type: ignore[call-arg, arg-type]
     assert not [

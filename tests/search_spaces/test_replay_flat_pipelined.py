@@ -53,6 +53,7 @@ def measured() -> Iterator[tuple[Layout, int, float]]:
                 yield layout, stage, found.reserved / 2**30 / rank["peak_memory_gib"] - 1
 
 
+@pytest.mark.slow
 def test_ranks_that_were_measured() -> None:
     errors = list(measured())
     eager = [abs(error) for layout, _, error in errors if not layout.compile]

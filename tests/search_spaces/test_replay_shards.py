@@ -311,6 +311,7 @@ def test_selective_recomputation_exchanges_again(compiled: bool) -> None:
     assert together.allocator.used == alone.allocator.used
 
 
+@pytest.mark.slow
 def test_selective_recomputation_of_ranks_of_a_sequence_that_were_measured() -> None:
     errors = []
     for name in ("context_2xh200", "blind3_2xh100", "blind6_2xh100", "blind9_2xh200", "blind10_2xh200"):

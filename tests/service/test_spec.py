@@ -60,7 +60,13 @@ def refusal(text: str) -> str:
     return line.removeprefix("a.yaml: ")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * path.stem.startswith("gpt3_175b"))
+        for path in EXAMPLES
+    ],
+)
 def test_examples_load_and_find_their_data_from_anywhere(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

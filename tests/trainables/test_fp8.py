@@ -108,7 +108,9 @@ def test_whole_sequences_need_no_scale_in_common() -> None:
     assert calls_of_a_step(WIDER, layout) == calls_of_a_step(WIDER, replace(layout, precision="fp8"))
 
 
-@pytest.mark.parametrize("model", [WIDER, wide(WIDER), GPT])
+@pytest.mark.parametrize(
+    "model", [wide(WIDER), *(pytest.param(model, marks=pytest.mark.slow) for model in (WIDER, GPT))]
+)
 @pytest.mark.parametrize(("ranks", "splits_sequence"), [(1, False), (2, False), (2, True)])
 def test_blocks_keep_beyond_those_in_bf16_what_the_memory_model_counts(
     model: ModelShape, ranks: int, splits_sequence: bool

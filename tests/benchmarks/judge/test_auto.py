@@ -24,11 +24,8 @@ def named(one: Published) -> str:
     return f"{one.model}-{one.program}-{one.note.split(',')[0]}"
 
 
-SLOW = [("torchtitan", 8), ("torchtitan", 512), ("megatron-bridge", 8), ("megatron-bridge", 64), ("megatron-lm", 1024)]
-"""The largest spaces, those of 8B and 70B, and that which was not tuned: their tests are slow."""
-
 BOUNDS = [
-    pytest.param(one, *bounds, id=named(one), marks=[pytest.mark.slow] * ((one.program, one.gpus) in SLOW))
+    pytest.param(one, *bounds, id=named(one), marks=[pytest.mark.slow] * (one.model != "mixtral-8x7b"))
     for one, *bounds in zip(PUBLISHED, HERE, THERE, strict=True)
 ]
 

@@ -13,6 +13,7 @@ DATA = Path("benchmarks/data")
 SLICES, MEASURED = DATA / "blind5_slices_2xh200.jsonl.xz", DATA / "blind5_2xh200.measured.jsonl.xz"
 
 
+@pytest.mark.slow
 def test_pipelines_are_put_together_as_now_and_told_beside_what_was_recorded() -> None:
     rows = points(read(SLICES), read(MEASURED))
     assert len(rows) == 14

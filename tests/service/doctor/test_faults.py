@@ -49,7 +49,10 @@ def test_gpus_in_order_have_no_fault_and_those_of_others_are_left_alone(machine:
     assert "GPU 3 (GPU-3): left alone: in use, 120 GiB and 99% of the time" in held
 
 
-@pytest.mark.parametrize("fault", DRIVER, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=fault.name, marks=[pytest.mark.slow] * (index % 2)) for index, fault in enumerate(DRIVER)],
+)
 def test_a_fault_of_a_driver_is_named_in_one_line(machine: Interpreter, fault: OfDriver) -> None:
     (line,) = of_fault(of_driver(machine, fault))
     assert names(line, fault)
