@@ -269,6 +269,7 @@ def test_a_short_trial_keeps_what_steps_of_any_size_have() -> None:
 def test_steps_that_vary_make_what_follows_from_them_uncertain() -> None:
     many = timed(6, 3.0, 30.0, 2.9, 3.1, 2.9, 3.1)
     error = Growth((2, 6), 256, "microbatches").error([(1.0, 1.0), (2.9, 3.1, 2.9, 3.1)])
+    assert error is not None
     # The deviation of the four is 0.1155, that of their mean half as much; from 2 and 6 on to 256 it grows 63.5-fold.
     assert error == pytest.approx(63.5 * 0.1155 / 2, rel=1e-3)
     found = over_batch(LARGE, WHOLE, timed(2, 1.0, 10.0), many).metrics
