@@ -103,7 +103,7 @@ def seconds(layout: Layout, calibration: Coefficients = SHEET, work: Workload = 
     return predict(layout, work, calibration).step_time_s
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=50)
 @given(LAYOUTS)
 def test_parts_make_up_the_step_and_power_keeps_its_limit(drawn: tuple[Workload, Layout]) -> None:
     work, layout = drawn
