@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from search_spaces.composition import pauses
@@ -43,7 +42,7 @@ def run_slice(
 
 
 class StandInWorld(World):
-    """One process in the place of all ranks, one of which it is. `ledger`: all that the others were called for."""
+    """One process in the place of all ranks, one of which it is. `peers`: those that are not there."""
 
     def __init__(self, program: Slice, request: TrialRequest, place: Place) -> None:
         super().__init__(request, place)
@@ -52,7 +51,7 @@ class StandInWorld(World):
         if request.layout.compile:
             tell_compiler()
         in_place = engine_of(request.layout).keeps_parameters(request.layout)
-        self.ledger = join(self.rank, self.size, program.network.seconds, self.device, in_place)
+        self.peers = join(self.rank, self.size, program.network.seconds, self.device, in_place)
 
     def slowest(self, seconds: float) -> float:
         return seconds
@@ -64,13 +63,8 @@ class StandInWorld(World):
         pass
 
     def wait(self, seconds: float) -> None:
-        """Give the device what a rank's does that waits in a collective."""
-        if self.device.type == "cpu":
-            time.sleep(seconds)
-            return
-        from trainables.standin.device import spin
-
-        spin(Collective.SEND, seconds, torch.cuda.current_stream(self.device))
+        """Give the device what a rank's does that waits for a message."""
+        self.peers.messages.pause(seconds)
 
 
 class SliceRank(Rank):
@@ -114,7 +108,7 @@ class SliceRank(Rank):
         timing = super().time_steps()
         batch = self.layout.global_batch_size
         self.times[batch] = self.clock.mean(len(timing.window_steps_s))
-        self.traffic[batch] = summed(self.world.ledger)
+        self.traffic[batch] = summed(self.world.peers.ledger)
         return timing
 
     def check(self, losses: tuple[float, ...]) -> None:
@@ -128,7 +122,7 @@ class SliceRank(Rank):
         if self.steps_of_batch == self.steps_apart and self.layout.pipeline_parallel_size > 1:
             self.pause()
         self.steps_of_batch += 1
-        self.world.ledger.clear()
+        self.world.peers.ledger.clear()
         return super().step()
 
     @property

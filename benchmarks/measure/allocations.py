@@ -1,10 +1,11 @@
 """What each rank of a layout asks torch's allocator of its GPU for, in order, from an empty process to the third step.
 
-    python -m benchmarks.measure.allocations FILE.jsonl --out OUT.jsonl [--only TEXT...] [--seconds S]
+    python -m benchmarks.measure.allocations FILE.jsonl --out OUT.jsonl [--only TEXT...] [--alone] [--steps N]
+        [--seconds S]
 
-runs layouts of a file of `benchmarks.measure.blind`, those whose label has one of the texts if any is given. A line of
-OUT is one layout: its spec, and of each rank what was `reserved` at most by then, in bytes, and `events`, by torch's
-own record of its allocations:
+runs layouts of a file of `benchmarks.measure.blind`, those whose label has one of the texts if any is given, among all
+their ranks, or rank after rank `--alone`, as slices run. A line of OUT is one layout: its spec, and of each rank what
+was `reserved` at most by then, in bytes, and `events`, by torch's own record of its allocations:
 
 - [bytes, stream, where]: a request; `where` is an index of the rank's `places`, which name the innermost functions;
 - [i]: what event i asked for is given back, by whoever had it;
@@ -27,33 +28,54 @@ from typing import Any
 
 from benchmarks.measure.blind import read
 from benchmarks.measure.gang import one_bench
-from benchmarks.measure.tracing import Traced
+from benchmarks.measure.tracing import Traced, TracedSlice
 from search_spaces.layout import Layout
 from search_spaces.replay import STEPS
+from service.fitting import network
+from service.home import Home
+from service.problem import Problem
 from service.spec import load_spec
+from service.trials.bench import Alone
 from service.trials.evaluate import make_request
 from trainables.measure import Procedure
+from trainables.program import TrialRequest
 
-SHORT = Procedure(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=0.0, window_s=0.0, window_min_steps=STEPS)
 
-
-def trace(chosen: Sequence[tuple[str, Layout]], until: float) -> Iterator[dict[str, Any]]:
+def trace(chosen: Sequence[tuple[str, Layout]], steps: int, alone: bool, until: float) -> Iterator[dict[str, Any]]:
     """A line for each layout of a spec, which has its path; all of one cluster."""
     specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(path for path, _ in chosen)}
     first = next(iter(specs.values()))
-    with one_bench(first, first.cluster.size) as bench:
+    with one_bench(first, 1 if alone else first.cluster.size) as bench:
         for number, (path, layout) in enumerate(chosen):
             if time.monotonic() > until:
                 break
             with tempfile.TemporaryDirectory() as folder:
-                spec = specs[path]
-                request = make_request(f"traced-{number}", layout, spec)
-                program = Traced(**vars(request.program), folder=folder)
-                result = bench.run(replace(request, program=program, procedure=SHORT))
+                request = traced(f"traced-{number}", layout, specs[path], steps, folder)
+                for one in each_alone(request, specs[path]) if alone else [request]:
+                    came = bench.alone(one) if alone else bench.run(one)
+                    result = came.whole if isinstance(came, Alone) else came
+                    print(f"{path}: {layout.label}: {result.status} {result.cause or ''}", flush=True)
                 told = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
-            print(f"{path}: {layout.label}: {result.status} {result.cause or ''}", flush=True)
             if len(told) == layout.num_gpus:
                 yield {"spec": path, "layout": layout.label, "config": layout.to_dict(), "ranks": told}
+
+
+def traced(name: str, layout: Layout, spec: Problem, steps: int, folder: str) -> TrialRequest:
+    """A layout's trial, whose ranks tell in `folder` what they allocate in their first steps."""
+    request = make_request(name, layout, spec)
+    procedure = Procedure(steady_steps=1, warmup_tolerance=1.0, warmup_max_s=0.0, window_s=0.0, window_min_steps=steps)
+    program = Traced(**vars(request.program), steps=steps, folder=folder)
+    return replace(request, program=program, procedure=procedure, batches=())
+
+
+def each_alone(request: TrialRequest, spec: Problem) -> Iterator[TrialRequest]:
+    """Of a traced layout, a trial of each rank without the others."""
+    training, around = request.program, network(Home.locate(), spec.cluster)
+    assert isinstance(training, Traced)
+    assert around is not None, "specs of layouts that were measured name an accelerator"
+    for rank in range(request.layout.num_gpus):
+        program = TracedSlice(training, rank, replace(around, rank_order=request.layout.rank_order))
+        yield replace(request, trial_id=f"{request.trial_id}-rank{rank}", program=program)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[""], help="texts, of which a spec's path and a label have one")
+    parser.add_argument("--alone", action="store_true", help="each rank without the others")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are recorded")
     parser.add_argument("--seconds", type=float, default=400.0, help="after which no other layout begins")
     given = parser.parse_args(argv)
     chosen = [
@@ -71,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not chosen:
         parser.error(f"{given.file} has no such layout")
     with given.out.open("a", buffering=1) as out:
-        for line in trace(chosen, time.monotonic() + given.seconds):
+        for line in trace(chosen, given.steps, given.alone, time.monotonic() + given.seconds):
             out.write(json.dumps(line) + "\n")
 
 

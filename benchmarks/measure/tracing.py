@@ -1,4 +1,4 @@
-"""Has torch record what a rank asks its allocator for: a program for the ranks of a trial."""
+"""Has torch record what a rank asks its allocator for: programs for the ranks of a trial, and for one that is alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from search_spaces.replay import STEPS
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.rank import Rank
+from trainables.slice import Slice
+from trainables.slice_rank import SliceRank
 from trainables.training import Training
 from trainables.world import GangWorld
 
@@ -27,24 +28,35 @@ OWN = ("deepspeed", "trainables", "search_spaces")
 
 @dataclass(frozen=True)
 class Traced(Training):
-    """Trains while torch records what it allocates in the first `STEPS` steps, told in `folder`."""
+    """Trains while torch records what it allocates in the first `steps` steps, told in `folder`."""
 
+    steps: int
     folder: str
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """As `Training.run`."""
-        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        record()
         return TracedRank(self, request, place, on_progress, GangWorld).report()
 
 
+@dataclass(frozen=True)
+class TracedSlice(Slice):
+    """Likewise one rank, alone, whose `training` is traced."""
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        """As `Slice.run`."""
+        record()
+        return TracedAlone(self, request, place, on_progress).report()
+
+
 class TracedRank(Rank):
-    """One rank whose allocations are recorded."""
+    """A rank whose allocations are recorded."""
 
     training: Traced
 
     def timed_step(self) -> tuple[float, int]:
         timed = super().timed_step()
-        if len(self.losses) == STEPS:
+        if len(self.losses) == self.training.steps:
             device = self.world.device
             told = {"reserved": torch.cuda.max_memory_reserved(device)}
             traces = torch.cuda.memory._snapshot()["device_traces"]
@@ -53,6 +65,15 @@ class TracedRank(Rank):
             (Path(self.training.folder) / f"{self.world.rank}.json").write_text(json.dumps(told))
             self.world.slowest(0.0)
         return timed
+
+
+class TracedAlone(TracedRank, SliceRank):
+    """A rank that is alone, whose allocations are recorded."""
+
+
+def record() -> None:
+    """From now on."""
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
 
 
 def events(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,9 +20,10 @@ class FlatPipelined(Passing, Flat):
 
     A tied table is there twice. What is received comes by way of a buffer, which is also that of gradients, and is
     copied once more before its forward pass; the first copy stays until its gradient is sent, before the next pass.
-    That gradient is there until the step's end: the allocator may have it once NCCL's stream is past it, and the host
-    is ahead of that. What a stage comes to stays until its backward pass, and the last one's logits until another
-    microbatch takes their place.
+    What a stage comes to stays until its backward pass, and the last one's logits until another microbatch takes their
+    place, and with them, by autograd's graph, the gradient that it sent. A gradient that was sent is there until the
+    step's end even then: the allocator may have it once NCCL's stream is past what it waits for, and the host is ahead
+    of that.
     """
 
     states: tuple[str, ...] = (
@@ -38,7 +39,8 @@ class FlatPipelined(Passing, Flat):
         rounds = layout.gradient_accumulation_steps
         self.places = max(2, min(layout.pipeline_stages - rank, rounds))
         self.passed: list[Piece] = []
-        self.sent: list[Piece] = []
+        self.sent: dict[str, Piece] = {}
+        self.leaving: list[Piece] = []
         super().__init__(replace(model, tie_embeddings=False), tokens, rounds, layout.compile, layout.recompute)
 
     def start(self) -> None:
@@ -61,7 +63,7 @@ class FlatPipelined(Passing, Flat):
 
     def end(self) -> None:
         super().end()
-        self._let_go(self.sent)
+        self._let_go(self.leaving)
 
     def _stage_forward(self, action: Action) -> None:
         if self.stage:
@@ -72,8 +74,9 @@ class FlatPipelined(Passing, Flat):
         self._blocks_forward(self.layers)
         if self.stage == self.last:
             self._logits()
-            place = f"place {action.microbatch % self.places}"
+            place = self._place()
             if self.holds(place):
+                self.leaving.append(self.sent.pop(place))
                 self.give_back(place)
             self.rename("logits", place)
             self._loss_forward()
@@ -92,7 +95,11 @@ class FlatPipelined(Passing, Flat):
         self._blocks_backward(self.layers, False)
         if self.stage:
             self.passed.append(self.own.pop("input"))
-            self.sent.append(self.own.pop("dx"))
+            sent = self.own.pop("dx")
+            if self.stage == self.last:
+                self.sent[self._place()] = sent
+            else:
+                self.leaving.append(sent)
         else:
             if self.is_gpt:
                 self.gradient("embedding", "positions")
@@ -101,6 +108,10 @@ class FlatPipelined(Passing, Flat):
             self.give_back("dx")
         if self.stage != self.last:
             self.give_back(f"x{after}")
+
+    def _place(self) -> str:
+        """Where the logits of the microbatch under way are."""
+        return f"place {int(self.under_way) % self.places}"
 
     def _let_go(self, pieces: list[Piece]) -> None:
         for piece in pieces:

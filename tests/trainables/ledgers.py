@@ -45,6 +45,9 @@ class Nothing:
     def carry(self, kind: Collective, moves: Sequence[Move], seconds: float, asynchronous: bool) -> dist.Work:
         return dist.Work()
 
+    def pause(self, seconds: float) -> None:
+        raise AssertionError("nothing waits for messages here")
+
 
 class Recorded(StandIn):
     """A group of gloo that is called for the same, and enters it in a stand-in's ledger."""
@@ -123,7 +126,7 @@ class Written(RankProgram):
     def _alone(self, place: Place, layout: Layout) -> Ledger:
         os.environ.update(RANK=str(place.rank), LOCAL_RANK="0", WORLD_SIZE=str(layout.num_gpus))
         in_place = engine_of(layout).keeps_parameters(layout)
-        return join(place.rank, layout.num_gpus, no_time, place.platform.take(0), in_place)
+        return join(place.rank, layout.num_gpus, no_time, place.platform.take(0), in_place).ledger
 
     @staticmethod
     def _together(request: TrialRequest, place: Place) -> Ledger:

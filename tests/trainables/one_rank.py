@@ -29,7 +29,7 @@ def one_rank(
     model: ModelShape, layout: Layout, sequence: int = SEQUENCE_LENGTH
 ) -> Iterator[tuple[MegatronEngine, Ledger]]:
     """The first rank of a layout, alone, and what it calls the others for."""
-    ledger = join(0, layout.num_gpus, no_time, CPU)
+    ledger = join(0, layout.num_gpus, no_time, CPU).ledger
     yield MegatronEngine(Job(layout, model, sequence, seed=0, rank=0, device=CPU, alone=True)), ledger
     dist.destroy_process_group()
 

@@ -53,7 +53,7 @@ WORLD = tuple(range(SIZE))
 
 @pytest.fixture
 def world() -> Iterator[Ledger]:
-    yield join(RANK, SIZE, no_time, CPU)
+    yield join(RANK, SIZE, no_time, CPU).ledger
     dist.destroy_process_group()
 
 
@@ -388,6 +388,28 @@ def test_the_allocator_waits_for_messages_on_a_gpu() -> None:
     dist.destroy_process_group()
     assert again == [places[0], places[0]]
     assert places[1] in [tensor.data_ptr() for tensor in after]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
+def test_the_allocator_waits_for_a_message_that_is_long_in_coming() -> None:
+    """What was sent is let go of when the GPU waits for the next message, as a last stage's gradients in DeepSpeed."""
+    device = torch.device("cuda", 0)
+    peers = join(RANK, SIZE, no_time, device)
+    torch.cuda.empty_cache()
+    sent, received = (torch.empty(5_000_000, device=device) for _ in range(2))
+    dist.send(sent, 0)
+    torch.cuda.synchronize()
+    dist.recv(received, 0)
+    peers.messages.pause(0.5)
+    place = sent.data_ptr()
+    del sent
+    soon = torch.empty(5_000_000, device=device)
+    torch.cuda.synchronize()
+    later = torch.empty(5_000_000, device=device)
+    dist.destroy_process_group()
+    assert soon.data_ptr() != place
+    assert later.data_ptr() == place
 
 
 def written(model: ModelShape, layout: Layout, alone: int | None = None) -> TrialRequest:

@@ -110,6 +110,13 @@ class DeviceLane:
             self._keeping.append(self._latest)
         return self._latest
 
+    def pause(self, seconds: float) -> None:
+        """On the group's stream: what of its messages was let go of meanwhile is not there for others before that."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        spin(Collective.SEND, seconds, self._stream)
+        current.wait_stream(self._stream)
+
 
 class DeviceWork(dist.Work):
     """Is over when the GPU is past `event` on `stream`; `moves` are what must live until then."""

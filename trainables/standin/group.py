@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from search_spaces.network import Collective
-from trainables.standin.lane import Lane
+from trainables.standin.lane import Lane, lane_of
 from trainables.standin.ledger import Call, Ledger
 from trainables.standin.moves import Move, factor_of_sum, received_counts
 
@@ -24,15 +24,20 @@ Seconds = Callable[[Collective, int, tuple[int, ...], bool], float]
 not."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peers:
     """What all groups of a world have in common: the kind of device that its ranks compute on, how long the network
-    takes, the ledger of all calls, and whether what is gathered in place is there from before."""
+    takes, the ledger of all calls, whether what is gathered in place is there from before, and the lane by which the
+    latest message came, at first one of its own."""
 
     device: torch.device
     seconds: Seconds
     ledger: Ledger
     in_place: bool = False
+    messages: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.messages = lane_of(self.device)
 
 
 class StandIn(dist.ProcessGroup):
@@ -142,6 +147,7 @@ class StandIn(dist.ProcessGroup):
         return self._message(tensors, (self._rank, receiver), [Move(t, t) for t in tensors])
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> dist.Work:
+        self._peers.messages = self._lane
         return self._message(tensors, (sender, self._rank), [Move(t, None) for t in tensors])
 
     def barrier(self, opts: Any = None) -> dist.Work:

@@ -14,16 +14,16 @@ from trainables.standin.ledger import Ledger
 BACKEND = "standin"
 
 
-def join(rank: int, size: int, seconds: Seconds, device: torch.device, in_place: bool = False) -> Ledger:
+def join(rank: int, size: int, seconds: Seconds, device: torch.device, in_place: bool = False) -> Peers:
     """Make this process rank `rank` of `size` in torch.distributed, all alone, computing on `device`.
 
-    Returns what will hold all calls to all groups. Collectives take `seconds`. With `in_place`, what is gathered in
+    Returns what all groups have in common. Collectives take `seconds`. With `in_place`, what is gathered in
     place keeps what was there of other ranks.
     """
-    ledger = Ledger()
-    register(Peers(device, seconds, ledger, in_place))
+    peers = Peers(device, seconds, Ledger(), in_place)
+    register(peers)
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
-    return ledger
+    return peers
 
 
 def register(peers: Peers) -> None:

@@ -33,6 +33,10 @@ class Lane(Protocol):
         """
         ...
 
+    def pause(self, seconds: float) -> None:
+        """Have the device wait, as it does in this group for a message that is so long in coming."""
+        ...
+
 
 def lane_of(device: torch.device) -> Lane:
     """A new lane between devices of this kind."""
@@ -61,6 +65,9 @@ class HostLane:
                 fill(move)
         self._free_at = max(self._free_at, time.monotonic()) + seconds
         return HostWork(name, self._free_at, moves)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class HostWork(dist.Work):
