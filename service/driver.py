@@ -25,7 +25,7 @@ from service.answers.overview import contests
 from service.checks import notices, routing
 from service.display import Display
 from service.errors import InputError, SearchError
-from service.history import slower
+from service.history import slower, unexamined
 from service.home import Home
 from service.problem import Problem
 from service.queue.admission import Admission
@@ -50,6 +50,7 @@ from service.trials.silent import end_cleaners
 from service.trials.slices import held_against
 from service.turns import Turns
 from telemetry.actor import Fleet, Telemetry, start_telemetry, stop_telemetry
+from telemetry.devices import is_host
 from trainables.command import Command
 from trainables.command_slice import CommandSlice
 from trainables.program import RankProgram
@@ -116,7 +117,8 @@ class Driver:
         self.display.say(
             f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
         )
-        for notice in [*notices(self.problem), *busy(environment)]:
+        uneven = self._unexamined(telemetry) if self.problem.measurement.sliced else []
+        for notice in [*notices(self.problem), *busy(environment), *uneven]:
             self.display.say(f"notice: {notice}")
         sizes = gang_sizes(self.problem, room(self.problem.cluster))
         if self.problem.measurement.sliced:
@@ -136,6 +138,10 @@ class Driver:
         if reasons := [reason for reason in refused if reason is not None]:
             stop_telemetry(telemetry)
             raise InputError(f"space.power_limit_w: {reasons[0]}")
+
+    def _unexamined(self, telemetry: Fleet) -> list[str]:
+        devices = described(self._of_type(telemetry))
+        return unexamined(self.home, [device["uuid"] for device in devices if not is_host(device["kind"])])
 
     def _of_type(self, telemetry: Fleet) -> dict[str, ActorHandle[Telemetry]]:
         """The telemetry of the nodes that the search may be on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,6 +44,17 @@ def slower(home: Home, devices: Iterable[str]) -> dict[str, float]:
     examined last. GPUs that never were are left out."""
     latest = {device: known[-1].flops for device, known in load(home, devices).items()}
     return {device: flops / min(latest.values()) for device, flops in latest.items()}
+
+
+def unexamined(home: Home, devices: Collection[str]) -> list[str]:
+    """What a search by slices has to say of several GPUs, by UUID, of which some were never examined."""
+    new = len(devices) - len(load(home, devices))
+    if len(devices) < 2 or not new:
+        return []
+    return [
+        f"{new} of {len(devices)} GPUs were never examined, and slices take none of them to be slower than others, for "
+        "which a gang would wait: `wattune doctor` before a search has them corrected"
+    ]
 
 
 def _file(home: Home, device: str) -> Path:

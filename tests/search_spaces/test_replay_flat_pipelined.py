@@ -80,16 +80,16 @@ def test_a_sweep_of_the_earlier_engine(name: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("stages", "rank"), [(2, 0), (2, 1), (4, 2)])
-def test_between_steps_a_rank_has_its_states_its_buffer_and_the_last_logits(
+def test_between_steps_a_rank_has_its_states_its_buffer_and_the_last_logits_with_what_it_sent_for_them(
     recompute: str, stages: int, rank: int
 ) -> None:
     layout = pipeline(stages, recompute=recompute)
     training = FlatPipelined(GPT, 2048, layout, rank)
     values = sum(sum(parameters.values()) for parameters in training.groups.values())
-    logits = 2 * 2 * 2048 * GPT.vocab if rank == stages - 1 else 0
+    last = 2 * 2 * 2048 * (GPT.vocab + GPT.hidden) if rank == stages - 1 else 0  # logits, and gradients sent for them
     for _ in range(3):
         training.step()
-        states = (2 + 4 + 4 + 8) * values + 2 * 2048 * GPT.hidden + logits
+        states = (2 + 4 + 4 + 8) * values + 2 * 2048 * GPT.hidden + last
         assert training.allocator.used == pytest.approx(states + WORKSPACES, abs=16 * 2**21)
 
 
@@ -123,4 +123,17 @@ def test_compiled_blocks_that_are_computed_again_hold_gradients_beside_what_they
             assert found is not None
             errors.append(found.reserved / 2**30 / row["full"]["ranks"][rank]["peak_memory_gib"] - 1)
     assert len(errors) == 1
-    assert abs(errors[0]) < (0.005 if rank == 0 else 0.032)
+    assert abs(errors[0]) < 0.005
+
+
+def test_what_a_last_stage_sent_is_in_the_way_of_its_next_logits() -> None:
+    """Four pipelines of a Llama, of which one was short of a whole tensor of logits."""
+    errors = {}
+    for row in read(DATA / "slices_again_2xh200.measured.jsonl.xz"):
+        layout = Layout.from_dict(row["config"])
+        if layout.engine == "deepspeed" and layout.pipeline_parallel_size > 1:
+            found = replayed(layout, work_of(row["spec"]), rank=1)
+            assert found is not None
+            errors[layout.label] = abs(found.reserved / 2**30 / row["full"]["ranks"][1]["peak_memory_gib"] - 1)
+    assert len(errors) == 4
+    assert max(errors.values()) < 0.001, errors

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.history import Figures, add, load, slower
+from service.history import Figures, add, load, slower, unexamined
 from service.home import Home
 
 
@@ -29,3 +29,13 @@ def test_all_wait_for_the_slowest_as_it_was_examined_last(tmp_path: Path) -> Non
     add(home, {"GPU-b": figures(400.0)})
     assert slower(home, ["GPU-a", "GPU-b", "GPU-new"]) == pytest.approx({"GPU-a": 1.25, "GPU-b": 1.0})
     assert slower(home, ["GPU-new"]) == {}
+
+
+def test_several_gpus_of_which_some_were_never_examined_are_told(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    add(home, {"GPU-a": figures(500.0)})
+    assert unexamined(home, ["GPU-new"]) == unexamined(home, ["GPU-a"]) == []
+    (line,) = unexamined(home, ["GPU-a", "GPU-new"])
+    assert line.startswith("1 of 2 GPUs were never examined")
+    add(home, {"GPU-new": figures(400.0)})
+    assert unexamined(home, ["GPU-a", "GPU-new"]) == []
