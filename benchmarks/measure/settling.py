@@ -45,7 +45,7 @@ FIGURES = ("step_s", "clock_mhz", "temperature_c")
 
 def course(bench: Bench, request: TrialRequest) -> list[dict[str, float]]:
     """What each stretch of a trial's steps was, on average over its GPUs. Raises SystemExit if it did not end well."""
-    answer = bench._answer(request)
+    answer = bench.answer(request)
     if isinstance(answer, TrialResult):
         raise SystemExit(f"{request.layout.label}: {answer.status}: {answer.cause}")
     outcomes, members, _ = answer

@@ -86,12 +86,12 @@ class Bench:
 
         With a `front`, the objectives of layouts that the trial should not be far behind, it is ended early if it is.
         """
-        answer = self._answer(request, front)
+        answer = self.answer(request, front)
         return answer if isinstance(answer, TrialResult) else self._measured(request, *answer)
 
     def alone(self, request: TrialRequest) -> Alone | TrialResult:
         """Have one worker of the gang run a rank that needs no others. The trial's result if it did not end well."""
-        answer = self._answer(request)
+        answer = self.answer(request)
         if isinstance(answer, TrialResult):
             return answer
         outcomes, members, gang_s = answer
@@ -110,7 +110,7 @@ class Bench:
         """What the gang will answer to a request, in whatever time it takes."""
         return call(self.mailbox, Mailbox.evaluate, request, self.workers)
 
-    def _answer(self, request: TrialRequest, front: Sequence[Mapping[str, float]] = ()) -> Answer | TrialResult:
+    def answer(self, request: TrialRequest, front: Sequence[Mapping[str, float]] = ()) -> Answer | TrialResult:
         """What a gang answers whose ranks all ended well, or else the trial's result."""
         until = time.monotonic() + request.deadline_s + GRACE_S
         answer = self.asked(request)
