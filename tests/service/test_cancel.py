@@ -45,6 +45,7 @@ def test_a_cancelled_trial_is_recorded_as_that_and_the_next_one_runs(home: Home,
     try:
         said = (tmp_path / "log").read_text
         wait_until(lambda: "start" in said() or driver.poll() is not None, 240)
+        wait_until(lambda: "running" in Wattune().status("s").trials, 120)
         cancelled = subprocess.run(
             [*WATTUNE, "cancel", "s", Wattune().trials("s")[0].trial_id],
             env=environment | {"WATTUNE_HOME": str(home.path), "WATTUNE_USER": "ada"},
