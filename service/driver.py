@@ -109,7 +109,8 @@ class Driver:
             self.display.count(result)
         telemetry = start_telemetry(self.search_id, self.home.telemetry, self.problem.sets_power_limits)
         self._check_power(telemetry)
-        environment = software() | surroundings() | hardware(self._of_type(telemetry))
+        devices = described(self._of_type(telemetry))
+        environment = software() | surroundings() | hardware(devices)
         if not begun:
             self.tracker.start_search(self.search_id, self.problem, environment)
         so_far = f", {self.display.done} of them done" if begun else ""
@@ -117,7 +118,8 @@ class Driver:
         self.display.say(
             f"search {self.search_id}: {layouts} legal layouts, at most {self.agenda.sought} trials{so_far}"
         )
-        uneven = self._unexamined(telemetry) if self.problem.measurement.sliced else []
+        gpus = [device["uuid"] for device in devices if not is_host(device["kind"])]
+        uneven = unexamined(self.home, gpus) if self.problem.measurement.sliced else []
         for notice in [*notices(self.problem), *busy(environment), *uneven]:
             self.display.say(f"notice: {notice}")
         sizes = gang_sizes(self.problem, room(self.problem.cluster))
@@ -138,10 +140,6 @@ class Driver:
         if reasons := [reason for reason in refused if reason is not None]:
             stop_telemetry(telemetry)
             raise InputError(f"space.power_limit_w: {reasons[0]}")
-
-    def _unexamined(self, telemetry: Fleet) -> list[str]:
-        devices = described(self._of_type(telemetry))
-        return unexamined(self.home, [device["uuid"] for device in devices if not is_host(device["kind"])])
 
     def _of_type(self, telemetry: Fleet) -> dict[str, ActorHandle[Telemetry]]:
         """The telemetry of the nodes that the search may be on."""

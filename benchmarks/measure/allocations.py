@@ -17,7 +17,6 @@ It is what replays (`search_spaces.replay`) are compared with. After S seconds n
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -26,32 +25,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.blind import read
+from benchmarks.measure.blind import chosen, layout_of, parser_of
 from benchmarks.measure.gang import one_bench
 from benchmarks.measure.tracing import Traced, TracedSlice
 from search_spaces.layout import Layout
 from search_spaces.replay import STEPS
-from service.fitting import network
-from service.home import Home
 from service.problem import Problem
 from service.spec import load_spec
-from service.trials.bench import Alone
+from service.trials.bench import Alone, Bench
 from service.trials.evaluate import make_request
+from service.trials.slices import network_of
 from trainables.measure import Procedure
 from trainables.program import TrialRequest
 
 
-def trace(chosen: Sequence[tuple[str, Layout]], steps: int, alone: bool, until: float) -> Iterator[dict[str, Any]]:
+def trace(rows: Sequence[tuple[str, Layout]], steps: int, alone: bool, until: float) -> Iterator[dict[str, Any]]:
     """A line for each layout of a spec, which has its path; all of one cluster."""
-    specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(path for path, _ in chosen)}
+    specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(path for path, _ in rows)}
     first = next(iter(specs.values()))
     with one_bench(first, 1 if alone else first.cluster.size) as bench:
-        for number, (path, layout) in enumerate(chosen):
+        for number, (path, layout) in enumerate(rows):
             if time.monotonic() > until:
                 break
             with tempfile.TemporaryDirectory() as folder:
                 request = traced(f"traced-{number}", layout, specs[path], steps, folder)
-                for one in each_alone(request, specs[path]) if alone else [request]:
+                for one in each_alone(bench, request) if alone else [request]:
                     came = bench.alone(one) if alone else bench.run(one)
                     result = came.whole if isinstance(came, Alone) else came
                     print(f"{path}: {layout.label}: {result.status} {result.cause or ''}", flush=True)
@@ -68,34 +66,23 @@ def traced(name: str, layout: Layout, spec: Problem, steps: int, folder: str) ->
     return replace(request, program=program, procedure=procedure, batches=())
 
 
-def each_alone(request: TrialRequest, spec: Problem) -> Iterator[TrialRequest]:
+def each_alone(bench: Bench, request: TrialRequest) -> Iterator[TrialRequest]:
     """Of a traced layout, a trial of each rank without the others."""
-    training, around = request.program, network(Home.locate(), spec.cluster)
+    training, network = request.program, network_of(bench, request.layout)
     assert isinstance(training, Traced)
-    assert around is not None, "specs of layouts that were measured name an accelerator"
     for rank in range(request.layout.num_gpus):
-        program = TracedSlice(training, rank, replace(around, rank_order=request.layout.rank_order))
+        program = TracedSlice(training, rank, network)
         yield replace(request, trial_id=f"{request.trial_id}-rank{rank}", program=program)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=[""], help="texts, of which a spec's path and a label have one")
+    parser = parser_of(__doc__)
     parser.add_argument("--alone", action="store_true", help="each rank without the others")
     parser.add_argument("--steps", type=int, default=STEPS, help="that are recorded")
-    parser.add_argument("--seconds", type=float, default=400.0, help="after which no other layout begins")
     given = parser.parse_args(argv)
-    chosen = [
-        (row["spec"], Layout.from_dict(row["config"]))
-        for row in read(given.file)
-        if any(text in f"{row['spec']} {row['layout']}" for text in given.only)
-    ]
-    if not chosen:
-        parser.error(f"{given.file} has no such layout")
+    rows = [(row["spec"], layout_of(row)) for row in chosen(parser, given)]
     with given.out.open("a", buffering=1) as out:
-        for line in trace(chosen, given.steps, given.alone, time.monotonic() + given.seconds):
+        for line in trace(rows, given.steps, given.alone, time.monotonic() + given.seconds):
             out.write(json.dumps(line) + "\n")
 
 

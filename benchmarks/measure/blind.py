@@ -223,6 +223,24 @@ def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in text_of(path).splitlines()] if path.exists() else []
 
 
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Of a command that runs layouts of a file such as these, with what `chosen` needs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[""], help="texts, of which a spec's path and a label have one")
+    parser.add_argument("--seconds", type=float, default=400.0, help="after which no other layout begins")
+    return parser
+
+
+def chosen(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[Row]:
+    """The lines of `given.file` that have one of the texts `given.only`. Ends the command if there are none."""
+    rows = [row for row in read(given.file) if any(text in f"{row['spec']} {row['layout']}" for text in given.only)]
+    if not rows:
+        parser.error(f"{given.file} has no such layout")
+    return rows
+
+
 def row_of(spec: str, layout: Layout) -> Row:
     """What tells a line of a file from others."""
     return {"spec": spec, "layout": layout.label, "config": layout.to_dict()}

@@ -73,7 +73,7 @@ def one_bench(spec: Problem, size: int) -> Iterator[Bench]:
     them wherever the command was started."""
     os.environ["PYTHONPATH"] = import_path()
     with _up(spec.cluster, size, spec.legal.layouts, most=1) as (telemetry, (gang,)):
-        yield Bench(spec, gang.mailbox, telemetry, {})
+        yield Bench(spec, gang.mailbox, telemetry, {}, network(Home.locate(), spec.cluster))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
     python -m benchmarks.measure.settling FILE.jsonl --out OUT.jsonl [--only TEXT...] [--gang] [--seconds S]
 
 runs layouts of a file of `benchmarks.measure.blind`, those whose label has one of the texts if any is given, each for
-`LASTS_S` seconds from its second step on: the first rank of each alone, or with `--gang` all ranks. A line of OUT is
+`LASTS_S` seconds after its second step: the first rank of each alone, or with `--gang` all ranks. A line of OUT is
 one layout, with what each stretch of `STRETCH_S` seconds or more, in whole steps, was: its begin in seconds from the
 first step's end, seconds a step, and a GPU's mean clock in MHz and temperature in degC. Prints that, and at last the
 means over layouts, of each figure relative to that of the last stretch. After S seconds no other layout begins.
@@ -11,7 +11,6 @@ means over layouts, of each figure relative to that of the last stretch. After S
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -22,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.blind import layout_of, read, row_of, write
+from benchmarks.measure.blind import chosen, layout_of, parser_of, read, row_of, write
 from benchmarks.measure.gang import Warm, some_gangs, spread
 from service.answers.tables import render
 from service.problem import Problem
@@ -83,7 +82,7 @@ def stretches(steps: Sequence[float]) -> Iterator[tuple[int, int]]:
 
 
 def request_of(bench: Bench, number: int, row: dict[str, Any], spec: Problem, alone: bool) -> TrialRequest:
-    """A trial of `LASTS_S` seconds from the second step on, of all ranks or of the first."""
+    """A trial of `LASTS_S` seconds after the second step, of all ranks or of the first."""
     layout = layout_of(row)
     request = make_request(f"settling-{number}", layout, spec)
     procedure = replace(
@@ -116,16 +115,10 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=[""], help="texts, of which a spec's path and a label have one")
+    parser = parser_of(__doc__)
     parser.add_argument("--gang", action="store_true", help="all ranks of each")
-    parser.add_argument("--seconds", type=float, default=400.0, help="after which no other layout begins")
     given = parser.parse_args(argv)
-    rows = [row for row in read(given.file) if any(text in f"{row['spec']} {row['layout']}" for text in given.only)]
-    if not rows:
-        parser.error(f"{given.file} has no such layout")
+    rows = chosen(parser, given)
     specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(row["spec"] for row in rows)}
     until, cluster = time.monotonic() + given.seconds, specs[rows[0]["spec"]].cluster
     size = cluster.size if given.gang else 1

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -48,9 +48,8 @@ def described(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> list[dict[str,
     ]
 
 
-def hardware(telemetry: Mapping[str, ActorHandle[Telemetry]]) -> dict[str, str]:
-    """Names, drivers and power limits of the devices in the cluster; `telemetry` by node id."""
-    found = described(telemetry)
+def hardware(found: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Names, drivers and power limits of devices, as `described` has them."""
     drivers = {device["driver_version"] for device in found} - {None}
     limits = {device["power_limit_w"] for device in found} - {None}
     names = {"devices": ", ".join(sorted({device["name"] for device in found}))}

@@ -308,6 +308,15 @@ def test_the_lane_says_what_goes_on_beside_computation() -> None:
     assert asked == [False, True]
 
 
+def test_what_waits_for_a_message_waits_in_the_group_that_received_last() -> None:
+    peers, lane = Peers(CPU, no_time, Ledger()), Nothing()
+    group, of_nobody = StandIn((0, 1), 0, "pair", peers, lane), peers.messages
+    group.send([numbers(4)], 1, 0)
+    assert peers.messages is of_nobody
+    group.recv([numbers(4)], 1, 0)
+    assert peers.messages is lane
+
+
 def test_a_compiled_graph_does_not_end_at_a_collective(world: Ledger) -> None:
     tell_compiler()
     group = everyone()
