@@ -18,7 +18,8 @@ class Accelerator:
     `platform`: the module of `trainables.platforms` that runs ranks on it; None for that which torch was built for.
     `published_mfu`: where Wattune itself was never measured on it, the largest MFU that others published of it, and
     `products`, `attention`: the shares of the peak that large matrix products and attention over many tokens were seen
-    to attain, None where that is not known.
+    to attain, None where that is not known. `links_awake_w`: what the device draws more while its links are awake, as
+    they are for `LINKS_AWAKE_S` after they have carried something; 0 where nobody measured it.
     """
 
     memory_gib: float | None = None
@@ -34,6 +35,12 @@ class Accelerator:
     published_mfu: float | None = None
     products: float | None = None
     attention: float | None = None
+    links_awake_w: float = 0.0
+
+
+LINKS_AWAKE_S = 0.05
+"""Of NVLink: the threshold that NVML tells of H200 is 500 times 100 us, and from a pause of 100 ms on they draw less
+(benchmarks/results/drawn_2xh200.txt)."""
 
 
 class Bandwidth(NamedTuple):
@@ -65,9 +72,14 @@ NETWORKS: dict[str, Bandwidth] = {
 
 
 ACCELERATORS: dict[str, Accelerator] = {
-    # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it.
-    "h100": Accelerator(79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0),
-    "h200": Accelerator(140.4, 989.4e12, True, True, 66.9e12, 4.8e12, *NETWORKS["nvlink4_ndr"], 700.0),
+    # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it. Links of three machines
+    # with H200 draw 30 to 37 W while they are awake; H100 has the same.
+    "h100": Accelerator(
+        79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0
+    ),
+    "h200": Accelerator(
+        140.4, 989.4e12, True, True, 66.9e12, 4.8e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0
+    ),
     # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it. MFU: 225 TFLOP/s, GPT-3 2.7B in sequences of
     # 8192 tokens (Dao 2023, FlashAttention-2, table 1). Products: 271 TFLOP/s (Bekman, Machine Learning Engineering,
     # maximum achievable matmul FLOPS); FlashAttention-2 attains 50 to 73% of the peak (Dao 2023, abstract).

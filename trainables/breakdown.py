@@ -11,6 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from search_spaces.hardware import LINKS_AWAKE_S
+
 COMPUTE = ("matmul", "attention", "other")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "all_to_all", "other_communication")
 MEMORY_COPY = "memory_copy"
@@ -97,6 +99,7 @@ class Profile:
     Neither where it is another rank that had the problem. Of several steps it is the mean, `own_s` the seconds of each
     in which the rank did not just communicate, `compute_alone_s` as `Breakdown` has it, of each, and `interrupted_s`
     what kernels took longer in a step than the same ones took in most of them; None where that is not known.
+    `linked_s`: seconds of a step in which links between GPUs are awake for its collectives (`awake_s`).
     """
 
     breakdown: Breakdown | None
@@ -105,6 +108,7 @@ class Profile:
     own_s: tuple[float, ...] = ()
     interrupted_s: float | None = None
     compute_alone_s: tuple[float, ...] = ()
+    linked_s: float | None = None
 
 
 def break_down(
@@ -160,6 +164,17 @@ def interrupted_s(steps: Sequence[Mapping[str, Sequence[float]]]) -> float | Non
         times = np.array([step[name] for step in steps])
         longer += float((times.mean(axis=0) - np.median(times, axis=0)).sum())
     return max(0.0, longer)
+
+
+def awake_s(starts_ns: NDArray[np.int64], ends_ns: NDArray[np.int64], begin_ns: int, span_s: float) -> float:
+    """Seconds of a step of `span_s` from `begin_ns` in which links are awake that carry something in these intervals:
+    from then until `LINKS_AWAKE_S` later, also in the next step, which is like it."""
+    if not len(starts_ns):
+        return 0.0
+    end_ns, awake_ns = begin_ns + round(1e9 * span_s), ends_ns + round(1e9 * LINKS_AWAKE_S)
+    before = np.array([begin_ns, begin_ns + max(0, int(awake_ns.max()) - end_ns)], dtype=np.int64)
+    starts, ends = np.append(starts_ns, before[0]), np.append(awake_ns, before[1])
+    return union_ns(np.minimum(starts, end_ns), np.minimum(ends, end_ns)) / 1e9
 
 
 def union_ns(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +18,13 @@ from torch.autograd.profiler import profile
 from search_spaces.engines import engine_of
 from search_spaces.layout import Layout
 from trainables.breakdown import (
+    COLLECTIVES,
     COMPILED,
     COMPUTE,
     GENERIC,
     Breakdown,
     Profile,
+    awake_s,
     break_down,
     collective_category,
     interrupted_s,
@@ -100,7 +103,9 @@ def profile_steps(
         return Profile(None, problem, time.monotonic() - began)
     own_s, alone_s = tuple(one.own_s for one in breakdowns), tuple(one.compute_alone_s for one in breakdowns)
     interrupted = interrupted_s([one.kernels_s for one in steps])
-    return Profile(mean(breakdowns), None, time.monotonic() - began, own_s, interrupted, alone_s)
+    linked = [one.linked_s for one in steps if one.linked_s is not None]
+    linked_s = fmean(linked) if linked else None
+    return Profile(mean(breakdowns), None, time.monotonic() - began, own_s, interrupted, alone_s, linked_s)
 
 
 @dataclass
@@ -111,6 +116,7 @@ class _Step:
     problem: str | None = None
     breakdown: Breakdown | None = None
     kernels_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    linked_s: float | None = None
 
 
 def _profile_step(
@@ -142,7 +148,8 @@ def _profile_step(
     try:
         if recorder is not None:
             events = recorded(recorder.kineto_results.events())  # type: ignore[union-attr]
-            return _Step(span_s, problem, of_events(events, device, exchange, span_s), _computing(events))
+            breakdown = of_events(events, device, exchange, span_s)
+            return _Step(span_s, problem, breakdown, _computing(events), linked_s(events, span_s))
     except Exception as error:
         problem = _problem(error)
     return _Step(span_s, problem)
@@ -174,6 +181,14 @@ def _spans(kernels: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int6
     """When each began and ended, in ns."""
     starts = np.array([e.start_ns for e in kernels], dtype=np.int64)
     return starts, starts + np.array([e.duration_ns for e in kernels], dtype=np.int64)
+
+
+def linked_s(events: Sequence[Event], span_s: float) -> float | None:
+    """Seconds of a step of `span_s` in which links are awake (`breakdown.awake_s`); None where the host computes."""
+    if not (kernels := _on_device(events)):
+        return None
+    communicating = [e for e in kernels if kernel_category(e.name) in (*COLLECTIVES, GENERIC)]
+    return awake_s(*_spans(communicating), min(e.start_ns for e in kernels), span_s)
 
 
 def _computing(events: Sequence[Event]) -> dict[str, list[float]]:

@@ -27,8 +27,8 @@ from trainables.standin.join import join, tell_compiler
 from trainables.standin.ledger import Call
 from trainables.world import World
 
-WAIT_S = 0.5
-"""Long enough for some samples of the power of waiting."""
+WAIT_S, SETTLES_S = 0.5, 0.2
+"""Long enough for some samples of the power of waiting, and for none of them to be of what came before."""
 
 TELLING = 3
 """Microbatches of which one, the first, which carries what happens once, does not tell in the median."""
@@ -90,10 +90,12 @@ class SliceRank(Rank):
         report = super().measure()
         check_finite("norm of the gradient", report.grad_norms)
         self.enter("waiting")
-        start_ns = time.monotonic_ns()
-        self.world.wait(WAIT_S)
-        self.platform.synchronize()
-        end_ns = time.monotonic_ns()
+        stamps = []
+        for seconds in (SETTLES_S, WAIT_S):
+            self.world.wait(seconds)
+            self.platform.synchronize()
+            stamps.append(time.monotonic_ns())
+        start_ns, end_ns = stamps
         self.enter("report")
         return replace(report, slice=SliceReport(self.times, self.traffic, (start_ns, end_ns)))
 

@@ -6,16 +6,18 @@ What a rank does itself, its kernels, memory and power, is measured; what comes 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from search_spaces.coefficients import Coefficients
+from search_spaces.coefficients import POWER_SHARE
 from search_spaces.composition import Composed, RankTimes, compose
+from search_spaces.hardware import LINKS_AWAKE_S
 from search_spaces.kinds import RankKind, kinds
 from search_spaces.layout import Layout
 from search_spaces.memory import usable_bytes
-from search_spaces.network import Network, sent_bytes
+from search_spaces.network import Network
 from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
@@ -45,6 +47,10 @@ HIGHEST = ("peak_gpu_temp_c", "peak_hbm_temp_c")
 LOWEST = ("min_sm_clock_mhz", "min_gpu_temp_margin_c")
 """The states of GPUs that a trial by slices has: as they are while a rank works, averaged over the layout's GPUs, or of
 the one that is worst off. What differs between GPUs, or flows between them, it has not."""
+
+SLOWED = 0.6
+"""By what share of the power that links take from them matrix products take longer at the power limit: 0.55 to 0.7 on
+two H200 (benchmarks/results/drawn_2xh200.txt)."""
 
 COMPOSED = made_of(Part.TIME, Part.ENERGY, Part.POWER, Part.MEMORY)
 
@@ -134,8 +140,10 @@ def _composed(bench: Bench, whole: Layout, network: Network, seen: Mapping[RankK
     problem, first = bench.problem, next(iter(seen.values())).runs[index]
     work = problem.workload.run
     few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
-    per_byte = 0.0 if problem.cluster.device.platform == "cpu" else Coefficients.joules_per_link_byte
-    times = {kind: rank_times(one, index, bench.slower, per_byte) for kind, one in seen.items()}
+    links_w = problem.cluster.device.links_awake_w if problem.cluster.gpus_per_node > 1 else 0.0
+    limits = [limit for limit in (problem.cluster.device.power_limit_w, layout.power_limit_w) if limit is not None]
+    limit_w = POWER_SHARE * min(limits, default=math.inf)
+    times = {kind: rank_times(one, index, bench.slower, links_w, limit_w) for kind, one in seen.items()}
     if few != layout:
         times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
     step = compose(layout, work, times, network)
@@ -171,12 +179,12 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_link_byte: float) -> RankTimes:
+def rank_times(one: Alone, index: int, slower: Mapping[str, float], links_w: float, limit_w: float) -> RankTimes:
     """What a rank does in a step with the batch size that its trial timed as number `index`, on the slowest GPU.
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
-    clocks are alike. What the links would draw to send what the rank sends, which it does not alone, is less for all
-    else at the limit, and more power below it.
+    clocks are alike. `links_w`: what a GPU draws more while its links are awake, as they are not where a rank is alone.
+    That is more power up to `limit_w`, at which the mean of a GPU's power is held, and less for all else from there on.
     """
     run, report = one.runs[index], one.report
     assert report.slice is not None
@@ -185,14 +193,17 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_l
     # What the device's own marks leave out of a step is the host's: to deal the next batch, and to notice the end.
     busy = statistics.fmean(window) - times.waited_s
     limited, power_w = run.metrics.get("power_cap_ratio") or 0.0, run.metrics.get("mean_power_w") or 0.0
-    sent = sum(sent_bytes(calls.kind, calls.size, calls.ranks) for calls in report.slice.traffic.get(batch, ()))
-    sending = joules_per_link_byte * sent / (busy * power_w) if power_w else 0.0
+    waiting_w, paused = one.waiting_w or power_w, times.waited_s / (busy + times.waited_s)
+    awake_w = links_w * links_awake(one, batch)
+    computing_w = (power_w - paused * waiting_w) / (1 - paused)
+    added_w = min(awake_w, max(0.0, limit_w - computing_w))
     profiled = breakdown_of(one)
+    slowed = SLOWED * products(profiled) * (awake_w - added_w) / computing_w if awake_w > added_w else 0.0
     measured = RankTimes(
         passes=times.passes_s,
         tail_s=busy - times.head_s - sum(times.passes_s.values()) - sum(times.reduces_s.values()),
-        busy_power_w=(1 + (1 - limited) * sending) * power_w,
-        waiting_power_w=one.waiting_w or power_w,
+        busy_power_w=power_w + (1 - paused) * added_w + paused * awake_w,
+        waiting_power_w=waiting_w + awake_w,
         memory_gib=report.peak_memory_gib or 0.0,
         head_s=times.head_s,
         update_s=times.update_s,
@@ -201,7 +212,19 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float], joules_per_l
         products=products(profiled),
         reduces=times.reduces_s,
     )
-    return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1 + sending))
+    return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1) + slowed)
+
+
+def links_awake(one: Alone, batch: int) -> float:
+    """Share of a rank's step in which its links would be awake for what it sends and receives, messages between
+    pipeline ranks at the begin and the end of each pass among that."""
+    report = one.report
+    assert report.slice is not None
+    profile, passes = report.profile, report.slice.times[batch].passes_s.values()
+    if profile is None or profile.breakdown is None or profile.linked_s is None:
+        return float(one.whole.layout.num_gpus > 1)
+    messages = sum(min(seconds, LINKS_AWAKE_S) for seconds in passes) / sum(passes) if passes else 0.0
+    return max(messages, min(1.0, profile.linked_s / profile.breakdown.span_s))
 
 
 def breakdown_of(one: Alone) -> Breakdown | None:

@@ -14,6 +14,7 @@ from trainables.breakdown import (
     GENERIC,
     MEMORY_COPY,
     Breakdown,
+    awake_s,
     break_down,
     collective_category,
     interrupted_s,
@@ -145,6 +146,25 @@ def test_what_does_not_overlap_is_none_of_it_to_the_nanosecond() -> None:
 def test_fifty_thousand_kernels_are_joined_in_a_moment() -> None:
     starts = np.arange(50_000, dtype=np.int64) * 10
     assert union_ns(starts[::-1], starts[::-1] + 4) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("spans_ms", "awake_ms"),
+    [
+        ([], 0),
+        ([(0, 10)], 60),
+        ([(0, 10), (30, 40), (300, 301)], 90 + 51),
+        ([(370, 380)], 60),  # half of that at the begin, as of the step before
+        ([(0, 10), (370, 380)], 60 + 30),
+        ([(0, 400)], 400),
+    ],
+)
+def test_links_stay_awake_for_a_while_after_each_collective_also_in_the_next_step(
+    spans_ms: list[tuple[int, int]], awake_ms: int
+) -> None:
+    begin_ns = 7_000_000_000
+    starts, ends = (begin_ns + 10**6 * np.array(times, dtype=np.int64) for times in np.array(spans_ms).reshape(-1, 2).T)
+    assert awake_s(starts, ends, begin_ns, 0.4) == pytest.approx(awake_ms / 1e3)
 
 
 def test_an_operator_s_own_time_is_what_its_callees_leave() -> None:

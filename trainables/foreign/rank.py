@@ -26,7 +26,7 @@ from trainables.foreign.process import Program
 from trainables.foreign.steps import HOOK, HookSteps, LogSteps, StepEnd, Steps, Told
 from trainables.losses import check_learning
 from trainables.measure import Stretch, Timing, time_steps
-from trainables.profiling import Event, of_events
+from trainables.profiling import Event, linked_s, of_events
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
 
 POLL_S = 0.1
@@ -251,14 +251,14 @@ class CommandRank:
             while (answer := self.steps.profile(number, path, device, POLL_S)) is None and not self.program_ended():
                 pass
         span_s = self.peers.largest((answer and answer["span_s"]) or 0.0)
-        breakdown = None
+        breakdown, linked = None, None
         try:
             if answer is not None and (problem := answer["problem"]) is None:
                 events = [Event(*event) for event in json.loads(path.read_text())]
-                breakdown = of_events(events, device, None, span_s)
+                breakdown, linked = of_events(events, device, None, span_s), linked_s(events, span_s)
         except Exception as error:
             problem = f"the profiler failed: {type(error).__name__}: {error}"
-        return Profile(breakdown, problem, time.monotonic() - began)
+        return Profile(breakdown, problem, time.monotonic() - began, linked_s=linked)
 
     def watch(self) -> None:
         """Raise if the program failed, or cannot be followed."""

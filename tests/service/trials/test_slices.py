@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from search_spaces.hardware import LINKS_AWAKE_S
 from search_spaces.layout import Layout
-from search_spaces.network import Collective
+from search_spaces.schedules import Action, Pass
 from service.metrics import Method
 from service.result import Purpose, TrialResult
 from service.trials.bench import Alone
-from service.trials.slices import held_against, rank_times
+from service.trials.slices import SLOWED, held_against, rank_times
+from trainables.breakdown import Breakdown, Profile
 from trainables.measure import Timing
 from trainables.passes import PassTimes
-from trainables.program import RankReport, SliceReport, Traffic
+from trainables.program import RankReport, SliceReport
 from trainables.status import Status
 
 LAYOUT = Layout("megatron", 2, 8)
@@ -34,12 +36,17 @@ FULL = TrialResult(
 )
 
 
-def seen(power_cap_ratio: float | None, *traffic: Traffic) -> Alone:
-    """A rank that took 2 s a step on the GPU `GPU-a`, at 700 W."""
-    timing = Timing((2.0,), (2.0, 2.0), 0, 4_000_000_000, 0.0)
-    of_passes = SliceReport({8: PassTimes(0.0, {}, 2.0, 0.0, 0.0)}, {8: traffic}, (0, 1))
-    report = RankReport(0, {}, "GPU-a", {8: timing}, (1.0,), (1.0,), 20.0, {}, slice=of_passes)
-    run = TrialResult("a", LAYOUT, Status.OK, metrics={"power_cap_ratio": power_cap_ratio, "mean_power_w": 700.0})
+HALF_PRODUCTS = Breakdown(**dict.fromkeys(Breakdown.__dataclass_fields__, 0.0) | {"span_s": 2.0, "matmul_s": 1.0})
+STEP_S, LINKS_W, LIMIT_W = 2.0, 30.0, 690.0
+
+
+def seen(power_cap_ratio: float | None = None, power_w: float = 700.0, linked_s: float | None = None) -> Alone:
+    """A rank of several that took 2 s a step on the GPU `GPU-a`, half of it in products, with links awake so long."""
+    timing = Timing((STEP_S,), (STEP_S, STEP_S), 0, round(2e9 * STEP_S), 0.0)
+    of_passes = SliceReport({8: PassTimes(0.0, {}, STEP_S, 0.0, 0.0)}, {8: ()}, (0, 1))
+    profile = None if linked_s is None else Profile(HALF_PRODUCTS, None, 1.0, linked_s=linked_s)
+    report = RankReport(0, {}, "GPU-a", {8: timing}, (1.0,), (1.0,), 20.0, {}, slice=of_passes, profile=profile)
+    run = TrialResult("a", LAYOUT, Status.OK, metrics={"power_cap_ratio": power_cap_ratio, "mean_power_w": power_w})
     return Alone(report, (run,), run, 100.0)
 
 
@@ -47,19 +54,42 @@ def seen(power_cap_ratio: float | None, *traffic: Traffic) -> Alone:
 def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
     power_cap_ratio: float | None, step_s: float
 ) -> None:
-    assert rank_times(seen(power_cap_ratio), 0, {"GPU-a": 1.1, "GPU-b": 1.0}, 2e-10).busy_s == pytest.approx(step_s)
-    assert rank_times(seen(power_cap_ratio), 0, {"GPU-b": 1.0}, 2e-10).busy_s == 2.0, "nobody examined it"
+    one = seen(power_cap_ratio)
+    assert rank_times(one, 0, {"GPU-a": 1.1, "GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == pytest.approx(step_s)
+    assert rank_times(one, 0, {"GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == 2.0, "nobody examined it"
 
 
-@pytest.mark.parametrize(("power_cap_ratio", "step_s", "power_w"), [(1.0, 2.2, 700), (0.0, 2.0, 770), (None, 2.0, 770)])
-def test_what_links_draw_is_time_at_the_power_limit_and_power_below_it(
-    power_cap_ratio: float | None, step_s: float, power_w: float
+@pytest.mark.parametrize(
+    ("power_w", "linked_s", "added_w"),
+    [(600.0, 2.0, 30.0), (600.0, 1.0, 15.0), (600.0, 0.0, 0.0), (680.0, 2.0, 10.0), (690.0, 2.0, 0.0)],
+)
+def test_what_awake_links_draw_is_power_up_to_the_limit_and_time_of_products_from_there_on(
+    power_w: float, linked_s: float, added_w: float
 ) -> None:
-    """140 J of the 1400 that were measured."""
-    reduced, sent = Traffic(Collective.ALL_REDUCE, 4, 3, 4 * 10**11), Traffic(Collective.SEND, 2, 2, 10**11)
-    times = rank_times(seen(power_cap_ratio, reduced, sent), 0, {}, joules_per_link_byte=2e-10)
-    assert times.busy_s == pytest.approx(step_s)
-    assert times.busy_power_w == pytest.approx(power_w)
+    times = rank_times(seen(1.0, power_w, linked_s), 0, {}, LINKS_W, LIMIT_W)
+    lacking = LINKS_W * linked_s / STEP_S - added_w
+    assert times.busy_power_w == pytest.approx(power_w + added_w)
+    assert times.busy_s == pytest.approx(STEP_S * (1 + SLOWED * 0.5 * lacking / power_w))
+    assert times.waiting_power_w == pytest.approx(100.0 + LINKS_W * linked_s / STEP_S)
+
+
+def test_links_of_ranks_that_were_not_profiled_are_taken_to_be_awake() -> None:
+    assert rank_times(seen(power_w=600.0), 0, {}, LINKS_W, LIMIT_W).busy_power_w == pytest.approx(630.0)
+
+
+def test_links_of_a_pipeline_are_awake_for_its_messages_and_its_pauses_draw_less() -> None:
+    """Two passes, one longer than links stay awake: for 0.09 of 0.5 s. 690 W on average, 840 W computing."""
+    passes = {Action(0, Pass.FORWARD, 0): 0.04, Action(0, Pass.BACKWARD, 0): 0.46}
+    one = seen(1.0, 690.0, linked_s=0.0)
+    assert one.report.slice is not None
+    paused = replace(one.report.slice, times={8: PassTimes(0.0, passes, 0.0, 0.0, 0.4)})
+    times = rank_times(replace(one, report=replace(one.report, slice=paused)), 0, {}, LINKS_W, LIMIT_W)
+    assert LINKS_AWAKE_S == 0.05
+    awake_w = LINKS_W * 0.09 / 0.5
+    computing_w = (690 - 0.2 * 100) / 0.8
+    assert times.waiting_power_w == pytest.approx(100 + awake_w)
+    assert times.busy_power_w == pytest.approx(690 + 0.2 * awake_w), "at its limit, but while it pauses"
+    assert times.busy_s == pytest.approx(1.6 * (1 + SLOWED * 0.5 * awake_w / computing_w))
 
 
 def test_what_was_measured_in_full_is_told_how_far_off_its_slices_were() -> None:
