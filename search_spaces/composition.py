@@ -206,7 +206,7 @@ class _Rank:
     def slowed_s(self, played: Played, rank: int) -> dict[Action, float]:
         """Seconds by which passes take longer for what their rank sends and receives beside them."""
         share = self.contention * self.times.products
-        return {action: share * seconds for action, seconds in _beside(played, rank)} if share else {}
+        return {action: share * seconds for action, seconds in beside(played, rank)} if share else {}
 
     def seconds(self, action: Action) -> float:
         return self.longer * self.times.passes[action._replace(stage=self.stage[action.stage])]
@@ -222,7 +222,7 @@ class _Rank:
         return sum(times.busy_power_w * busy + times.waiting_power_w * (step - busy) for busy in worked)
 
 
-def _beside(played: Played, rank: int) -> Iterator[tuple[Action, float]]:
+def beside(played: Played, rank: int) -> Iterator[tuple[Action, float]]:
     """A rank's passes, and the seconds of each in which it sends or receives as well. Both follow one after another."""
     spans, messages = played.spans[rank], iter(played.messages[rank])
     begin, end = next(messages, (math.inf, math.inf))

@@ -14,11 +14,11 @@ from search_spaces.layout import Layout
 from search_spaces.roofline import spread
 from search_spaces.workload import Workload
 
-LEAST, MOST, LAST_TILES = 0.18, 0.45, 2.2e6
+LEAST, MOST, LAST_TILES = 0.03, 0.45, 3.7e6
 """Of `contention`: for products of endless size, for those of experts and the smallest ones, and what a smaller one
-adds, times its elements. Fitted to passes of 20 pipelines on two H100 and H200, of which
-`benchmarks/results/blind5_2xh200.txt` tells. Of square products of 4096 it makes 0.31, where
-`benchmarks.measure.contention` finds 0.31 to 0.35."""
+adds, times its elements. Fitted to passes of 38 pipelines in gangs and alone, on two H100 and H200
+(`benchmarks.judge.contention`). Of square products of 4096 it makes 0.25, where `benchmarks.measure.contention` finds
+0.31 to 0.35: within a step, not all that is beside a message is products."""
 
 
 def contention(layout: Layout, work: Workload) -> float:
