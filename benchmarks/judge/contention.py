@@ -31,11 +31,11 @@ Point = tuple[str, str, bool, float, float, float]
 def points(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[Point]:
     full = {(row["spec"], row["layout"]): TrialResult.from_dict(row["full"]) for row in measured}
     for row in sliced:
-        alone, gang = TrialResult.from_dict(row["slices"]), full.get((row["spec"], row["layout"]))
-        layout = alone.layout
-        if layout.pipeline_parallel_size == 1 or not alone.slices or alone.network is None or gang is None:
+        if "slices" not in row or (gang := full.get((row["spec"], row["layout"]))) is None:
             continue
-        if not all(rank.passes for rank in gang.ranks) or not gang.ranks:
+        alone = TrialResult.from_dict(row["slices"])
+        layout, told = alone.layout, gang.ranks and all(rank.passes for rank in gang.ranks)
+        if layout.pipeline_parallel_size == 1 or alone.network is None or not alone.slices or not told:
             continue
         spec = load_spec(row["spec"])
         step = compose(layout, spec.workload.run, {one.kind: one.times for one in alone.slices}, alone.network)

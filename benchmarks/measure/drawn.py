@@ -2,8 +2,7 @@
 
     python -m benchmarks.measure.drawn [--sizes KIB ...] [--kinds KIND ...] [--rounds N]
 
-Each way lasts `LASTS_S` seconds with NCCL's, then with the stand-in's, which take as long as NCCL's took alone, and
-then with the stand-in's again while a small collective of NCCL's, for which nothing waits, keeps the links awake.
+Each way lasts `LASTS_S` seconds with NCCL's, and then with the stand-in's, which take as long as NCCL's took alone.
 Collectives come one after the other; each after work of its own, `WORK` times as long as the collective, half matrix
 products and half copies, as ranks do of which each computes a part of a layer; each after a pause as long, as of ranks
 that wait for the CPU; and after that work on the second rank alone, for which the first one waits. Prints medians of
@@ -16,7 +15,6 @@ links stay awake, and products and copies of `QUIET_WORK_S` seconds, which tells
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 import statistics
@@ -51,9 +49,6 @@ LATE_BYTES = 256
 """By which pieces that are late are shorter: the stand-in takes as long for each size as it did at first."""
 
 QUIET_S, QUIET_BYTES = (1e-2, 3e-2, 0.1, 0.3), 2**20
-
-WAKES_S = 0.01
-"""From one of the collectives that keep links awake to the next."""
 
 QUIET_WORK_S, QUIET_TAKES_S = 5e-3, 2e-5
 
@@ -93,7 +88,6 @@ class Meter:
         pynvml.nvmlInit()
         self.bench, self.nvml = bench, pynvml
         self.handle = pynvml.nvmlDeviceGetHandleByUUID(CUDA.identity(bench.device))
-        self.waker, self.little = dist.new_group(), torch.zeros(1, device=bench.device)
         self.states, self.copied = (torch.randn(2**26, device=bench.device) for _ in range(2))
         self.copy_s = bench.race(self.copy, self.copy)[0]
 
@@ -115,16 +109,8 @@ class Meter:
         return work
 
     def figures(self, turns: Mapping[ProcessGroup, Callable[[], object]], expected_s: float) -> list[float]:
-        """Seconds of a turn and watts, of NCCL's, the stand-in's, and the stand-in's with links awake."""
-        real, stood_in = turns.values()
-        every, awake = self.bench.agreed(WAKES_S / expected_s), itertools.count(1)
-
-        def waking() -> None:
-            stood_in()
-            if next(awake) % every == 0:
-                dist.all_reduce(self.little, group=self.waker, async_op=True)
-
-        return [figure for turn in (real, stood_in, waking) for figure in self.turns(turn, expected_s)]
+        """Seconds of a turn and watts, of NCCL's and of the stand-in's."""
+        return [figure for turn in turns.values() for figure in self.turns(turn, expected_s)]
 
     def turns(self, turn: Callable[[], object], expected_s: float) -> tuple[float, float]:
         """Seconds of one of many turns, and watts meanwhile."""
@@ -234,8 +220,9 @@ def table(rows: Iterable[tuple[str, Sequence[Sequence[float]]]]) -> str:
         for rank, figures in enumerate(ranks):
             seconds, watts = figures[::2], figures[1::2]
             cells = [f"{each * 1e3:.3f}" for each in seconds] + [f"{each:.0f}" for each in watts]
-            lines.append([name, str(rank), *cells, f"{seconds[0] / seconds[2] - 1:+.1%}"])
-    header = ["what", "rank", "NCCL's ms", "stand-in's", "awake", "NCCL's W", "stand-in's", "awake", "NCCL's longer by"]
+            longer, more = seconds[0] / seconds[1] - 1, watts[0] - watts[1]
+            lines.append([name, str(rank), *cells, f"{longer:+.1%}", f"{more:+.0f}"])
+    header = ["what", "rank", "NCCL's ms", "stand-in's", "NCCL's W", "stand-in's", "longer by", "more W"]
     return render(header, lines)
 
 
