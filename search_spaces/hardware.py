@@ -73,7 +73,7 @@ NETWORKS: dict[str, Bandwidth] = {
 
 ACCELERATORS: dict[str, Accelerator] = {
     # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it. Links of three machines
-    # with H200 draw 30 to 37 W while they are awake; H100 has the same.
+    # with H200 draw 29 to 38 W while they are awake and carry little; H100 has the same.
     "h100": Accelerator(
         79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0
     ),

@@ -43,7 +43,8 @@ WORK = 4.0
 BATCH_S = 0.1
 """Seconds of turns that the CPU hands over at a time; in between, it says whether more are due."""
 
-POLL_S = 0.002
+POLL_S, FEWEST_TICKS = 0.002, 3
+"""From one read of energy to the next; the values that it must have had, of which the first is no refresh."""
 
 LATE_BYTES = 256
 """By which pieces that are late are shorter: the stand-in takes as long for each size as it did at first."""
@@ -66,9 +67,9 @@ class Drawn:
         """Watts. Raises SystemExit if the counter was not refreshed."""
         self._over.set()
         self._thread.join()
-        (first_s, first_mj), (last_s, last_mj) = self._ticks[1], self._ticks[-1]
-        if last_s <= first_s:
+        if len(self._ticks) < FEWEST_TICKS:
             raise SystemExit("the GPU's energy counter stands still")
+        (first_s, first_mj), (last_s, last_mj) = self._ticks[1], self._ticks[-1]
         return (last_mj - first_mj) / 1e3 / (last_s - first_s)
 
     def _watch(self) -> None:
