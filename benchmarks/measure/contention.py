@@ -225,15 +225,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 256], metavar="MIB")
     parser.add_argument("--kinds", type=Collective, nargs="+", choices=KINDS, default=KINDS[:5], metavar="KIND")
     parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args(argv)
-    if min(*arguments.sizes, arguments.rounds) < 1:
+    start(parser, parser.parse_args(argv), 2**20, rank)
+
+
+def start(parser: argparse.ArgumentParser, given: argparse.Namespace, unit: int, rank: Callable[..., None]) -> None:
+    """Have a process for each of two GPUs measure `given.kinds` of `given.sizes`, in units of so many bytes."""
+    if min(*given.sizes, given.rounds) < 1:
         parser.error("--sizes and --rounds must be positive")
     if torch.version.hip is not None or torch.cuda.device_count() < RANKS:
-        parser.exit(2, f"contention: takes {RANKS} GPUs of NVIDIA's; here are {torch.cuda.device_count()}\n")
+        parser.exit(2, f"{parser.prog}: takes {RANKS} GPUs of NVIDIA's; here are {torch.cuda.device_count()}\n")
     os.environ.update(CUDA.environment)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sizes = [mib * 2**20 for mib in arguments.sizes]
-    spawn(rank, (store.port, arguments.kinds, sizes, arguments.rounds), nprocs=RANKS)
+    spawn(rank, (store.port, given.kinds, [unit * size for size in given.sizes], given.rounds), nprocs=RANKS)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import threading
 import time
@@ -27,9 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore
-from torch.multiprocessing.spawn import spawn
 
-from benchmarks.measure.contention import HEATED_S, RANKS, Bench
+from benchmarks.measure.contention import HEATED_S, RANKS, Bench, start
 from search_spaces.network import Collective
 from service.answers.tables import render
 from trainables.collectives import KINDS
@@ -258,15 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 16384, 131072], metavar="KIB")
     parser.add_argument("--kinds", type=Collective, nargs="+", choices=KINDS, default=KINDS[:4], metavar="KIND")
     parser.add_argument("--rounds", type=int, default=1)
-    arguments = parser.parse_args(argv)
-    if min(*arguments.sizes, arguments.rounds) < 1:
-        parser.error("--sizes and --rounds must be positive")
-    if torch.version.hip is not None or torch.cuda.device_count() < RANKS:
-        parser.exit(2, f"drawn: takes {RANKS} GPUs of NVIDIA's; here are {torch.cuda.device_count()}\n")
-    os.environ.update(CUDA.environment)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sizes = [kib * 2**10 for kib in arguments.sizes]
-    spawn(rank, (store.port, arguments.kinds, sizes, arguments.rounds), nprocs=RANKS)
+    start(parser, parser.parse_args(argv), 2**10, rank)
 
 
 if __name__ == "__main__":
