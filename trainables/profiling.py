@@ -104,8 +104,8 @@ def profile_steps(
     own_s, alone_s = tuple(one.own_s for one in breakdowns), tuple(one.compute_alone_s for one in breakdowns)
     interrupted = interrupted_s([one.kernels_s for one in steps])
     linked = [one.linked_s for one in steps if one.linked_s is not None]
-    linked_s = fmean(linked) if linked else None
-    return Profile(mean(breakdowns), None, time.monotonic() - began, own_s, interrupted, alone_s, linked_s)
+    awake = fmean(linked) if linked else None
+    return Profile(mean(breakdowns), None, time.monotonic() - began, own_s, interrupted, alone_s, awake)
 
 
 @dataclass

@@ -90,14 +90,15 @@ class SliceRank(Rank):
         report = super().measure()
         check_finite("norm of the gradient", report.grad_norms)
         self.enter("waiting")
-        stamps = []
-        for seconds in (SETTLES_S, WAIT_S):
-            self.world.wait(seconds)
-            self.platform.synchronize()
-            stamps.append(time.monotonic_ns())
-        start_ns, end_ns = stamps
+        start_ns, end_ns = map(self.waited, (SETTLES_S, WAIT_S))
         self.enter("report")
         return replace(report, slice=SliceReport(self.times, self.traffic, (start_ns, end_ns)))
+
+    def waited(self, seconds: float) -> int:
+        """The moment at which the rank has waited so long, on the node's monotonic clock, in ns."""
+        self.world.wait(seconds)
+        self.platform.synchronize()
+        return time.monotonic_ns()
 
     def profile(self, report: RankReport) -> Profile:
         """Profile a step without pauses: what a pipeline adds, its schedule tells."""

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ from trainables.platforms.cuda import SPIN_HZ
 from trainables.standin.group import Peers
 from trainables.standin.join import BACKEND, register
 from trainables.standin.ledger import Ledger
+
+Found = TypeVar("Found")
+"""What is found of one point."""
 
 RANKS = 2
 AWAITED_S = 5e-3
@@ -92,9 +96,7 @@ class Bench:
     def measure(self, kind: Collective, size: int, rounds: int) -> Contention:
         """One point, of which every round has all three ways, so that what drifts is in all of them."""
         buffers = self.ours[: size // 4], self.theirs[: size // 4]
-        (once_s,) = self.race(self.task(kind, buffers, self.real, 1), self.task(kind, buffers, self.real, 1))
-        count = self.agreed(self.round_s / once_s)
-        alone_s = self.median(rounds, lambda: self.race_collectives(kind, buffers, self.real, count)[0]) / count
+        count, alone_s = self.alone(kind, buffers, rounds)
         self.takes[kind, size] = self.from_first(alone_s)
         products = self.agreed(PRODUCTS_LAST * count * alone_s / self.product_s)
         longer: dict[ProcessGroup, list[float]] = {self.real: [], self.stood_in: []}
@@ -108,6 +110,12 @@ class Bench:
         nccl, standin = (statistics.median(seconds) / of_all for seconds in longer.values())
         called = [self.called_s(rounds, kind, buffers, group) for group in longer]
         return Contention(kind, size, alone_s, nccl, standin, statistics.median(paced) / of_all, *called)
+
+    def alone(self, kind: Collective, buffers: tuple[Tensor, Tensor], rounds: int) -> tuple[int, float]:
+        """How many of NCCL's collectives a round takes, and the seconds of one, in the median of rounds."""
+        (once_s,) = self.race(self.task(kind, buffers, self.real, 1), self.task(kind, buffers, self.real, 1))
+        count = self.agreed(self.round_s / once_s)
+        return count, self.median(rounds, lambda: self.race_collectives(kind, buffers, self.real, count)[0]) / count
 
     def measure_awaited(self, size: int, rounds: int) -> Contention:
         """The same of a message that comes late, which keeps its receiver's processors from then on when it is awaited.
@@ -202,22 +210,13 @@ def table(found: Iterable[Contention]) -> str:
     return render([*header, "NCCL's us a call", "stand-in's"], rows)
 
 
-def rank(number: int, port: int, kinds: Sequence[Collective], sizes: Sequence[int], rounds: int) -> None:
-    """One of the two processes."""
-    warnings.filterwarnings("ignore", module="torch")  # of names that torch 2.11 knows alone
-    device = CUDA.take(number)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(CUDA.backend, store=store, rank=number, world_size=RANKS)
-    bench, found = Bench(CUDA, device, max(sizes)), []
-    bench.heat(HEATED_S)
-    for kind in kinds:
-        for size in sizes:
-            message = kind is Collective.SEND
-            found.append(bench.measure_awaited(size, rounds) if message else bench.measure(kind, size, rounds))
-    if number == 0:
-        print(torch.cuda.get_device_name(device), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
-        print(table(found))
-    dist.destroy_process_group(bench.real)
+def points(bench: Bench, kinds: Sequence[Collective], sizes: Sequence[int], rounds: int) -> list[Contention]:
+    """Of each kind and size."""
+    return [
+        bench.measure_awaited(size, rounds) if kind is Collective.SEND else bench.measure(kind, size, rounds)
+        for kind in kinds
+        for size in sizes
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -225,18 +224,47 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 256], metavar="MIB")
     parser.add_argument("--kinds", type=Collective, nargs="+", choices=KINDS, default=KINDS[:5], metavar="KIND")
     parser.add_argument("--rounds", type=int, default=9)
-    start(parser, parser.parse_args(argv), 2**20, rank)
+    start(parser, parser.parse_args(argv), 2**20, points, table)
 
 
-def start(parser: argparse.ArgumentParser, given: argparse.Namespace, unit: int, rank: Callable[..., None]) -> None:
-    """Have a process for each of two GPUs measure `given.kinds` of `given.sizes`, in units of so many bytes."""
+def start(
+    parser: argparse.ArgumentParser,
+    given: argparse.Namespace,
+    unit: int,
+    measure: Callable[[Bench, Sequence[Collective], Sequence[int], int], list[Found]],
+    table: Callable[[list[Found]], str],
+) -> None:
+    """Have a process for each of two GPUs `measure` kinds of collectives of some sizes, given in units of so many
+    bytes, in some rounds; the first one prints the `table`."""
     if min(*given.sizes, given.rounds) < 1:
         parser.error("--sizes and --rounds must be positive")
     if torch.version.hip is not None or torch.cuda.device_count() < RANKS:
         parser.exit(2, f"{parser.prog}: takes {RANKS} GPUs of NVIDIA's; here are {torch.cuda.device_count()}\n")
     os.environ.update(CUDA.environment)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn(rank, (store.port, given.kinds, [unit * size for size in given.sizes], given.rounds), nprocs=RANKS)
+    sizes = [unit * size for size in given.sizes]
+    spawn(_rank, (store.port, (given.kinds, sizes, given.rounds), measure, table), nprocs=RANKS)
+
+
+def _rank(
+    number: int,
+    port: int,
+    given: tuple[Sequence[Collective], Sequence[int], int],
+    measure: Callable[[Bench, Sequence[Collective], Sequence[int], int], list[Found]],
+    table: Callable[[list[Found]], str],
+) -> None:
+    """One of the two processes."""
+    warnings.filterwarnings("ignore", module="torch")  # of names that torch 2.11 knows alone
+    device = CUDA.take(number)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(CUDA.backend, store=store, rank=number, world_size=RANKS)
+    bench = Bench(CUDA, device, max(given[1]))
+    bench.heat(HEATED_S)
+    found = measure(bench, *given)
+    if number == 0:
+        print(torch.cuda.get_device_name(device), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
+        print(table(found))
+    dist.destroy_process_group(bench.real)
 
 
 if __name__ == "__main__":

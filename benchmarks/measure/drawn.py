@@ -19,15 +19,15 @@ import math
 import statistics
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, TCPStore
+from torch.distributed import ProcessGroup
 
-from benchmarks.measure.contention import HEATED_S, RANKS, Bench, start
+from benchmarks.measure.contention import RANKS, Bench, start
 from search_spaces.network import Collective
 from service.answers.tables import render
 from trainables.collectives import KINDS
@@ -36,7 +36,7 @@ from trainables.platforms.cuda import PLATFORM as CUDA
 LASTS_S, SETTLES_S = 1.2, 0.2
 """Of a way, and from its begin until energy counts."""
 
-WORK = 4.0
+WORK, ALONE_ROUNDS = 4.0, 5
 
 BATCH_S = 0.1
 """Seconds of turns that the CPU hands over at a time; in between, it says whether more are due."""
@@ -50,6 +50,10 @@ LATE_BYTES = 256
 QUIET_S, QUIET_BYTES = (1e-2, 3e-2, 0.1, 0.3), 2**20
 
 QUIET_WORK_S, QUIET_TAKES_S = 5e-3, 2e-5
+
+
+Point = tuple[str, list[list[float]]]
+"""A way, and of each rank what `Meter.figures` are."""
 
 
 class Drawn:
@@ -144,19 +148,12 @@ def ways(meter: Meter, kind: Collective, size: int, rounds: int) -> list[tuple[s
     groups = bench.real, bench.stood_in
     buffers = bench.ours[: size // 4], bench.theirs[: size // 4]
     once = {group: bench.task(kind, buffers, group, 1) for group in groups}
-    (first_s,) = bench.race(once[bench.real], once[bench.real])
-    count = bench.agreed(bench.round_s / first_s)
-    alone_s = bench.median(5, lambda: bench.race_collectives(kind, buffers, bench.real, count)[0]) / count
-    alone_s = bench.from_first(alone_s)
+    alone_s = bench.from_first(bench.alone(kind, buffers, ALONE_ROUNDS)[1])
     work = meter.work(WORK * alone_s)
     works = bench.real.rank() == 1
 
     def nothing() -> None:
         pass
-
-    def pause() -> None:
-        torch.cuda.synchronize()
-        time.sleep(WORK * alone_s)
 
     late_s = alone_s if works else (1 + WORK) * alone_s
     shorter = size - RANKS * LATE_BYTES
@@ -167,7 +164,7 @@ def ways(meter: Meter, kind: Collective, size: int, rounds: int) -> list[tuple[s
     for name, communicate, before, expected in (
         ("alone", once, nothing, 1.0),
         ("after work", once, work, 1 + WORK),
-        ("after a pause", once, pause, 1 + WORK),
+        ("after a pause", once, pause(WORK * alone_s), 1 + WORK),
         ("late", late, work if works else nothing, 1 + WORK),
     ):
         turns = {group: turn(communicate[group], before) for group in groups}
@@ -187,13 +184,6 @@ def quiet(meter: Meter) -> Iterator[tuple[str, list[float]]]:
         for _ in range(copies):
             meter.copy()
 
-    def pause(seconds: float) -> Callable[[], None]:
-        def rest() -> None:
-            torch.cuda.synchronize()
-            time.sleep(seconds)
-
-        return rest
-
     groups = bench.real, bench.stood_in
     once = {group: bench.task(Collective.ALL_GATHER, buffers, group, 1) for group in groups}
     ways = {f"small, after pauses of {seconds * 1e3:g} ms": (pause(seconds), seconds) for seconds in QUIET_S}
@@ -204,6 +194,16 @@ def quiet(meter: Meter) -> Iterator[tuple[str, list[float]]]:
         yield name, meter.figures(turns, seconds)
 
 
+def pause(seconds: float) -> Callable[[], None]:
+    """A rest of the GPU."""
+
+    def rest() -> None:
+        torch.cuda.synchronize()
+        time.sleep(seconds)
+
+    return rest
+
+
 def turn(communicate: Callable[[], object], before: Callable[[], object]) -> Callable[[], None]:
     def once_each() -> None:
         before()
@@ -212,7 +212,7 @@ def turn(communicate: Callable[[], object], before: Callable[[], object]) -> Cal
     return once_each
 
 
-def table(rows: Iterable[tuple[str, Sequence[Sequence[float]]]]) -> str:
+def table(rows: Iterable[Point]) -> str:
     """A row for each way and rank, of what `ways` tells."""
     lines = []
     for name, ranks in rows:
@@ -232,23 +232,11 @@ def of_ranks(mine: Sequence[float], device: torch.device) -> list[list[float]]:
     return [each.tolist() for each in others]
 
 
-def rank(number: int, port: int, kinds: Sequence[Collective], sizes: Sequence[int], rounds: int) -> None:
-    """One of the two processes."""
-    warnings.filterwarnings("ignore", module="torch")  # of names that torch 2.11 knows alone
-    device = CUDA.take(number)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(CUDA.backend, store=store, rank=number, world_size=RANKS)
-    bench = Bench(CUDA, device, max(sizes))
-    meter, rows = Meter(bench), []
-    bench.heat(HEATED_S)
-    for kind in kinds:
-        for size in sizes:
-            rows += [(way, of_ranks(mine, device)) for way, mine in ways(meter, kind, size, rounds)]
-    rows += [(way, of_ranks(mine, device)) for way, mine in quiet(meter)]
-    if number == 0:
-        print(torch.cuda.get_device_name(device), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
-        print(table(rows))
-    dist.destroy_process_group(bench.real)
+def points(bench: Bench, kinds: Sequence[Collective], sizes: Sequence[int], rounds: int) -> list[Point]:
+    """Of each kind and size each way, and of small ones."""
+    meter = Meter(bench)
+    of_kinds = (each for kind in kinds for size in sizes for each in ways(meter, kind, size, rounds))
+    return [(way, of_ranks(mine, bench.device)) for way, mine in chain(of_kinds, quiet(meter))]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -256,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 16384, 131072], metavar="KIB")
     parser.add_argument("--kinds", type=Collective, nargs="+", choices=KINDS, default=KINDS[:4], metavar="KIND")
     parser.add_argument("--rounds", type=int, default=1)
-    start(parser, parser.parse_args(argv), 2**10, rank)
+    start(parser, parser.parse_args(argv), 2**10, points, table)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.measure import drawn
 from benchmarks.measure.contention import Bench, Contention, main, table
 from search_spaces.network import Collective
 from trainables.platforms.cpu import PLATFORM as CPU
@@ -45,8 +47,11 @@ def test_a_row_is_a_kind_and_a_size() -> None:
     assert row.split() == ["all_reduce", "of", "32", "MiB", "1.500", "0.55", "0.51", "1.00", "40", "61"]
 
 
+@pytest.mark.parametrize("main", [main, drawn.main])
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs")
-def test_a_machine_without_gpus_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_gpus_is_told_in_one_line(
+    main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2

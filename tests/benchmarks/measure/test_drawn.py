@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-from benchmarks.measure.drawn import main, table
+from benchmarks.measure.drawn import table
 
 
 def test_a_row_is_a_way_and_a_rank() -> None:
@@ -13,11 +10,3 @@ def test_a_row_is_a_way_and_a_rank() -> None:
     first, second = table(found).splitlines()[-2:]
     assert first.split()[5:] == ["0", "1.100", "1.000", "260", "230", "+10.0%", "+30"]
     assert second.split()[5:] == ["1", "1.200", "1.000", "250", "255", "+20.0%", "-5"]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs")
-def test_a_machine_without_gpus_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
