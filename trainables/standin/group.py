@@ -185,11 +185,11 @@ class StandIn(dist.ProcessGroup):
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's of equal pieces of a tensor."""
-        return whole.view(self.size(), -1)[self._rank]
+        return whole.view(len(self._ranks), -1)[self._rank]
 
     def _factor(self, tensor: Tensor, opts: Any) -> float:
-        return factor_of_sum(ReduceOp.SUM if opts is None else opts.reduceOp, tensor, self.size())
+        return factor_of_sum(ReduceOp.SUM if opts is None else opts.reduceOp, tensor, len(self._ranks))
 
 
 def _size(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

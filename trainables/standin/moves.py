@@ -41,7 +41,7 @@ class Move(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes that arrive."""
-        return self.target.numel() * self.target.element_size()
+        return self.target.nbytes
 
 
 def factor_of_sum(operation: ReduceOp | ReduceOp.RedOpType, tensor: Tensor, ranks: int) -> float:
