@@ -55,10 +55,10 @@ demo: setup ## Run a small search here
 $(DEMO_DATA).idx: | $(STAMP)
 	$(BIN)/wattune data --out $(DEMO_DATA) "$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')"/*.py
 
-# Tests wait for processes for as long as they compute: three at a time keep two cores busy. What fails beside other
+# Tests wait for processes for as long as they compute: four at a time keep two cores busy. What fails beside other
 # tests runs once more, alone: both outcomes are printed, and the second one counts.
 test: setup ## Run the tests
-	$(BIN)/python -m pytest -n 3 --dist loadgroup || $(BIN)/python -m pytest -n 1 --dist loadgroup --last-failed
+	$(BIN)/python -m pytest -n 4 --dist loadgroup || $(BIN)/python -m pytest -n 1 --dist loadgroup --last-failed
 
 # A second environment. torch is the pinned one, of which there is surely a build: TORCH=2.11.0 takes the lowest too.
 test-lowest: $(STAMP) ## Run the tests with the lowest versions that pyproject.toml allows

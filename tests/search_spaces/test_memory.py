@@ -544,6 +544,7 @@ def test_a_second_sweep_with_other_kinds_of_layouts() -> None:
     assert {band(point.layout, point.work) for point in new} == {"fits", "borderline"}
 
 
+@pytest.mark.slow
 def test_a_sweep_of_layouts_that_are_not_compiled() -> None:
     sweep = tabled(DATA / "llama3_12l_4xh200.csv")
     errors = {point: abs(point.error) for point in sweep if point.error is not None}

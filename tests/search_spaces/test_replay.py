@@ -122,6 +122,7 @@ def test_more_sequences_need_more_and_no_tensor_is_left(engine: str, recompute: 
     assert not [name for name in live_between_steps(training) if name[0].isdigit() or name.startswith("x")]
 
 
+@pytest.mark.slow
 def test_ranks_of_pipelines_that_were_measured() -> None:
     """Of three models, by all schedules, as they were foretold blindly by a formula; each rank apart."""
     errors: dict[bool, list[float]] = {False: [], True: []}
@@ -317,6 +318,7 @@ class Working(Flat):
         super()._done(layer, *names)
 
 
+@pytest.mark.slow
 def test_attention_works_in_what_was_recorded() -> None:
     """By torch's record of what was asked for and given back at once."""
     for row in read(DATA / "allocations_2xh200.jsonl.xz"):
@@ -432,6 +434,7 @@ def measured_ranks(engine: str) -> dict[tuple[Layout, ModelShape], tuple[Workloa
     }
 
 
+@pytest.mark.slow
 def test_ranks_of_fsdp2_that_were_measured() -> None:
     errors = [
         abs(estimate(layout, work).peak_bytes / 2**30 / gib - 1)

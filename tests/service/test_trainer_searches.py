@@ -118,6 +118,7 @@ def test_transformers_trainer_trains_adapters(recompute: str, tmp_path: Path, py
     check_learning(tuple(map(float, re.findall(r"'loss': '([\d.]+)'", done.stdout))))
 
 
+@pytest.mark.slow
 def test_a_program_that_only_logs_and_each_way_of_failing(ray_session: Any, home: Home) -> None:
     trainer = {
         "name": "logging",

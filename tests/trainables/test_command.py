@@ -231,6 +231,7 @@ def running_4242() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4242"]]
 
 
+@pytest.mark.slow
 def test_plain_pytorch_trains_and_says_where_its_steps_go(run_ranks: RunRanks) -> None:
     arguments = ("python", "examples/plain_pytorch.py", "--micro-batch-size", "2", "--global-batch-size", "8")
     trial = replace(
@@ -257,6 +258,7 @@ def test_without_torch_there_is_no_breakdown(run_ranks: RunRanks) -> None:
     assert outcome.report.profile.problem == "the profiler failed: RuntimeError: the program does not use torch"
 
 
+@pytest.mark.slow
 def test_counters_are_read_near_the_edges_of_steps_that_are_told_of_late(nursery: Nursery, store: TCPStore) -> None:
     """Else a trial of long steps on a GPU would have no energy."""
     marks: list[int] = []

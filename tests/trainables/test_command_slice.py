@@ -34,18 +34,14 @@ def request(*arguments: str, ranks: int, alone: Network | None = FAST, breakdown
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
         (2, PLAIN),
-        *(
-            pytest.param(ranks, arguments, marks=pytest.mark.slow)
-            for ranks, arguments in [
-                (4, PLAIN),
-                (4, (DISTRIBUTED, "--does", "fsdp")),
-                (2, (DISTRIBUTED, "--does", "objects")),
-            ]
-        ),
+        (4, PLAIN),
+        (4, (DISTRIBUTED, "--does", "fsdp")),
+        (2, (DISTRIBUTED, "--does", "objects")),
     ],
 )
 def test_a_rank_alone_calls_for_what_it_calls_for_among_others(

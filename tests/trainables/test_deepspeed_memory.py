@@ -42,6 +42,7 @@ def test_experts_leave_nothing_of_what_is_computed_again(run_ranks: RunRanks) ->
     assert 18 <= report.peak_memory_gib * 2**30 / model.parameters < 19
 
 
+@pytest.mark.slow
 def test_the_loss_that_balances_experts_keeps_no_hidden_states(run_ranks: RunRanks) -> None:
     """It has the router's scores, of hidden states in fp32 that the router keeps."""
     model, layout = replace(MANY_SMALL_PARTS, num_experts=4), deepspeed(1, mbs=4, precision="bf16")

@@ -137,7 +137,7 @@ def test_loss_is_the_mean_cross_entropy_in_fp32() -> None:
     assert language_model_loss(logits.bfloat16(), labels).dtype == torch.float32
 
 
-@pytest.mark.parametrize("most", [1000, pytest.param(60, marks=pytest.mark.slow), 50])
+@pytest.mark.parametrize("most", [*(pytest.param(most, marks=pytest.mark.slow) for most in (1000, 60)), 50])
 def test_a_compiled_loss_in_pieces_is_the_whole_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainables.model.MOST_LOGITS", most)  # one piece of 10 tokens, two of 5, three of 4, 4 and 2
     logits, labels = torch.randn(2, 5, 11, requires_grad=True), torch.randint(11, (2, 5))

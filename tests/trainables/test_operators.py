@@ -76,6 +76,7 @@ def test_all_operators_of_a_small_space_are_measured(run_ranks: RunRanks, name: 
     assert {operator.dims[-1] for operator in measured if operator.kind == Kind.ATTENTION} == {1, 2}
 
 
+@pytest.mark.slow
 def test_larger_operators_take_longer(run_ranks: RunRanks) -> None:
     shapes = [(2**5, 2**5, 2**5), (2**11, 2**11, 2**10)]
     program = of_kernels(*(Operator(Kind.PRODUCT, dims, "fp32", False) for dims in shapes))
@@ -221,7 +222,8 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("modes", [PLAIN, pytest.param(SEVERAL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", [PLAIN, SEVERAL])
 def test_launches_are_told_by_tiny_models_of_which_one_rank_is_there(
     run_ranks: RunRanks, modes: list[tuple[str, Layout]]
 ) -> None:

@@ -94,6 +94,7 @@ def run_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_receive_buffers_are_of_microbatches_in_flight(tmp_path: Path) -> None:
     """GPipe has the activations of all in flight, but not the gradients."""
     torch.multiprocessing.start_processes(run_rank, (str(tmp_path),), nprocs=RANKS, start_method="forkserver")

@@ -42,10 +42,9 @@ AGAIN: dict[str, object] = {"recompute": "selective"}
     ("model", "layout"),
     [
         *[(model, split(**AGAIN, **tokens)) for model in (wide(WIDER), wide(GPT)) for tokens in ({}, NOT_SPLIT)],
-        (wide(WIDER), split(**AGAIN, compile=True)),
         *[
             pytest.param(wide(WIDER), split(compile=True, **settings), marks=pytest.mark.slow)
-            for settings in ({}, NOT_SPLIT, AGAIN | NOT_SPLIT, AGAIN | {"precision": "fp8"})
+            for settings in ({}, AGAIN, NOT_SPLIT, AGAIN | NOT_SPLIT, AGAIN | {"precision": "fp8"})
         ],
     ],
 )
@@ -80,7 +79,8 @@ def test_what_ranks_summed_is_not_summed_again_where_the_rest_is_computed_again(
     assert sum(again.values()) == layout.sequence_parallel * 2 * model.layers * layout.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize("sequences", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 2])
 def test_products_beside_what_is_sent_are_found_by_the_compiler(
     sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

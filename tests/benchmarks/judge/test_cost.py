@@ -22,6 +22,7 @@ def percent(text: str) -> float:
     return float(text.removesuffix("%")) / 100
 
 
+@pytest.mark.slow
 def test_calibrated_on_sixteen_layouts_of_a_sweep_the_others_are_foretold(capsys: pytest.CaptureFixture[str]) -> None:
     """Mean errors below a tenth in step time and 8% in power, which is what a calibration is for."""
     cost.main([str(SWEEP), "--seeds", "1"])

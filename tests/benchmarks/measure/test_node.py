@@ -113,9 +113,8 @@ def test_a_signal_ends_what_runs_with_all_that_it_started_and_what_there_is_is_k
         assert "one/starts.txt" in archive.getnames()
 
 
-@pytest.mark.parametrize(
-    ("gpus", "sizes"), [(8, [8, 4]), *(pytest.param(size, [size], marks=pytest.mark.slow) for size in (4, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "sizes"), [(8, [8, 4]), (4, [4]), (2, [2])])
 def test_specs_are_of_the_machine(folder: Path, gpus: int, sizes: list[int]) -> None:
     names = [part.name for part in parts_of(folder, gpus, "h200")]
     assert names.index("models") < names.index("search")

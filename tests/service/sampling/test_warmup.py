@@ -159,7 +159,7 @@ def test_a_study_begins_with_the_baseline_then_winners_then_predictions(tmp_path
     )
 
 
-@pytest.mark.parametrize("sampler", ["random", "exhaustive"])
+@pytest.mark.parametrize("sampler", [pytest.param("random", marks=pytest.mark.slow), "exhaustive"])
 def test_samplers_for_reference_know_nothing_ahead(sampler: str, tmp_path: Path) -> None:
     points = spec().legal.layouts
     studies = [

@@ -245,6 +245,7 @@ def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(
     assert (failed.status, failed.trial_id) == ("crash", f"refused {batch}")
 
 
+@pytest.mark.slow
 def test_a_trial_that_cannot_become_the_best_is_ended_and_the_gang_goes_on(gang: Gang, telemetry: Any) -> None:
     unbeatable = [{"tokens_per_s": 1e12, "joules_per_token": 1e-12}]
     # Steps enough to bound what is to come, however long it takes until they agree.
@@ -292,6 +293,7 @@ def test_a_trial_that_ends_before_its_ranks_have_begun_had_its_device_all_the_sa
     assert TrialResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
+@pytest.mark.slow
 def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> None:
     stages = replace(LAYOUT, pipeline_parallel_size=2, stage_layers=(1, 1))
     losses = []
@@ -302,6 +304,7 @@ def test_the_rank_order_says_which_worker_holds_which_stage(begin: Begin) -> Non
     assert all(found == pytest.approx(losses[0], rel=1e-5) for found in losses)
 
 
+@pytest.mark.slow
 def test_a_trial_on_one_rank_leaves_the_other_idle(begin: Begin) -> None:
     assert statuses(begin(replace(LAYOUT, num_gpus=1))) == [("ok", None)]
     assert statuses(begin()) == [("ok", None)] * 2
