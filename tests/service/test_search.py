@@ -167,9 +167,14 @@ def test_search_trains_measures_records_and_answers(
     assert float(record.environment["load_average"]) >= 0
     for trial in record.trials:
         assert trial.metrics["tokens_per_s"] > 0
+        assert "mfu" not in trial.metrics
+        if "joules_per_token" not in trial.metrics:  # nobody had the CPU for a sample
+            assert trial.cause is not None
+            assert "in the window" in trial.cause
+            continue
         assert trial.metrics["joules_per_token"] > 0
         assert trial.methods["joules_per_token"] == "estimated"
-        assert "mfu" not in trial.metrics
+    assert any("joules_per_token" in trial.metrics for trial in record.trials)
     again = [trial for trial in record.trials if trial.purpose == "finalist"]
     assert all(trial.metrics["window_time_s"] >= 0.7 for trial in again)
     assert best(record) == pareto(record)[0]
