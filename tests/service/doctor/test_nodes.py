@@ -24,7 +24,9 @@ def test_every_node_of_a_cluster_is_examined_and_what_differs_is_told(tmp_path: 
     assert "Ray has lent it to others" in found["answers", "unknown"]["seen"]
     assert "matrix products failed" in found["products", "wrong"]["seen"]
     assert found["host clocks", "ok"]["seen"].endswith("s apart")
-    assert found["object store", "ok"]["seen"].startswith("objects come at")
+    stores = [one["seen"] for (check, _), one in found.items() if check == "object store"]  # slow where others work
+    assert len(stores) == 1
+    assert "objects come at" in stores[0]
     names = [node["name"] for node in answer["facts"]["nodes"]]
     assert len(set(names)) == 2, "two nodes of one host have names of their own"
 
