@@ -113,13 +113,14 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     parts, tokens = parts_of(cut, model, sequence_length), cut.tokens(sequence_length)
     there, back = _tensor_sums(cut, model, tokens, c)
     spread, copied = _spread(cut, model, tokens, c), _exchange_copies(cut, model, tokens, c)
-    dispatched = _dispatched(cut, model, tokens, c)
+    dispatched, regrouped = _dispatched(cut, model, tokens, c), _regrouped(cut, model, tokens, c)
     ways = [(priced(operator, cut, c), count) for operator, count in parts.block]
     spared, spared_back = _spared_casts(cut, model, tokens, c)
     merging, parting = _merged(cut, model, tokens, c)
     biases = _biases(cut, parts.block, c)
-    beside = [(there, 1), (spread, 1), (copied, 1), (dispatched, 1), (biases, 1), (merging, 1), (spared, -1)]
-    beside_back = [(back, 1), (spread, 1), (copied, 1), (dispatched, 1), (parting, 1), (spared_back, -1)]
+    either = [(spread, 1), (copied, 1), (dispatched, 1)]
+    beside = [*either, (there, 1), (regrouped, 1), (biases, 1), (merging, 1), (spared, -1)]
+    beside_back = [*either, (back, 1), (regrouped, 2), (parting, 1), (spared_back, -1)]
     forward = _total([*beside, *((load, count) for (load, _), count in ways)])
     backward = _total([*beside_back, *((load, count) for (_, load), count in ways)])
     block = forward.plus(backward)
@@ -449,6 +450,15 @@ def _dispatched(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Lo
     size = 2 * cut.width * rows * model.hidden
     seconds, sent = communicate(Collective.ALL_TO_ALL, size, 2, cut.experts, cut.tensor, cut.places, c)
     return Load(experts=seconds, sent=sent)
+
+
+def _regrouped(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
+    """The copies of exchanged tokens from the order of their senders to that of grouped experts, and back, forward;
+    backward there are twice as many (`MoE._exchanged` of `trainables/moe.py`; `sort_chunks_by_idxs` of Megatron-LM's
+    `MoEAlltoAllTokenDispatcher`)."""
+    if cut.experts == 1 or cut.engine.fills_experts:
+        return Load()
+    return _traffic(4.0 * cut.width * tokens * model.experts_per_token * _fullest(cut, c) * model.hidden, False, c)
 
 
 def _merged(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> tuple[Load, Load]:
