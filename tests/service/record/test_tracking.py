@@ -530,8 +530,8 @@ def mlflow_server(home: Home, port: int, backend: str | None = None) -> Iterator
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:  # on a busy machine
+            server.wait(5)
+        except subprocess.TimeoutExpired:  # it waits for those who are connected
             os.killpg(server.pid, signal.SIGKILL)
             server.wait(30)
 
