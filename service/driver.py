@@ -290,9 +290,9 @@ class _Recorder(ray.tune.Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         step = Step.from_config(trial.config)
+        self.tracker.start_trial(trial.trial_id, step.layout, step.purpose)  # what is said to have started is on record
         self.display.began = time.monotonic() - self.agenda.elapsed_s
         self.display.started(step.layout.label, step.purpose)
-        self.tracker.start_trial(trial.trial_id, step.layout, step.purpose)
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self._finish(trial, trial.last_result)
