@@ -454,8 +454,8 @@ def _dispatched(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Lo
 
 def _regrouped(cut: Cut, model: ModelShape, tokens: int, c: Coefficients) -> Load:
     """The copies of exchanged tokens from the order of their senders to that of grouped experts, and back, forward:
-    each value is read and written twice (`MoE._exchanged` of `trainables/moe.py`; `sort_chunks_by_idxs` of Megatron-LM's
-    `MoEAlltoAllTokenDispatcher`). Backward `megatron` makes twice as many."""
+    each value is read and written twice (`MoE._exchanged` of `trainables/moe.py`; `sort_chunks_by_idxs` of
+    Megatron-LM's `MoEAlltoAllTokenDispatcher`). Backward `megatron` makes twice as many."""
     if cut.experts == 1 or cut.engine.fills_experts:
         return Load()
     return _traffic(4.0 * cut.width * tokens * model.experts_per_token * _fullest(cut, c) * model.hidden, False, c)
