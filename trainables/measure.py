@@ -9,9 +9,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIKE = 0.005
 """The standard error of the mean of steps that are alike, over that mean: two of them differ by twice as much."""
+
+AHEAD_S = 0.02
+"""How much work a device must have ahead for it not to wait for its host soon."""
 
 PATIENCE = 2
 """How many times as long as they must last the first steps may take to turn out alike."""
@@ -22,7 +26,8 @@ class Procedure:
     """When warm-up ends, how long the window is, and whether one more step is profiled after it.
 
     The fields are those of the spec's `measurement` section, but for `alike_s`: a window whose steps are alike need
-    last no longer than that, and the steps right after the first are such a window if they can be.
+    last no longer than that, and the steps right after the first are such a window if they can be. One step that lasts
+    so long, and in which the device did not wait for its host, has no like.
     """
 
     steady_steps: int
@@ -48,6 +53,19 @@ class Timing:
     compile_s: float
 
 
+class Step(NamedTuple):
+    """One optimizer step.
+
+    `seconds` are the slowest rank's, `ended_ns` is this node's `time.monotonic_ns()` after it, and `ahead_s` the least
+    work that the device had ahead at any time it is known of. `share`: how much of a whole step's work it was.
+    """
+
+    seconds: float
+    ended_ns: int
+    ahead_s: float = 0.0
+    share: float = 1.0
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Whole steps in a row: the seconds of each, and the stamps in ns at their ends on this node's monotonic clock."""
@@ -57,73 +75,82 @@ class Stretch:
     end_ns: int
 
 
-def is_steady(steps: list[float], procedure: Procedure) -> bool:
+def is_steady(steps: Sequence[Step], procedure: Procedure) -> bool:
     """Whether the last `steady_steps` steps, the very first never counted, agree within the tolerance."""
-    recent = steps[1:][-procedure.steady_steps :]
+    recent = [step.seconds for step in steps[1:]][-procedure.steady_steps :]
     return len(recent) == procedure.steady_steps and max(recent) <= min(recent) * (1 + procedure.warmup_tolerance)
 
 
-def is_over(window: Sequence[float], procedure: Procedure) -> bool:
-    """Whether steps so long are a whole window, or enough of one."""
-    whole = len(window) >= procedure.window_min_steps and sum(window) >= procedure.window_s
+def is_over(window: Sequence[Step], procedure: Procedure) -> bool:
+    """Whether these steps are a whole window, or enough of one."""
+    whole = len(window) >= procedure.window_min_steps and lasted(window) >= procedure.window_s
     return whole or are_alike(window, procedure)
 
 
-def are_alike(window: Sequence[float], procedure: Procedure) -> bool:
+def are_alike(window: Sequence[Step], procedure: Procedure) -> bool:
     """Whether steps last as long as they must, and are known well enough by then."""
-    if len(window) < 2 or sum(window) < procedure.alike_s:
+    seconds = [step.seconds for step in window]
+    if not window or lasted(window) < procedure.alike_s:
         return False
-    return statistics.stdev(window) / math.sqrt(len(window)) <= ALIKE * statistics.fmean(window)
+    if len(window) == 1:
+        return window[0].ahead_s >= AHEAD_S
+    return statistics.stdev(seconds) / math.sqrt(len(seconds)) <= ALIKE * statistics.fmean(seconds)
 
 
 def time_steps(
-    step: Callable[[], tuple[float, int]],
+    step: Callable[[], Step],
     procedure: Procedure,
     compiled: bool,
     on_phase: Callable[[str], None] = lambda phase: None,
     on_steady: Callable[[Stretch], None] = lambda steps: None,
-    apart: int = 1,
+    apart: Sequence[Callable[[], Step]] | None = None,
+    began_ns: int = 0,
 ) -> Timing:
     """Run `step` through warm-up and window. `on_steady` is given the steps that agreed, if any did, before the window.
 
-    `step` trains one optimizer step and returns its seconds, the same number on every rank so that all ranks take the
-    same decisions, and this node's `time.monotonic_ns()` after it. The first `apart` steps are unlike the others.
+    `step` trains one optimizer step, and says the same seconds on every rank so that all ranks take the same decisions.
+    The steps of `apart`, of which there is one by default, come first and are unlike the others: no window has them.
+    `began_ns` is the stamp at the begin of what comes first, which counts where nothing is apart.
     """
     on_phase("warmup")
-    steps: list[float] = []
-    stamps: list[int] = []
-
-    def take() -> None:
-        seconds, now = step()
-        steps.append(seconds)
-        stamps.append(now)
+    steps = [take() for take in ((step,) if apart is None else apart)]
+    unlike = len(steps)
 
     def timing(begin: int) -> Timing:
-        window = tuple(steps[begin:])
+        window = tuple(one.seconds for one in steps[begin:])
         usual = statistics.median(window)
-        first = steps[: max(1, begin - 1)]
-        compile_s = sum(max(0.0, seconds - usual) for seconds in first) if compiled else 0.0
-        return Timing(tuple(steps[:begin]), window, stamps[begin - 1], stamps[-1], compile_s)
+        early = steps[: max(min(1, begin), begin - 1)]
+        return Timing(
+            warmup_steps_s=tuple(one.seconds for one in steps[:begin]),
+            window_steps_s=window,
+            start_ns=steps[begin - 1].ended_ns if begin else began_ns,
+            end_ns=steps[-1].ended_ns,
+            compile_s=sum(max(0.0, one.seconds - one.share * usual) for one in early) if compiled else 0.0,
+        )
 
-    while len(steps) < apart:
-        take()
     if math.isfinite(procedure.alike_s):
         on_phase("window")
-        while len(steps) < apart + 2 or sum(steps[apart:]) < PATIENCE * procedure.alike_s:
-            take()
-            if are_alike(steps[apart:], procedure):
-                return timing(apart)
+        while len(steps) < unlike + 2 or lasted(steps[unlike:]) < PATIENCE * procedure.alike_s:
+            steps.append(step())
+            if are_alike(steps[unlike:], procedure):
+                return timing(unlike)
         on_phase("warmup")
     while not (steady := is_steady(steps, procedure)):
         # The first step carries compilation and the creation of communicators: it has no say in the limit.
-        if len(steps) > procedure.steady_steps and sum(steps[1:]) >= procedure.warmup_max_s:
+        if len(steps) > procedure.steady_steps and lasted(steps[1:]) >= procedure.warmup_max_s:
             break
-        take()
+        steps.append(step())
     if steady:
-        agreed = procedure.steady_steps
-        on_steady(Stretch(tuple(steps[-agreed:]), stamps[-agreed - 1], stamps[-1]))
+        agreed = steps[-procedure.steady_steps :]
+        before = steps[-procedure.steady_steps - 1]
+        on_steady(Stretch(tuple(one.seconds for one in agreed), before.ended_ns, agreed[-1].ended_ns))
     on_phase("window")
     begin = len(steps)
     while not is_over(steps[begin:], procedure):
-        take()
+        steps.append(step())
     return timing(begin)
+
+
+def lasted(steps: Sequence[Step]) -> float:
+    """Seconds of some steps."""
+    return math.fsum(step.seconds for step in steps)

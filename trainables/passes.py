@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ from trainables.platforms.base import Mark
 
 
 class Moment(StrEnum):
-    """What an engine tells of a step of a pipeline beside its passes."""
+    """What is told of a step beside the passes of its pipeline: by an engine, but for the first."""
+
+    DEALT = "dealt"
+    """Without a pipeline: a microbatch is there."""
 
     DONE = "done"
     """The latest pass is computed, perhaps but for its loss, after which this is told again. Messages come then."""
@@ -49,15 +53,18 @@ class PassTimes:
 
 
 class _Event(NamedTuple):
-    """What an engine told, the end of what was before it, and its own begin, which is later if there was a pause."""
+    """What was told, and when, in ns; the end of what was before it, and its own begin, which is later if there was a
+    pause."""
 
     what: Action | Moment
+    told_ns: int
     ended: Mark
     begun: Mark
 
 
 @dataclass
 class _Step:
+    start_ns: int
     start: Mark
     events: list[_Event]
     end: Mark
@@ -80,14 +87,15 @@ class PassClock:
 
     def begin(self) -> None:
         start = self.mark()
-        self.steps.append(_Step(start, [], start))
+        self.steps.append(_Step(time.monotonic_ns(), start, [], start))
 
     def observe(self, what: Action | Moment) -> None:
+        told_ns = time.monotonic_ns()
         ended = begun = self.mark()
         if self.pause is not None and (seconds := self.pauses.get(what, 0.0)) > 0:
             self.pause(seconds)
             begun = self.mark()
-        self.steps[-1].events.append(_Event(what, ended, begun))
+        self.steps[-1].events.append(_Event(what, told_ns, ended, begun))
 
     def end(self) -> None:
         self.steps[-1].end = self.mark()
@@ -106,6 +114,16 @@ class PassClock:
             reduces_s={
                 action: statistics.fmean(step.reduces_s[action] for step in times) for action in times[0].reduces_s
             },
+        )
+
+    def ahead_s(self) -> float:
+        """The least that the host was ahead of the device, when it began to give it a pass of the latest step, or a
+        microbatch, but for the first. The device must have done them, and nothing else when the step began."""
+        step = self.steps[-1]
+        begins = [event for event in step.events if isinstance(event.what, Action) or event.what is Moment.DEALT]
+        return min(
+            (_seconds(step.start, event.ended) - (event.told_ns - step.start_ns) / 1e9 for event in begins[1:]),
+            default=0.0,
         )
 
     def computing(self, steps: int) -> tuple[PassTime, ...]:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from trainables.data import open_tokens
 from trainables.engines.base import Job, Microbatch, StepOutput
 from trainables.engines.build import build_engine
 from trainables.losses import check_learning
-from trainables.measure import Stretch, Timing, time_steps
+from trainables.measure import Step, Stretch, Timing, time_steps
 from trainables.passes import PassClock
 from trainables.profiling import MOST_STEPS, profile_steps
 from trainables.program import Place, Progress, RankReport, TrialRequest
@@ -96,12 +96,13 @@ class Rank:
         """Time all batches. Collective."""
         timings: dict[int, Timing] = {}
         passes: tuple[PassTime, ...] = ()
-        for batch in self.batches:
-            if timings:
+        for batch in self.order:
+            if batch != self.layout.global_batch_size:
                 self.change_batch(batch)
             timings[batch] = timing = self.time_steps()
             reclaims = self.platform.reclaims(self.world.device) - self.reclaimed
-            passes = passes or self.clock.computing(len(timing.window_steps_s))
+            if batch == self.batches[0]:
+                passes = self.clock.computing(len(timing.window_steps_s))
             self.enter("report")
             losses = tuple(self.world.total(torch.stack(self.losses)).tolist())
             self.check(losses)
@@ -109,7 +110,7 @@ class Rank:
             rank=self.world.rank,
             coordinates=self.layout.coordinates(self.world.rank),
             device=self.progress.device,
-            timings=timings,
+            timings={batch: timings[batch] for batch in self.batches},
             losses=losses,
             grad_norms=tuple(float(norm) for norm in self.grad_norms),
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
@@ -140,14 +141,20 @@ class Rank:
         )
 
     @property
-    def steps_apart(self) -> int:
-        """How many steps of a batch, its first, are unlike the others."""
-        return 1
+    def order(self) -> Sequence[int]:
+        """The batches in the order of time."""
+        return self.batches
+
+    @property
+    def apart(self) -> Sequence[Callable[[], Step]]:
+        """What trains the first steps with the present batch, which are unlike its others."""
+        return (self.timed_step,)
 
     def time_steps(self) -> Timing:
         """Time steps of the present batch. Collective."""
         procedure, compiled = self.request.procedure, self.layout.compile
-        return time_steps(self.timed_step, procedure, compiled, self.enter, self.agreed, self.steps_apart)
+        apart, began_ns = self.apart, self.step_began_ns
+        return time_steps(self.timed_step, procedure, compiled, self.enter, self.agreed, apart, began_ns)
 
     def check(self, losses: tuple[float, ...]) -> None:
         """Raise `InvalidTrial` if this is no training."""
@@ -180,8 +187,8 @@ class Rank:
         number, length, rank = len(self.losses), self.training.sequence_length, self.engine.data_parallel_rank
         return microbatches(self.stream, self.layout, length, number, rank, self.world.device)
 
-    def timed_step(self) -> tuple[float, int]:
-        """Train one step: the seconds of the slowest rank, and the stamp in ns at its end here."""
+    def timed_step(self) -> Step:
+        """Train one step."""
         output = self.step()
         self.losses.append(output.loss.float())
         self.grad_norms.append(output.grad_norm)
@@ -195,7 +202,7 @@ class Rank:
         if len(self.losses) == 1:
             settle()
             self.step_began_ns = time.monotonic_ns()
-        return seconds, self.step_began_ns
+        return Step(seconds, self.step_began_ns)
 
 
 def settle() -> None:

@@ -30,7 +30,7 @@ class Slice(RankProgram):
     @staticmethod
     def preload(layouts: Iterable[Layout]) -> list[str]:
         """What a whole training needs, and the stand-in."""
-        return [*Training.preload(layouts), "trainables.slice_rank"]
+        return [*Training.preload(layouts), "trainables.slice_rank", "trainables.hashed"]
 
     def ranks(self, layout: Layout) -> Sequence[int]:
         return (self.rank,)

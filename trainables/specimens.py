@@ -119,5 +119,5 @@ def _turn_s(rank: SliceRank) -> tuple[float, ...]:
 def _steps(rank: SliceRank, least_s: float, least: int) -> list[float]:
     seconds: list[float] = []
     while len(seconds) < least or math.fsum(seconds) < least_s:
-        seconds.append(rank.timed_step()[0])
+        seconds.append(rank.timed_step().seconds)
     return seconds

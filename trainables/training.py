@@ -29,7 +29,7 @@ class Training(RankProgram):
         chosen = list(layouts)
         engines = dict.fromkeys(engine_module(layout.engine) for layout in chosen)
         compiled = any(layout.compile or layout.precision == "fp8" for layout in chosen)
-        return ["trainables.rank", *engines, *["torch._inductor.compile_fx"] * compiled]
+        return ["trainables.rank", *engines, *["torch._inductor.compile_fx", "trainables.hashed"] * compiled]
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """Train and time the layout with each of the request's batches. Collective over the ranks.

@@ -37,9 +37,9 @@ PHASES = ("trial_overhead_s", "compile_time_s", "warmup_time_s", "window_time_s"
 
 
 def whole(trial_id: str, layout: Layout, problem: Problem, warm: Warm) -> TrialResult:
-    """A layout by slices, in whole windows of the whole batch, without a profile."""
+    """A layout by slices, in whole windows of the whole batch."""
     request = make_request(trial_id, layout, problem)
-    procedure = replace(request.procedure, alike_s=math.inf, window_s=problem.measurement.window_s, breakdown=False)
+    procedure = replace(request.procedure, alike_s=math.inf, window_s=problem.measurement.window_s)
     return run_slices(warm.bench(problem), replace(request, procedure=procedure, batches=()))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainables.measure import Step
 from trainables.program import Place, Progress, RankReport, TrialRequest
 from trainables.rank import Rank
 from trainables.slice import Slice
@@ -54,7 +55,7 @@ class TracedRank(Rank):
 
     training: Traced
 
-    def timed_step(self) -> tuple[float, int]:
+    def timed_step(self) -> Step:
         timed = super().timed_step()
         if len(self.losses) == self.training.steps:
             device = self.world.device
@@ -68,7 +69,10 @@ class TracedRank(Rank):
 
 
 class TracedAlone(TracedRank, SliceRank):
-    """A rank that is alone, whose allocations are recorded."""
+    """A rank that is alone, whose allocations are recorded. Its steps are those of the others."""
+
+    def first_step(self) -> Step:
+        return self.timed_step()
 
 
 def record() -> None:

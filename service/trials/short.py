@@ -27,13 +27,13 @@ microbatches; with twice as many it would be 2.2%, with four times 1.4% at more 
 SPREAD_ALONE = 2
 """Likewise of ranks that run alone: their steps vary by 0.1 to 0.3%, of which twice as many make 0.2 to 0.7%."""
 
-ALONE_S = 2.0
+ALONE_S = 1.5
 """Enough of a rank alone, whose steps vary less than a gang's, if these are alike: energy takes no more to be read."""
 
 SAVED = 3
 """The least by which the whole batch must exceed both together for short trials to be worth their error."""
 
-SAVED_ALONE = 2
+SAVED_ALONE = 1
 """Likewise of ranks that run alone, whose steps vary less."""
 
 STEADY = 4

@@ -5,6 +5,7 @@ A trial that fails is of a program of its own, which first sets one of torch's g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -98,8 +99,18 @@ def left_behind() -> dict[str, int]:
         "connections": sum(len(process.net_connections()) for process in family),
         "threads": sum(process.num_threads() for process in family),
         "memory MiB": sum(process.memory_info().rss for process in family) >> 20,
-        "shared memory": len(list(Path("/dev/shm").iterdir())),
+        "shared memory": len({*map(str, Path("/dev/shm").iterdir())} - mapped_by_others(family)),
     }
+
+
+def mapped_by_others(family: list[psutil.Process]) -> set[str]:
+    """The shared memory of what else runs on this machine."""
+    mapped: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process not in family:
+                mapped.update(of.path for of in process.memory_maps() if of.path.startswith("/dev/shm/"))
+    return mapped
 
 
 def main(count: int) -> None:

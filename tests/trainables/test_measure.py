@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from trainables.measure import Procedure, Stretch, Timing, is_steady, time_steps
+from trainables.measure import AHEAD_S, Procedure, Step, Stretch, Timing, is_steady, time_steps
 
 PROCEDURE = Procedure(steady_steps=3, warmup_tolerance=0.02, warmup_max_s=30.0, window_s=10.0, window_min_steps=5)
 
 
-def scripted(seconds: Iterable[float]) -> Callable[[], tuple[float, int]]:
-    """Steps that take the given times on a clock that starts at 1000 s."""
+def scripted(seconds: Iterable[float], ahead: float = 0.0, share: float = 1.0) -> Callable[[], Step]:
+    """Steps that take the given times on a clock that starts at 1000 s; the host is so many seconds `ahead` of all."""
     now_ns, times = 1_000_000_000_000, iter(seconds)
 
-    def step() -> tuple[float, int]:
+    def step() -> Step:
         nonlocal now_ns
         taken = next(times)
         now_ns += round(taken * 1e9)
-        return taken, now_ns
+        return Step(taken, now_ns, ahead, share)
 
     return step
 
@@ -37,11 +37,14 @@ def test_warm_up_ends_as_soon_as_recent_steps_agree() -> None:
 
 
 def test_the_first_step_never_counts_as_steady() -> None:
-    assert not is_steady([2.0, 2.0, 2.0], PROCEDURE)
-    assert is_steady([2.0, 2.0, 2.0, 2.0], PROCEDURE)
-    assert is_steady([2.0, 2.0, 2.0, 2.04], PROCEDURE)
-    assert not is_steady([2.0, 2.0, 2.0, 2.05], PROCEDURE)
-    assert not is_steady([], PROCEDURE)
+    def steady(*seconds: float) -> bool:
+        return is_steady([Step(one, 0) for one in seconds], PROCEDURE)
+
+    assert not steady(2.0, 2.0, 2.0)
+    assert steady(2.0, 2.0, 2.0, 2.0)
+    assert steady(2.0, 2.0, 2.0, 2.04)
+    assert not steady(2.0, 2.0, 2.0, 2.05)
+    assert not steady()
 
 
 def test_unsteady_steps_warm_up_no_longer_than_allowed() -> None:
@@ -90,9 +93,38 @@ def test_fewer_steps_do_where_they_are_alike(steps: list[float], warmup: int, wi
     assert (timing.end_ns - timing.start_ns) / 1e9 == pytest.approx(sum(timing.window_steps_s))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "ahead", "window"),
+    [
+        (4.0, AHEAD_S, 1),
+        (3.9, AHEAD_S, 2),  # it does not last as long as a window must
+        (4.0, 0.9 * AHEAD_S, 2),  # the device may have waited for its host, in this step more than in others
+    ],
+)
+def test_one_long_step_does_where_the_host_was_ahead_of_the_device(seconds: float, ahead: float, window: int) -> None:
+    timing = time_steps(scripted([9.0, *[seconds] * 9], ahead), ALIKE, False)
+    assert timing.window_steps_s == (seconds,) * window
+    whole = time_steps(scripted([9.0, *[seconds] * 9], ahead), PROCEDURE, False)
+    assert len(whole.window_steps_s) == PROCEDURE.window_min_steps
+
+
 def test_steps_that_are_unlike_all_others_are_no_part_of_a_window() -> None:
-    timing = time_steps(scripted([9.0, *[2.0] * 9]), ALIKE, False, apart=3)
+    step = scripted([9.0, *[2.0] * 9])
+    timing = time_steps(step, ALIKE, False, apart=[step] * 3)
     assert (timing.warmup_steps_s, timing.window_steps_s) == ((9.0, 2.0, 2.0), (2.0, 2.0))
+
+
+def test_a_window_begins_at_once_where_no_step_is_unlike_the_others() -> None:
+    timing = time_steps(scripted([2.0] * 9), ALIKE, True, apart=(), began_ns=1_000_000_000_000)
+    assert timing == Timing((), (2.0, 2.0), 1_000_000_000_000, 1_004_000_000_000, 0.0)
+    timing = time_steps(scripted([*[1.0, 1.1] * 9, *[1.0] * 30]), ALIKE, False, apart=(), began_ns=0)
+    assert timing.warmup_steps_s == (*[1.0, 1.1] * 9, 1.0, 1.0, 1.0)
+
+
+def test_compiling_is_told_from_the_rest_of_a_step_that_was_shorter_than_others() -> None:
+    short = scripted([9.0], share=0.5)
+    timing = time_steps(scripted([2.0] * 9), ALIKE, True, apart=[short])
+    assert timing.compile_s == pytest.approx(9.0 - 1.0)
 
 
 def test_a_step_that_compiles_is_told_from_a_window_right_after_it() -> None:
@@ -124,7 +156,7 @@ def test_phases_are_told_as_they_begin() -> None:
     events: list[str] = []
     step = scripted(itertools.repeat(5.0))
 
-    def watched() -> tuple[float, int]:
+    def watched() -> Step:
         events.append("step")
         return step()
 

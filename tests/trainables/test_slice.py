@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from search_spaces.kinds import first_rank
 from search_spaces.layout import Layout
@@ -29,6 +31,8 @@ from tests.trainables.test_parity import (
     reports,
     request,
 )
+from trainables import passes
+from trainables.measure import Step
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.platforms.cpu import Instant
 from trainables.program import TrialRequest
@@ -154,13 +158,61 @@ def test_passes_are_those_of_the_schedule(model: ModelShape, layout: Layout, ran
 
 
 @pytest.mark.parametrize(
-    ("layout", "apart"),
-    [(megatron(2, pp=2, mbs=1), 1), (megatron(2, pp=2, mbs=4), 2), (megatron(2, zero=1, mbs=4), 1)],
+    ("layout", "apart", "later"),
+    [(megatron(2, pp=2, mbs=1), 1, 1), (megatron(2, pp=2, mbs=4), 2, 2), (megatron(2, zero=1, mbs=4), 1, 0)],
 )
-def test_pauses_follow_from_the_first_step_unless_too_few_microbatches_tell(layout: Layout, apart: int) -> None:
+def test_pauses_follow_from_the_first_step_unless_too_few_microbatches_tell(
+    layout: Layout, apart: int, later: int
+) -> None:
+    """Without a pipeline only the first step of all is unlike others; with one, the first of each batch."""
     rank = object.__new__(SliceRank)
-    rank.layout = layout
-    assert rank.steps_apart == apart
+    rank.layout, rank.losses = layout, []
+    assert len(rank.apart) == apart
+    rank.losses = [torch.zeros(())]
+    assert len(rank.apart) == later
+
+
+@pytest.mark.parametrize(
+    ("largest", "count", "trained", "share"),
+    [(4, 4, [3, 4], 0.75), (4, 2, [3, 2], 1.5), (12, 12, [3, 12], 0.25), (3, 3, [], 1.0), (2, 2, [], 1.0)],
+)
+def test_the_first_step_of_all_has_three_microbatches_if_there_are_any(
+    largest: int, count: int, trained: list[int], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed: list[int] = []
+    monkeypatch.setattr(SliceRank, "change_batch", lambda rank, size: changed.append(size))
+    monkeypatch.setattr(SliceRank, "timed_step", lambda rank: Step(1.0, 5))
+    rank = object.__new__(SliceRank)
+    rank.layout, rank.step_began_ns = Layout("megatron", 4, 8 * count, micro_batch_size=2), 7
+    rank.batches = (8 * largest, 8 * count)
+    step = rank.first_step()
+    assert changed == [8 * microbatches for microbatches in trained]
+    assert (step.share, step.ended_ns) == (share, 7 if changed else 5)
+
+
+def test_a_rank_alone_begins_with_its_smallest_batch(run_ranks: RunRanks) -> None:
+    layout = megatron(2, zero=1, mbs=1)
+    few, many = (replace(layout, global_batch_size=count * layout.data_parallel_size) for count in (3, 6))
+    sizes = many.global_batch_size, few.global_batch_size
+    trial = replace(request(many, LLAMA), batches=sizes, trial_id="two batches alone")
+    (report,) = reports(run_ranks(alone(trial, 0)))
+    assert report.slice is not None
+    assert tuple(report.timings) == tuple(report.slice.times)[::-1] == sizes
+    larger, smaller = report.timings.values()
+    assert smaller.end_ns <= larger.start_ns
+
+
+def test_the_host_is_ahead_by_the_least_that_it_was_at_a_pass_or_a_microbatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, third = (Action(0, Pass.FORWARD, index) for index in range(3))
+    told = iter([1000, 1000, 1003, 1004, 1007, 2000, 2000, 2005, 3000])
+    monkeypatch.setattr(passes, "time", SimpleNamespace(monotonic_ns=lambda: next(told)))
+    marks: list[Marked] = [(0, None), (0, first), (10, second), (11, Moment.PASSED), (12, third), (20, None)]
+    assert clocked([marks]).ahead_s() == pytest.approx(5e-9), "the third, of which the host told at 7"
+    dealt: list[Marked] = [(0, None), (0, Moment.DEALT), (9, Moment.DEALT), (20, None)]
+    assert clocked([dealt]).ahead_s() == pytest.approx(4e-9)
+    assert clocked([[(0, None), (20, None)]]).ahead_s() == 0.0, "of which nothing is known"
 
 
 def test_a_rank_of_a_pipeline_pauses_where_others_would_let_it_wait(run_ranks: RunRanks) -> None:

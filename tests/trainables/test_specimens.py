@@ -18,7 +18,7 @@ from search_spaces.operators import Kind, Operator
 from tests.trainables.conftest import RunRanks
 from tests.trainables.test_parity import reports
 from trainables import specimens
-from trainables.measure import Procedure
+from trainables.measure import Procedure, Step
 from trainables.operators import Operators
 from trainables.platforms.cpu import PLATFORM as CPU
 from trainables.program import Place, Progress, RankReport, TrialRequest
@@ -110,9 +110,9 @@ def test_one_that_is_ready_has_timed_steps_of_each_batch_and_nothing_else(monkey
         def time_steps(self) -> None:
             self.timed.append(self.batch)
 
-        def timed_step(self) -> tuple[float, int]:
+        def timed_step(self) -> Step:
             assert tuple(self.timed) == self.batches
-            return self.batch / 10, 0
+            return Step(self.batch / 10, 0)
 
     monkeypatch.setattr(specimens, "SpecimenRank", Rank)
     one = specimens.Specimen(LAUNCH, REQUEST, Place(0, 0, "", 0, CPU))

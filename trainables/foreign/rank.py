@@ -25,7 +25,7 @@ from trainables.foreign.peers import Peers
 from trainables.foreign.process import Program
 from trainables.foreign.steps import HOOK, HookSteps, LogSteps, StepEnd, Steps, Told
 from trainables.losses import check_learning
-from trainables.measure import Stretch, Timing, time_steps
+from trainables.measure import Step, Stretch, Timing, time_steps
 from trainables.profiling import Event, linked_s, of_events
 from trainables.program import InvalidTrial, Place, Progress, RankReport, TrialRequest
 
@@ -195,8 +195,8 @@ class CommandRank:
         own = self.place.platform.device(self.place.local_rank)
         self.progress = replace(self.progress, device=self.steps.device or self.place.platform.identity(own))
 
-    def step(self) -> tuple[float, int]:
-        """Wait for the end of the next step: the seconds of the slowest rank, and the stamp in ns at its end here."""
+    def step(self) -> Step:
+        """Wait for the end of the next step."""
         if self.speaks:
             while not self.steps.wait(POLL_S):
                 self.watch()
@@ -212,7 +212,7 @@ class CommandRank:
         speed = self.command.tokens_per_step / seconds if seconds else None
         self.progress = replace(self.progress, tokens_per_s=speed, awaits=None)
         self.on_progress(self.progress)
-        return seconds, now
+        return Step(seconds, now)
 
     def told(self) -> Told:
         """What the program says of itself and of the steps that count."""

@@ -42,8 +42,8 @@ def test_two_numbers_of_microbatches_stand_for_many(layout: Layout, counts: tupl
 def test_fewer_stand_for_many_where_a_rank_is_alone() -> None:
     assert sizes(PLAIN, alone=False) == (24, 8)
     assert sizes(PLAIN, alone=True) == (16, 8)
-    assert sizes(replace(PLAIN, global_batch_size=48), alone=True) == (16, 8)
-    assert sizes(replace(PLAIN, global_batch_size=44), alone=True) == ()
+    assert sizes(replace(PLAIN, global_batch_size=24), alone=True) == (16, 8)
+    assert sizes(replace(PLAIN, global_batch_size=20), alone=True) == ()
 
 
 @settings(deadline=None, max_examples=50)
