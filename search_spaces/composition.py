@@ -40,6 +40,8 @@ class RankTimes:
     - `busy_power_w`: its GPU's mean power over the step, pauses among it; `waiting_power_w`: while it waits for others.
     - `memory_gib`: the peak of what torch reserved.
     - `products`: of these seconds, the share in which it does matrix products and attention; 0 in records that lack it.
+    - `microbatch_s`, `microbatch_power_w`: without a pipeline, what a microbatch takes of the step that is neither the
+      first nor the last, and the GPU's mean power meanwhile; 0 where nobody asked.
     - `slower`: these are the seconds of a GPU that takes so much longer than the one that was measured (`on_slower`),
       as it has less power or computes less with it.
     """
@@ -56,6 +58,8 @@ class RankTimes:
     products: float = 0.0
     slower: float = 1.0
     reduces: Mapping[Action, float] = field(default_factory=dict)
+    microbatch_s: float = 0.0
+    microbatch_power_w: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -73,6 +77,7 @@ class RankTimes:
             update_s=longer * self.update_s,
             slower=slower,
             reduces={action: longer * seconds for action, seconds in self.reduces.items()},
+            microbatch_s=longer * self.microbatch_s,
         )
 
 

@@ -1,8 +1,9 @@
-"""The passes of a pipeline's whole step, from those measured in a step of fewer microbatches.
+"""What a rank does in a whole step, from what it was measured to do in a step of fewer microbatches.
 
 Once it is full, a pipeline does the same over and over until it drains. So a step of few microbatches has each kind of
 pass that a step of many has, and how long the whole one takes then follows by playing its schedule
-(`search_spaces.composition`), rather than by a line through steps of several sizes.
+(`search_spaces.composition`), rather than by a line through steps of several sizes. Without a pipeline, all
+microbatches but the first and the last are alike.
 """
 
 from __future__ import annotations
@@ -76,12 +77,14 @@ def overlap(few: Layout, many: Layout, pipeline_rank: int) -> Overlap:
 
 
 def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int) -> RankTimes:
-    """What a pipeline rank does in a step of `many` microbatches, from what it was measured to do in one of `few`.
+    """What a rank does in a step of `many` microbatches, from what it was measured to do in one of `few`.
 
-    The two layouts differ in nothing but the global batch. What happens once a step is as measured, as is the power of
-    what the rank does between pauses, which are left out; exposed communication keeps its share of the step. Memory is
-    that of the step of few. Raises KeyError if there are too few microbatches.
+    The two layouts differ in nothing but the global batch. What happens once a step is as measured; exposed
+    communication keeps its share of the step. Memory is that of the step of few. Of a pipeline's rank, pauses are left
+    out, and power is that of what it does between them. Raises KeyError if there are too few microbatches.
     """
+    if many.pipeline_parallel_size == 1:
+        return _with_more(times, many.gradient_accumulation_steps - few.gradient_accumulation_steps)
     found = overlap(few, many, pipeline_rank)
     passes = found.passes(times.passes)
     longer = 1 + (sum(passes.values()) - sum(times.passes.values())) / times.busy_s
@@ -96,6 +99,20 @@ def stretch(times: RankTimes, few: Layout, many: Layout, pipeline_rank: int) -> 
             action._replace(microbatch=action.microbatch + found.longer): seconds
             for action, seconds in times.reduces.items()
         },
+    )
+
+
+def _with_more(times: RankTimes, microbatches: int) -> RankTimes:
+    """A step without a pipeline, with so many microbatches more."""
+    if not times.microbatch_s:
+        raise KeyError("no microbatch is neither the first nor the last")
+    more_s = microbatches * times.microbatch_s
+    longer = 1 + more_s / times.busy_s
+    return replace(
+        times,
+        tail_s=times.tail_s + more_s,
+        busy_power_w=(times.busy_power_w * times.busy_s + times.microbatch_power_w * more_s) / (times.busy_s + more_s),
+        exposed_s={kind: longer * seconds for kind, seconds in times.exposed_s.items()},
     )
 
 

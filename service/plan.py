@@ -25,6 +25,7 @@ from service.goals import Comparison
 from service.metrics import ALWAYS, Direction, heading, number
 from service.problem import Measurement, Problem
 from service.trials import short
+from trainables.slice import FIRST
 
 OF_TIME = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "joules_per_token", "energy_per_step_j")
 """Metrics that are off as step times are."""
@@ -173,8 +174,9 @@ def _steps_s(measurement: Measurement, layout: Layout, step_s: float) -> float:
     """About the seconds that one kind of rank trains if its steps are alike, by the predicted time of the layout's."""
     sizes = short.sizes(layout, alone=True) if measurement.short_trials else ()
     each = [step_s * size / layout.global_batch_size for size in sizes] or [step_s]
+    shortest_s = math.inf if layout.pipeline_parallel_size > 1 else FIRST / layout.gradient_accumulation_steps * step_s
     profiled_s = each[0] if measurement.breakdown else 0.0
-    return profiled_s + sum(one_s + max(short.ALONE_S, 2 * one_s) for one_s in each)
+    return min(each[0], shortest_s) + profiled_s + sum(max(short.ALONE_S, one_s) for one_s in each)
 
 
 def _doubts(accelerator: str, calibration: cost.Coefficients) -> list[str]:

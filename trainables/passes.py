@@ -40,7 +40,8 @@ class PassTimes:
     `head_s` is from the step's begin to its first pass, `passes_s` each pass, from its begin to that of the next one,
     or until the gradients of its stage are reduced, `reduces_s` that, by the pass that it follows, but for the last,
     and `tail_s` from the end of the last pass to the step's; `update_s` of it comes after ranks agreed on the norm of
-    the gradient, 0 where the engine does not tell. Without a pipeline the whole step is in the tail. `waited_s` are the
+    the gradient, 0 where the engine does not tell. Without a pipeline the whole step is in the tail, and `microbatch_s`
+    what a microbatch takes of it that is neither the first nor the last, 0 where there is none. `waited_s` are the
     pauses besides.
     """
 
@@ -50,6 +51,7 @@ class PassTimes:
     update_s: float
     waited_s: float
     reduces_s: dict[Action, float] = field(default_factory=dict)
+    microbatch_s: float = 0.0
 
 
 class _Event(NamedTuple):
@@ -114,6 +116,7 @@ class PassClock:
             reduces_s={
                 action: statistics.fmean(step.reduces_s[action] for step in times) for action in times[0].reduces_s
             },
+            microbatch_s=statistics.fmean(step.microbatch_s for step in times),
         )
 
     def ahead_s(self) -> float:
@@ -160,7 +163,10 @@ def _times(step: _Step) -> PassTimes:
     passes = [event for event in events if isinstance(event.what, Action)]
     waited_s = sum(_seconds(event.ended, event.begun) for event in events if event.begun is not event.ended)
     if not passes:
-        return PassTimes(0.0, {}, _seconds(step.start, step.end) - waited_s, 0.0, waited_s)
+        dealt = [event.begun for event in events if event.what is Moment.DEALT]
+        between = dealt[1:]  # the begins of the second and of all after it, of which the last ends with the step
+        microbatch_s = _seconds(between[0], between[-1]) / (len(between) - 1) if len(between) > 1 else 0.0
+        return PassTimes(0.0, {}, _seconds(step.start, step.end) - waited_s, 0.0, waited_s, microbatch_s=microbatch_s)
     last = events.index(passes[-1])
     over = events[last + 1]
     within = list(pairwise(events[: last + 2]))

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -97,12 +97,11 @@ class Rank:
         timings: dict[int, Timing] = {}
         passes: tuple[PassTime, ...] = ()
         for batch in self.order:
-            if batch != self.layout.global_batch_size:
+            if timings:
                 self.change_batch(batch)
             timings[batch] = timing = self.time_steps()
             reclaims = self.platform.reclaims(self.world.device) - self.reclaimed
-            if batch == self.batches[0]:
-                passes = self.clock.computing(len(timing.window_steps_s))
+            passes = passes or self.clock.computing(len(timing.window_steps_s))
             self.enter("report")
             losses = tuple(self.world.total(torch.stack(self.losses)).tolist())
             self.check(losses)
@@ -110,7 +109,7 @@ class Rank:
             rank=self.world.rank,
             coordinates=self.layout.coordinates(self.world.rank),
             device=self.progress.device,
-            timings={batch: timings[batch] for batch in self.batches},
+            timings=timings,
             losses=losses,
             grad_norms=tuple(float(norm) for norm in self.grad_norms),
             peak_memory_gib=self.platform.peak_memory_gib(self.world.device),
@@ -141,8 +140,8 @@ class Rank:
         )
 
     @property
-    def order(self) -> Sequence[int]:
-        """The batches in the order of time."""
+    def order(self) -> Iterable[int]:
+        """The batches to time one after the other, each asked for when the one before it was timed."""
         return self.batches
 
     @property

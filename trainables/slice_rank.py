@@ -22,7 +22,7 @@ from trainables.measure import Step, Timing
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
 from trainables.rank import Rank
-from trainables.slice import UNNAMED, Slice
+from trainables.slice import FIRST, UNNAMED, Slice
 from trainables.standin.join import join, tell_compiler
 from trainables.standin.ledger import Call
 from trainables.world import World
@@ -30,9 +30,9 @@ from trainables.world import World
 WAIT_S, SETTLES_S = 0.5, 0.2
 """Long enough for some samples of the power of waiting, and for none of them to be of what came before."""
 
-FIRST = 3
-"""Microbatches of the first step of all: two for each part of a training to run as in longer steps, and one more for a
-GPU to come to its power limit. Of Llama-3-8B, an H200 is above it for the first 1.9 s, and a step then 3% too fast."""
+ONCE = 0.03
+"""Up to what share of a step, which is done once for all microbatches, its mean power is taken for theirs. They differ
+by no more than that share, and by a third of it where what is done once draws two thirds of their power."""
 
 TELLING = 3
 """Microbatches of which one, the first, which carries what happens once, does not tell in the median."""
@@ -137,9 +137,14 @@ class SliceRank(Rank):
         return self.layout.pipeline_parallel_size > 1
 
     @property
-    def order(self) -> Sequence[int]:
-        """The smallest first, for the GPU to be as warm as it gets when the largest is timed, which counts for more."""
-        return self.batches[::-1]
+    def order(self) -> Iterable[int]:
+        """The largest, and the others only where enough of its step is done once a step for its power to tell little of
+        that of a microbatch."""
+        largest, *others = self.batches
+        yield largest
+        whole = self.times[largest]
+        if self.layout.gradient_accumulation_steps * whole.microbatch_s < (1 - ONCE) * whole.tail_s:
+            yield from others
 
     @property
     def apart(self) -> Sequence[Callable[[], Step]]:

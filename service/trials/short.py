@@ -4,8 +4,9 @@ Of a whole gang (`batches`), time and energy of a step are linear in its microba
 in 1F1B and its interleaved and zero-bubble forms a step takes (m + p - 1) times as long as one of m microbatches does
 on each of p ranks (Narayanan et al. 2021, section 2.2), and everything else once.
 
-They are so of ranks that run alone, too, but for those of a pipeline (`batch_alone`): of these each pass is measured,
-and the whole step played from them (`search_spaces.stretching`).
+Of ranks that run alone, each microbatch is timed, and with a pipeline each pass (`batch_alone`), and the whole step put
+together from these (`search_spaces.stretching`). Where a step of fewer microbatches is timed as well, it tells what
+these draw.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SPREAD = 3
 microbatches; with twice as many it would be 2.2%, with four times 1.4% at more steps' cost."""
 
 SPREAD_ALONE = 2
-"""Likewise of ranks that run alone: their steps vary by 0.1 to 0.3%, of which twice as many make 0.2 to 0.7%."""
+"""Likewise of ranks that run alone: of four microbatches, two are neither the first nor the last, as all others are."""
 
 ALONE_S = 1.5
 """Enough of a rank alone, whose steps vary less than a gang's, if these are alike: energy takes no more to be read."""
@@ -34,7 +35,7 @@ SAVED = 3
 """The least by which the whole batch must exceed both together for short trials to be worth their error."""
 
 SAVED_ALONE = 1
-"""Likewise of ranks that run alone, whose steps vary less."""
+"""Likewise of ranks that run alone, whose microbatches vary less."""
 
 STEADY = 4
 """The least of each kind of passes of a full pipeline by whose mean a rank alone stands for all others like them."""

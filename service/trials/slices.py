@@ -21,10 +21,10 @@ from search_spaces.network import Network
 from search_spaces.stretching import stretch
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
-from service.result import Proxy, Purpose, SliceRecord, TrialResult
+from service.result import Purpose, SliceRecord, TrialResult
 from service.trials import probe
 from service.trials.bench import Alone, Bench
-from service.trials.extrapolation import SPENT, over_batch
+from service.trials.extrapolation import SPENT
 from service.trials.figures import breakdown_metrics, of_step
 from service.trials.slice_breakdown import by_pipeline_rank, exposed_s, products, unprofiled
 from trainables.breakdown import Breakdown
@@ -110,53 +110,36 @@ def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | Tri
 
 
 def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
-    """The trial's result from what was seen of each kind of its ranks."""
-    problem, first = bench.problem, next(iter(seen.values()))
-    runs = [_composed(bench, request.layout, network, seen, index) for index in range(len(first.runs))]
+    """The trial's result from what was seen of each kind of its ranks, in steps of the trial's own batch or of fewer
+    microbatches."""
+    problem, layout, first = bench.problem, request.layout, next(iter(seen.values()))
+    few = first.runs[0].layout
+    links_w = problem.cluster.device.links_awake_w if problem.cluster.gpus_per_node > 1 else 0.0
+    limits = [limit for limit in (problem.cluster.device.power_limit_w, layout.power_limit_w) if limit is not None]
+    limit_w = POWER_SHARE * min(limits, default=math.inf)
+    times = {kind: rank_times(one, bench.slower, links_w, limit_w) for kind, one in seen.items()}
+    if few != layout:
+        times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
+    step = compose(layout, problem.workload.run, times, network)
+    profiled = {kind: breakdown_of(one) for kind, one in seen.items()}
+    broken_down = breakdown_metrics(by_pipeline_rank(step, times, profiled))
+    metrics = _figures(problem, layout, step, seen) | broken_down
     spent: dict[str, float | None] = {
         name: sum(one.whole.metrics.get(name) or 0.0 for one in seen.values()) for name in SPENT
     }
     problems = [f"as rank {kind.rank}: {one.whole.cause}" for kind, one in seen.items() if one.whole.cause]
-    whole = replace(
-        runs[0],
+    return TrialResult(
         trial_id=request.trial_id,
-        layout=request.layout,
+        layout=layout,
+        status=Status.OK,
         cause="; ".join(dict.fromkeys(problems)) or None,
-        metrics=runs[0].metrics | spent,
+        metrics=metrics | spent,
+        methods=_methods(metrics, first, (*COMPOSED, *MEANS, *HIGHEST, *LOWEST, *broken_down)),
+        step_times_s=first.runs[0].step_times_s,
         windows=tuple(window for one in seen.values() for run in one.runs for window in run.windows),
         environment=first.whole.environment,
         losses=first.whole.losses,
         ranks=tuple(one.whole.ranks[0] for one in seen.values()),
-    )
-    if len(runs) == 1:
-        return whole
-    many, few = (Proxy(problem.workload.shape.layers, run) for run in runs)
-    result = over_batch(problem, replace(whole, slices=()), few, many)  # each of the two has its own
-    return replace(result, methods=result.methods | _methods(result.metrics, first, COMPOSED))
-
-
-def _composed(bench: Bench, whole: Layout, network: Network, seen: Mapping[RankKind, Alone], index: int) -> TrialResult:
-    """A step with one of the trial's batch sizes; with a pipeline, which is played whole, with that of `whole`."""
-    problem, first = bench.problem, next(iter(seen.values())).runs[index]
-    work = problem.workload.run
-    few, layout = first.layout, whole if whole.pipeline_parallel_size > 1 else first.layout
-    links_w = problem.cluster.device.links_awake_w if problem.cluster.gpus_per_node > 1 else 0.0
-    limits = [limit for limit in (problem.cluster.device.power_limit_w, layout.power_limit_w) if limit is not None]
-    limit_w = POWER_SHARE * min(limits, default=math.inf)
-    times = {kind: rank_times(one, index, bench.slower, links_w, limit_w) for kind, one in seen.items()}
-    if few != layout:
-        times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
-    step = compose(layout, work, times, network)
-    profiled = {kind: breakdown_of(one) for kind, one in seen.items()}
-    broken_down = breakdown_metrics(by_pipeline_rank(step, times, profiled))
-    metrics = _figures(problem, layout, step, seen, index) | broken_down
-    return TrialResult(
-        trial_id=first.trial_id,
-        layout=layout,
-        status=Status.OK,
-        metrics=metrics,
-        methods=_methods(metrics, next(iter(seen.values())), (*COMPOSED, *MEANS, *HIGHEST, *LOWEST, *broken_down)),
-        step_times_s=first.step_times_s,
         slices=tuple(SliceRecord(kind, times) for kind, times in times.items()),
         network=network,
     )
@@ -179,14 +162,14 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(one: Alone, index: int, slower: Mapping[str, float], links_w: float, limit_w: float) -> RankTimes:
-    """What a rank does in a step with the batch size that its trial timed as number `index`, on the slowest GPU.
+def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w: float) -> RankTimes:
+    """What a rank does in a step of the largest batch that its trial timed, on the slowest GPU.
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
     clocks are alike. `links_w`: what a GPU draws more while its links are awake, as they are not where a rank is alone.
     That is more power up to `limit_w`, at which the mean of a GPU's power is held, and less for all else from there on.
     """
-    run, report = one.runs[index], one.report
+    run, report = one.runs[0], one.report
     assert report.slice is not None
     batch = run.layout.global_batch_size
     times, window = report.slice.times[batch], report.timings[batch].window_steps_s
@@ -194,15 +177,16 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float], links_w: flo
     busy = statistics.fmean(window) - times.waited_s
     limited, power_w = run.metrics.get("power_cap_ratio") or 0.0, run.metrics.get("mean_power_w") or 0.0
     waiting_w, paused = one.waiting_w or power_w, times.waited_s / (busy + times.waited_s)
-    awake_w = links_w * links_awake(one, batch)
+    awake_w = links_w * links_awake(one)
     computing_w = (power_w - paused * waiting_w) / (1 - paused)
     added_w = min(awake_w, max(0.0, limit_w - computing_w))
     profiled = breakdown_of(one)
     slowed = SLOWED * products(profiled) * (awake_w - added_w) / computing_w if awake_w > added_w else 0.0
+    busy_power_w = power_w + (1 - paused) * added_w + paused * awake_w
     measured = RankTimes(
         passes=times.passes_s,
         tail_s=busy - times.head_s - sum(times.passes_s.values()) - sum(times.reduces_s.values()),
-        busy_power_w=power_w + (1 - paused) * added_w + paused * awake_w,
+        busy_power_w=busy_power_w,
         waiting_power_w=waiting_w + awake_w,
         memory_gib=report.peak_memory_gib or 0.0,
         head_s=times.head_s,
@@ -211,16 +195,37 @@ def rank_times(one: Alone, index: int, slower: Mapping[str, float], links_w: flo
         exposed_s=exposed_s(profiled, busy),
         products=products(profiled),
         reduces=times.reduces_s,
+        microbatch_s=times.microbatch_s,
+        microbatch_power_w=busy_power_w * microbatch_power(one.runs, times.microbatch_s, busy),
     )
     return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1) + slowed)
 
 
-def links_awake(one: Alone, batch: int) -> float:
+def microbatch_power(runs: Sequence[TrialResult], microbatch_s: float, step_s: float) -> float:
+    """The power of a microbatch, of `microbatch_s` seconds, over the mean of a step of `step_s`, that of the first run.
+
+    The energy of steps without a pipeline differs by that of as many microbatches as they do, and their time by these.
+    What is done once a step draws something, and no more than microbatches: that bounds what errors of both powers make
+    of it. 1 of a single run, or where powers are not known.
+    """
+    if len(runs) == 1 or not microbatch_s:
+        return 1.0
+    count, fewer = (run.layout.gradient_accumulation_steps for run in runs)
+    power_w, other_w = (run.metrics.get("mean_power_w") for run in runs)
+    if power_w is None or other_w is None:
+        return 1.0
+    shorter_s = step_s - (count - fewer) * microbatch_s
+    share = (step_s - other_w / power_w * shorter_s) / (step_s - shorter_s)
+    return min(max(1.0, share), max(1.0, step_s / (count * microbatch_s)))
+
+
+def links_awake(one: Alone) -> float:
     """Share of a rank's step in which its links would be awake for what it sends and receives, messages between
     pipeline ranks at the begin and the end of each pass among that."""
     report = one.report
     assert report.slice is not None
-    profile, passes = report.profile, report.slice.times[batch].passes_s.values()
+    profile = report.profile
+    passes = report.slice.times[one.runs[0].layout.global_batch_size].passes_s.values()
     if profile is None or profile.breakdown is None or profile.linked_s is None:
         return float(one.whole.layout.num_gpus > 1)
     messages = sum(min(seconds, LINKS_AWAKE_S) for seconds in passes) / sum(passes) if passes else 0.0
@@ -236,10 +241,10 @@ def breakdown_of(one: Alone) -> Breakdown | None:
 
 
 def _figures(
-    problem: Problem, layout: Layout, step: Composed, seen: Mapping[RankKind, Alone], index: int
+    problem: Problem, layout: Layout, step: Composed, seen: Mapping[RankKind, Alone]
 ) -> dict[str, float | None]:
     """The figures of a step, by the names of the record; None is missing."""
-    runs = {kind: one.runs[index].metrics for kind, one in seen.items()}
+    runs = {kind: one.runs[0].metrics for kind, one in seen.items()}
     powered = all(metrics.get("mean_power_w") for metrics in runs.values())
     weighed = all(one.report.peak_memory_gib for one in seen.values())
     first = next(iter(seen.values()))

@@ -141,3 +141,16 @@ def test_exposed_communication_keeps_its_share() -> None:
     one = replace(times_of(few)[kinds(few, WORK)[0]], exposed_s={"all_gather": 1.5})
     longer = stretch(one, few, many, 0)
     assert longer.exposed_s["all_gather"] / longer.busy_s == pytest.approx(1.5 / one.busy_s)
+
+
+def test_without_a_pipeline_a_longer_step_has_more_microbatches_of_their_own_power() -> None:
+    many = Layout("megatron", 2, 32, micro_batch_size=1)
+    few = replace(many, global_batch_size=8)
+    exposed = {"all_gather": 0.5}
+    one = RankTimes({}, 5.0, 500.0, 100.0, 20.0, exposed_s=exposed, microbatch_s=1.0, microbatch_power_w=600.0)
+    longer = stretch(one, few, many, 0)
+    assert (longer.busy_s, longer.memory_gib) == (5.0 + 12, 20.0)
+    assert longer.busy_power_w * longer.busy_s == pytest.approx(500 * 5 + 600 * 12)
+    assert longer.exposed_s["all_gather"] / longer.busy_s == pytest.approx(0.1)
+    with pytest.raises(KeyError, match="neither the first nor the last"):
+        stretch(replace(one, microbatch_s=0.0), few, many, 0)

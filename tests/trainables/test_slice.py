@@ -190,16 +190,37 @@ def test_the_first_step_of_all_has_three_microbatches_if_there_are_any(
     assert (step.share, step.ended_ns) == (share, 7 if changed else 5)
 
 
-def test_a_rank_alone_begins_with_its_smallest_batch(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(
+    ("microbatch_s", "timed"),
+    [(0.25, (32,)), (0.2425, (32,)), (0.24, (32, 16)), (0.0, (32, 16))],  # of a step of four that takes 1 s
+)
+def test_a_smaller_batch_tells_power_where_much_of_the_larger_is_done_once(
+    microbatch_s: float, timed: tuple[int, ...]
+) -> None:
+    rank = object.__new__(SliceRank)
+    rank.layout, rank.batches = Layout("megatron", 4, 32, micro_batch_size=2), (32, 16)
+    rank.times = {32: PassTimes(0.0, {}, 1.0, 0.0, 0.0, microbatch_s=microbatch_s)}
+    assert tuple(rank.order) == timed
+
+
+def test_microbatches_but_the_first_and_the_last_tell_what_others_take() -> None:
+    marks: list[Marked] = [(0, None), (1, Moment.DEALT), (9, Moment.DEALT), (12, Moment.DEALT), (17, Moment.DEALT)]
+    step = times([[*marks, (30, None)], [*marks, (30, None)]], 2)
+    assert (step.tail_s, step.microbatch_s) == pytest.approx((30e-9, 4e-9))
+    assert times([[(0, None), (1, Moment.DEALT), (9, Moment.DEALT), (30, None)]], 1).microbatch_s == 0.0
+
+
+def test_a_rank_alone_times_its_microbatches(run_ranks: RunRanks) -> None:
     layout = megatron(2, zero=1, mbs=1)
-    few, many = (replace(layout, global_batch_size=count * layout.data_parallel_size) for count in (3, 6))
-    sizes = many.global_batch_size, few.global_batch_size
-    trial = replace(request(many, LLAMA), batches=sizes, trial_id="two batches alone")
-    (report,) = reports(run_ranks(alone(trial, 0)))
+    many = replace(layout, global_batch_size=8 * layout.data_parallel_size)
+    few = replace(layout, global_batch_size=2 * layout.data_parallel_size)
+    trial = replace(request(many, LLAMA), batches=(many.global_batch_size, few.global_batch_size))
+    (report,) = reports(run_ranks(alone(replace(trial, trial_id="two batches alone"), 0)))
     assert report.slice is not None
-    assert tuple(report.timings) == tuple(report.slice.times)[::-1] == sizes
-    larger, smaller = report.timings.values()
-    assert smaller.end_ns <= larger.start_ns
+    assert tuple(report.timings) == tuple(report.slice.times)
+    step = report.slice.times[many.global_batch_size]
+    assert 0 < 6 * step.microbatch_s < step.tail_s
+    assert all(one.microbatch_s == 0 for batch, one in report.slice.times.items() if batch == few.global_batch_size)
 
 
 def test_the_host_is_ahead_by_the_least_that_it_was_at_a_pass_or_a_microbatch(

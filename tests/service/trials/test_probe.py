@@ -144,7 +144,7 @@ def gang(constant_gib: float, layer_gib: float, reclaims: int = 0) -> tuple[Any,
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100}
     mailbox: Any = ray.remote(Mailbox).options(**options).remote(4)
     timing = Timing((1.0, 1.0), (1.0, 1.0), 0, 2_000_000_000, 0.0)
-    nothing = PassTimes(0.0, {}, 1.0, 0.0, 0.0)
+    whole = PassTimes(0.0, {}, 1.0, 0.0, 0.0, microbatch_s=0.2)
 
     @ray.remote(num_cpus=0)
     def work(mailbox: Any) -> list[tuple[int, int | None]]:
@@ -169,7 +169,7 @@ def gang(constant_gib: float, layer_gib: float, reclaims: int = 0) -> tuple[Any,
                 peak_memory_gib=peak,
                 environment={},
                 reclaims=reclaims,
-                slice=SliceReport(dict.fromkeys(batches, nothing), {}, waited) if alone else None,
+                slice=SliceReport(dict.fromkeys(batches, whole), {}, waited) if alone else None,
             )
             for worker, rank in enumerate(order.request.ranks):
                 own = replace(report, rank=rank, coordinates=CONFIG.coordinates(rank), device=f"GPU-{worker}")

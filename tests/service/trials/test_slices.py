@@ -12,7 +12,7 @@ from search_spaces.schedules import Action, Pass
 from service.metrics import Method
 from service.result import Purpose, TrialResult
 from service.trials.bench import Alone
-from service.trials.slices import SLOWED, held_against, rank_times
+from service.trials.slices import SLOWED, held_against, microbatch_power, rank_times
 from trainables.breakdown import Breakdown, Profile
 from trainables.measure import Timing
 from trainables.passes import PassTimes
@@ -55,8 +55,8 @@ def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
     power_cap_ratio: float | None, step_s: float
 ) -> None:
     one = seen(power_cap_ratio)
-    assert rank_times(one, 0, {"GPU-a": 1.1, "GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == pytest.approx(step_s)
-    assert rank_times(one, 0, {"GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == 2.0, "nobody examined it"
+    assert rank_times(one, {"GPU-a": 1.1, "GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == pytest.approx(step_s)
+    assert rank_times(one, {"GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == 2.0, "nobody examined it"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
 def test_what_awake_links_draw_is_power_up_to_the_limit_and_time_of_products_from_there_on(
     power_w: float, linked_s: float, added_w: float
 ) -> None:
-    times = rank_times(seen(1.0, power_w, linked_s), 0, {}, LINKS_W, LIMIT_W)
+    times = rank_times(seen(1.0, power_w, linked_s), {}, LINKS_W, LIMIT_W)
     lacking = LINKS_W * linked_s / STEP_S - added_w
     assert times.busy_power_w == pytest.approx(power_w + added_w)
     assert times.busy_s == pytest.approx(STEP_S * (1 + SLOWED * 0.5 * lacking / power_w))
@@ -74,7 +74,7 @@ def test_what_awake_links_draw_is_power_up_to_the_limit_and_time_of_products_fro
 
 
 def test_links_of_ranks_that_were_not_profiled_are_taken_to_be_awake() -> None:
-    assert rank_times(seen(power_w=600.0), 0, {}, LINKS_W, LIMIT_W).busy_power_w == pytest.approx(630.0)
+    assert rank_times(seen(power_w=600.0), {}, LINKS_W, LIMIT_W).busy_power_w == pytest.approx(630.0)
 
 
 def test_links_of_a_pipeline_are_awake_for_its_messages_and_its_pauses_draw_less() -> None:
@@ -83,13 +83,33 @@ def test_links_of_a_pipeline_are_awake_for_its_messages_and_its_pauses_draw_less
     one = seen(1.0, 690.0, linked_s=0.0)
     assert one.report.slice is not None
     paused = replace(one.report.slice, times={8: PassTimes(0.0, passes, 0.0, 0.0, 0.4)})
-    times = rank_times(replace(one, report=replace(one.report, slice=paused)), 0, {}, LINKS_W, LIMIT_W)
+    times = rank_times(replace(one, report=replace(one.report, slice=paused)), {}, LINKS_W, LIMIT_W)
     assert LINKS_AWAKE_S == 0.05
     awake_w = LINKS_W * 0.09 / 0.5
     computing_w = (690 - 0.2 * 100) / 0.8
     assert times.waiting_power_w == pytest.approx(100 + awake_w)
     assert times.busy_power_w == pytest.approx(690 + 0.2 * awake_w), "at its limit, but while it pauses"
     assert times.busy_s == pytest.approx(1.6 * (1 + SLOWED * 0.5 * awake_w / computing_w))
+
+
+def run_of(microbatches: int, power_w: float | None) -> TrialResult:
+    return TrialResult("a", Layout("megatron", 1, microbatches), Status.OK, metrics={"mean_power_w": power_w})
+
+
+@pytest.mark.parametrize("once_w", [0.0, 300.0, 600.0])
+def test_the_power_of_a_microbatch_follows_from_two_steps(once_w: float) -> None:
+    """Four and two microbatches of 0.35 s at 600 W, and 0.2 s of what is done once."""
+    few, many = ((count * 0.35 * 600 + 0.2 * once_w) / (count * 0.35 + 0.2) for count in (2, 4))
+    assert many * microbatch_power([run_of(4, many), run_of(2, few)], 0.35, 1.6) == pytest.approx(600.0)
+    nothing_drawn_once, as_much_as_microbatches = 1.6 / 1.4, 1.0
+    assert microbatch_power([run_of(4, many), run_of(2, 0.7 * few)], 0.35, 1.6) == nothing_drawn_once
+    assert microbatch_power([run_of(4, many), run_of(2, 1.3 * few)], 0.35, 1.6) == as_much_as_microbatches
+
+
+def test_where_a_single_step_or_no_power_is_known_a_microbatch_draws_the_mean() -> None:
+    assert microbatch_power([run_of(4, 600.0)], 0.35, 1.6) == 1.0
+    assert microbatch_power([run_of(4, 600.0), run_of(2, None)], 0.35, 1.6) == 1.0
+    assert microbatch_power([run_of(4, 600.0), run_of(2, 500.0)], 0.0, 1.6) == 1.0
 
 
 def test_what_was_measured_in_full_is_told_how_far_off_its_slices_were() -> None:
