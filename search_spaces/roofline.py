@@ -48,10 +48,13 @@ ADDED_S = 8e-12
 """Seconds in which a GPU adds up a value of the gradients of what was copied to filled experts and back, one at a time
 (`index_put_` of autograd), beyond what it moves. On H100 and H200 alike, of 4,096 to 65,536 tokens."""
 
-PRODUCT_S, GROUPED_S = 4e-6, 9e-6
-"""Seconds of a product beyond its roofline, in which its first and last tiles leave most of a GPU idle, and likewise of
-each expert's in a grouped one. Fitted to what products took alone on H100 and H200, which is 2.6% off by that forward
-and was 4.3%."""
+APART_S = 60e-6
+"""Seconds that each filled expert takes a GPU backward beyond what is counted, as one comes after the other. On H100
+and H200 alike, of 4,096 to 65,536 tokens."""
+
+PRODUCT_S = 4e-6
+"""Seconds of a product beyond its roofline, in which its first and last tiles leave most of a GPU idle. Fitted to what
+products took alone on H100 and H200, which is 2.6% off by that forward and was 4.3%."""
 
 AUTOCAST_NORMS = 25
 """Values that autocast's kernels read and write for one of the hidden states of a block: norms, which are in fp32, and
@@ -224,7 +227,7 @@ def _product(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
 def _products(rows: float, shapes: list[tuple[int, int, int]], of: Operator, cut: Cut, c: Coefficients) -> Load:
     """Products of `rows` rows with matrices (width in, width out, how many)."""
     seconds = flops = 0.0
-    besides = GROUPED_S if "grouped" in of.form else PRODUCT_S
+    besides = 0.0 if "grouped" in of.form else PRODUCT_S
     speed = {"fp32": c.fp32_speed, "fp8": cut.engine.fp8_gain * c.fp8_speed}.get(of.precision, 1.0)
     for inside, outside, count in shapes:
         work = 2.0 * rows * inside * outside / speed
@@ -339,15 +342,30 @@ def _experts(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]
     """Tokens are copied to their experts and back, by more kernels where experts are `filled`, which add up in fp32."""
     tokens, hidden, inner, here, chosen = operator.dims
     rows = tokens * chosen * _fullest(cut, c)
-    network = [(hidden, inner, 1 if "gpt" in operator.form else 2), (inner, hidden, 1)]
+    network = [(hidden, inner, 2), (inner, hidden, 1)]
     products = _products(max(1.0, rows / here), network, operator, cut, c).times(here)
     filled = "filled" in operator.form
-    outside = (ROUTED * tokens * chosen + 4.0 * rows if filled else 6.0 * tokens * chosen) * hidden
-    there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
-    if filled:
-        there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen))
-        back = back.plus(Load(elementwise=ADDED_S * hidden * (tokens * chosen + rows)))
+    there, back = _around_filled(operator, rows, c) if filled else _around_grouped(operator, rows, cut, c)
     return _with_casts(products.plus(there), products.times(2).plus(back), tokens, network, operator, cut, c)
+
+
+def _around_filled(operator: Operator, rows: float, c: Coefficients) -> tuple[Load, Load]:
+    tokens, hidden, inner, here, chosen = operator.dims
+    outside = (ROUTED * tokens * chosen + 4.0 * rows) * hidden
+    there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
+    there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen))
+    return there, back.plus(Load(elementwise=ADDED_S * hidden * (tokens * chosen + rows) + APART_S * here))
+
+
+def _around_grouped(operator: Operator, rows: float, cut: Cut, c: Coefficients) -> tuple[Load, Load]:
+    tokens, hidden, inner, here, chosen = operator.dims
+    around = cut.engine.around_experts(operator.compiled)
+    outside, between = 1.0 * operator.width * tokens * chosen * hidden, operator.width * rows * inner
+    there = _traffic(around.hidden * outside + around.between * between, False, c)
+    back = _traffic(around.hidden_back * outside + around.between_back * between, False, c)
+    each_s, choosing_s = around.each_s * here, around.fixed_s + around.token_s * tokens
+    there = there.plus(Load(matmul=3 * each_s, elementwise=choosing_s))
+    return there, back.plus(Load(matmul=6 * each_s, elementwise=around.fixed_back_s))
 
 
 def _copies(operator: Operator, cut: Cut, c: Coefficients) -> tuple[Load, Load]:

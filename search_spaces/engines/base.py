@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from search_spaces.attention import CUDNN, FLASH_2, FLASH_2_JOULES_ON_HOPPER, FLASH_2_ON_HOPPER, Kernel
 from search_spaces.coefficients import Coefficients
+from search_spaces.experts import COMPILED, EAGER, Around
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
@@ -214,6 +215,10 @@ class EngineFacts(ABC):
     def has_use(self, axis: str, layout: Layout) -> bool:
         """Whether the engine has use for an axis in a layout that is settled up to it."""
         return axis not in self.unused or not self.unused[axis](layout)
+
+    def around_experts(self, compiled: bool) -> Around:
+        """What its kernels do around grouped experts, in blocks that are compiled or not."""
+        return COMPILED if compiled else EAGER
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         """The kernel of its attention, which is not square where queries are of fewer tokens than keys.

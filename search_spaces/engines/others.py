@@ -13,6 +13,7 @@ from search_spaces.attention import Kernel
 from search_spaces.coefficients import Coefficients
 from search_spaces.engines.base import Condition, EngineFacts, Rule, Same, States, flash_2
 from search_spaces.engines.megatron import Megatron
+from search_spaces.experts import FUSED, Around
 from search_spaces.hardware import Accelerator
 from search_spaces.layout import Layout
 from search_spaces.parameters import Held
@@ -115,6 +116,9 @@ class MegatronLM(Megatron):
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
         """Around the ring, ranks compute squares."""
         return super().attention(accelerator, is_square=True)
+
+    def around_experts(self, compiled: bool) -> Around:
+        return FUSED
 
     def leaves_out_last(self, layout: Layout) -> bool:
         """`CheckpointFunction` of `megatron/core/tensor_parallel/random.py` runs blocks as a whole."""

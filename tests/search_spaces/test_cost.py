@@ -15,12 +15,13 @@ from search_spaces.blocks import Cut
 from search_spaces.coefficients import is_unproven
 from search_spaces.contention import contention
 from search_spaces.cost import PASSED_S, SPARED_TOGETHER, Coefficients, data_sheet, predict, predicted_metrics
+from search_spaces.experts import COMPILED, EAGER, FUSED
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.launches import ENDS, usual_s
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS, ModelShape
 from search_spaces.operators import Kind, Operator
-from search_spaces.roofline import GROUPED_S, PRODUCT_S, priced
+from search_spaces.roofline import PRODUCT_S, priced
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -147,16 +148,34 @@ def test_each_product_has_a_time_of_its_own() -> None:
     assert small - large == pytest.approx(PRODUCTS_S * 3 / 4, rel=1e-6)
 
 
-def test_each_expert_of_a_grouped_product_has_a_time_of_its_own() -> None:
+@pytest.mark.parametrize(("engine", "each_s"), [("megatron", EAGER.each_s), ("megatron-lm", FUSED.each_s)])
+def test_an_expert_of_a_grouped_product_takes_no_time_of_its_own_but_where_that_is_a_fact(
+    engine: str, each_s: float
+) -> None:
     model = MIXTURE.shape
     dims = (8192, model.hidden, model.ffn_hidden)
-    cut = Cut.of(ALONE, MIXTURE)
+    cut = Cut.of(replace(ALONE, engine=engine), MIXTURE)
     few, many = (
         priced(Operator(Kind.EXPERTS, (*dims, experts, 2), "bf16", False, ("llama", "grouped")), cut, IDEAL)
         for experts in (4, 8)
     )
-    assert many[0].matmul - few[0].matmul == pytest.approx(4 * 3 * GROUPED_S, rel=1e-6)
-    assert many[1].matmul - few[1].matmul == pytest.approx(4 * 6 * GROUPED_S, rel=1e-6)
+    assert many[0].matmul - few[0].matmul == pytest.approx(4 * 3 * each_s, rel=1e-6)
+    assert many[1].matmul - few[1].matmul == pytest.approx(4 * 6 * each_s, rel=1e-6)
+
+
+def test_compiled_blocks_move_less_around_their_experts_and_choose_in_fewer_kernels() -> None:
+    model, tokens = MIXTURE.shape, 8192
+    dims = (tokens, model.hidden, model.ffn_hidden, 8, 2)
+    cut = Cut.of(ALONE, MIXTURE)
+    eager, compiled = (
+        priced(Operator(Kind.EXPERTS, dims, "bf16", compiled, ("llama", "grouped")), cut, IDEAL)
+        for compiled in (False, True)
+    )
+    moved = 2 * tokens * 2 * model.hidden  # of one value for each hidden state of a token and each of its experts
+    assert eager[0].moved - compiled[0].moved == pytest.approx(moved * (EAGER.hidden - COMPILED.hidden))
+    assert eager[1].moved - compiled[1].moved == pytest.approx(moved * (EAGER.hidden_back - COMPILED.hidden_back))
+    spared_s = moved * (EAGER.hidden - COMPILED.hidden) / IDEAL.eager_bytes_per_s
+    assert eager[0].seconds - compiled[0].seconds == pytest.approx(spared_s + EAGER.token_s * tokens)
 
 
 @pytest.mark.parametrize("kernel", [CUDNN, FLASH_2])

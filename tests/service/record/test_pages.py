@@ -66,12 +66,19 @@ def test_closing_ends_all_processes_of_the_server() -> None:
     assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
+def interruptible() -> None:
+    """What a shell starts in the background, such as tests, ignores interrupts, and so does what that starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signalled", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_the_pages_answer_at_their_link_and_end_with_the_command(signalled: signal.Signals, recorded: Home) -> None:
     port = free_port()
     command = [sys.executable, "-m", "service.cli", "ui", "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as asked:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=interruptible
+    ) as asked:
         assert asked.stdout is not None
         link = next(line for line in asked.stdout if line.startswith("http"))  # MLflow has lines of its own
         address = re.match(rf"http://127.0.0.1:{port}/#/experiments/\d+/runs", link)
