@@ -38,10 +38,11 @@ def test_an_engine_is_its_facts_and_a_folder(tmp_path: Path, monkeypatch: pytest
 
 def test_only_what_the_layouts_need_is_imported_ahead() -> None:
     plain, compiled = Layout("megatron", 1, 1), Layout("deepspeed", 1, 1, compile=True)
-    ranks, compiler = ["trainables.rank", engine_module("megatron")], "torch._inductor.compile_fx"
+    ranks = ["trainables.rank", engine_module("megatron")]
+    compiler = ["torch._inductor.compile_fx", "trainables.hashed"]
     assert Training.preload([plain, plain]) == ranks
-    assert Training.preload([plain, compiled]) == [*ranks, engine_module("deepspeed"), compiler]
-    assert Training.preload([replace(plain, precision="fp8")]) == [*ranks, compiler]
+    assert Training.preload([plain, compiled]) == [*ranks, engine_module("deepspeed"), *compiler]
+    assert Training.preload([replace(plain, precision="fp8")]) == [*ranks, *compiler]
 
 
 def test_a_trial_is_asked_for_without_torch() -> None:
