@@ -16,8 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from torch.utils._pytree import tree_leaves
 
 from search_spaces.layout import Layout
+from trainables.measure import Step
 from trainables.program import Place, Progress, RankProgram, RankReport, TrialRequest
 from trainables.rank import Rank
+from trainables.slice import Slice
+from trainables.slice_rank import SliceRank
 from trainables.training import Training
 from trainables.world import GangWorld
 
@@ -84,6 +87,19 @@ class Counted(RankProgram):
         with LiveBytes() as live:
             report = self.program.run(request, place, on_progress)
         return replace(report, peak_memory_gib=live.most / 2**30)
+
+
+@dataclass(frozen=True)
+class InWholeSteps(Slice):
+    """A rank alone whose first step has as many microbatches as the others, and the scalars of their losses."""
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        return _RankInWholeSteps(self, request, place, on_progress).report()
+
+
+class _RankInWholeSteps(SliceRank):
+    def first_step(self) -> Step:
+        return self.timed_step()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Network
 from search_spaces.schedules import Action, Pass, orders
 from tests.trainables.conftest import RunRanks
-from tests.trainables.live_bytes import Counted
+from tests.trainables.live_bytes import Counted, InWholeSteps
 from tests.trainables.test_parity import (
     GPIPE,
     INTERLEAVED,
@@ -36,7 +36,7 @@ from trainables.measure import Step
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.platforms.cpu import Instant
 from trainables.program import TrialRequest
-from trainables.slice import Slice
+from trainables.slice import FIRST, Slice
 from trainables.slice_rank import WAIT_S, SliceRank
 from trainables.training import Training
 
@@ -49,6 +49,14 @@ def alone(trial: TrialRequest, rank: int) -> TrialRequest:
     """The same trial, of which one rank runs alone."""
     assert isinstance(trial.program, Training)
     return replace(trial, trial_id=f"rank {rank} of {trial.trial_id}", program=Slice(trial.program, rank, NETWORK))
+
+
+def in_whole_steps(trial: TrialRequest) -> TrialRequest:
+    """The same rank alone, whose first step is no shorter than the others."""
+    assert isinstance(trial.program, Slice)
+    one = trial.program
+    program = InWholeSteps(one.training, one.rank, one.network, one.usable_bytes)
+    return replace(trial, trial_id=f"{trial.trial_id} in whole steps", program=program)
 
 
 def counted(trial: TrialRequest) -> TrialRequest:
@@ -302,7 +310,7 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
     trial = request(layout, model)
     among = reports(run_ranks(counted(trial)))
     for rank in (first_rank(layout, stage) for stage in range(layout.pipeline_parallel_size)):
-        (own,) = reports(run_ranks(counted(alone(trial, rank))))
+        (own,) = reports(run_ranks(counted(in_whole_steps(alone(trial, rank)))))
         alone_gib, among_gib = own.peak_memory_gib, among[rank].peak_memory_gib
         assert alone_gib is not None
         assert among_gib is not None
@@ -311,11 +319,21 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
         assert more == 0 or (is_kept and more == kept)
 
 
+def test_a_shorter_first_step_takes_no_less_than_the_scalars_of_its_losses(run_ranks: RunRanks) -> None:
+    trial = alone(request(megatron(2, zero=1, mbs=1), LLAMA), 0)
+    (whole,), (own,) = (reports(run_ranks(counted(one))) for one in (in_whole_steps(trial), trial))
+    assert whole.peak_memory_gib is not None
+    assert own.peak_memory_gib is not None
+    shorter_by = trial.layout.gradient_accumulation_steps - FIRST
+    assert shorter_by > 0
+    assert 0 <= whole.peak_memory_gib - own.peak_memory_gib <= 4 * shorter_by / 2**30
+
+
 def test_the_last_of_ranks_that_sum_up_their_own_gradients_has_as_much_memory_alone(run_ranks: RunRanks) -> None:
     """DeepSpeed's ZeRO-2, of which ranks differ in when their own gradients come."""
     trial = replace(request(deepspeed(2, zero=2), LLAMA), trial_id="the last of them")
     among = reports(run_ranks(counted(trial)))
-    (own,) = reports(run_ranks(counted(alone(trial, 1))))
+    (own,) = reports(run_ranks(counted(in_whole_steps(alone(trial, 1)))))
     assert own.peak_memory_gib == among[1].peak_memory_gib
 
 
