@@ -41,7 +41,7 @@ class RankTimes:
     - `memory_gib`: the peak of what torch reserved.
     - `products`: of these seconds, the share in which it does matrix products and attention; 0 in records that lack it.
     - `microbatch_s`, `microbatch_power_w`: without a pipeline, what a microbatch takes of the step that is neither the
-      first nor the last, and the GPU's mean power meanwhile; 0 where nobody asked.
+      first nor the last, and the GPU's mean power meanwhile; the seconds are 0 where there is none.
     - `slower`: these are the seconds of a GPU that takes so much longer than the one that was measured (`on_slower`),
       as it has less power or computes less with it.
     """

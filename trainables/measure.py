@@ -27,7 +27,7 @@ class Procedure:
 
     The fields are those of the spec's `measurement` section, but for `alike_s`: a window whose steps are alike need
     last no longer than that, and the steps right after the first are such a window if they can be. One step that lasts
-    so long, and in which the device did not wait for its host, has no like.
+    so long needs no like if the device did not wait for its host in it.
     """
 
     steady_steps: int

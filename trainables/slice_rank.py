@@ -156,6 +156,7 @@ class SliceRank(Rank):
 
     @property
     def steps_apart(self) -> int:
+        """How many those of a pipeline are."""
         return 2 if self.layout.gradient_accumulation_steps < TELLING else 1
 
     def first_step(self) -> Step:

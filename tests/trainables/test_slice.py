@@ -319,7 +319,7 @@ def test_tensors_take_as_much_memory_as_among_others(model: ModelShape, layout: 
         assert more == 0 or (is_kept and more == kept)
 
 
-def test_a_shorter_first_step_takes_no_less_than_the_scalars_of_its_losses(run_ranks: RunRanks) -> None:
+def test_a_shorter_first_step_lacks_no_more_than_the_scalars_of_some_losses(run_ranks: RunRanks) -> None:
     trial = alone(request(megatron(2, zero=1, mbs=1), LLAMA), 0)
     (whole,), (own,) = (reports(run_ranks(counted(one))) for one in (in_whole_steps(trial), trial))
     assert whole.peak_memory_gib is not None
