@@ -56,13 +56,14 @@ class Timing:
 class Step(NamedTuple):
     """One optimizer step.
 
-    `seconds` are the slowest rank's, `ended_ns` is this node's `time.monotonic_ns()` after it, and `ahead_s` the least
-    work that the device had ahead at any time it is known of. `share`: how much of a whole step's work it was.
+    `seconds` are the slowest rank's, `ended_ns` is this node's `time.monotonic_ns()` after it. `ahead_s` tells, before
+    the next step, the least work that the device had ahead at any time it is known of. `share`: how much of a whole
+    step's work it was.
     """
 
     seconds: float
     ended_ns: int
-    ahead_s: float = 0.0
+    ahead_s: Callable[[], float] = float
     share: float = 1.0
 
 
@@ -93,7 +94,7 @@ def are_alike(window: Sequence[Step], procedure: Procedure) -> bool:
     if not window or lasted(window) < procedure.alike_s:
         return False
     if len(window) == 1:
-        return window[0].ahead_s >= AHEAD_S
+        return window[0].ahead_s() >= AHEAD_S
     return statistics.stdev(seconds) / math.sqrt(len(seconds)) <= ALIKE * statistics.fmean(seconds)
 
 

@@ -188,7 +188,7 @@ class SliceRank(Rank):
         return map(own, super().deal())
 
     def timed_step(self) -> Step:
-        return super().timed_step()._replace(ahead_s=self.clock.ahead_s())
+        return super().timed_step()._replace(ahead_s=self.clock.ahead_s)
 
     def pause(self) -> None:
         """Have the device wait from now on where other pipeline ranks would have it wait: by what the last step took.

@@ -19,7 +19,7 @@ def scripted(seconds: Iterable[float], ahead: float = 0.0, share: float = 1.0) -
         nonlocal now_ns
         taken = next(times)
         now_ns += round(taken * 1e9)
-        return Step(taken, now_ns, ahead, share)
+        return Step(taken, now_ns, lambda: ahead, share)
 
     return step
 
