@@ -1,0 +1,100 @@
+"""What a gang's slowest rank does for longer than its slice says, by what the ranks of a layout meet for.
+
+    python -m benchmarks.judge.meeting SLICES.jsonl[.xz] MEASURED.jsonl[.xz] [SLICES MEASURED ...]
+
+In pairs, files of `benchmarks.measure.blind`. Prints each layout without a pipeline of both whose GPUs are idle for
+less than `IDLE` of the step: by how much the step by slices is off, and by how much that of the rank which computes the
+longest differs from its slice, in products and attention, in other kernels, in exposed communication, which has what it
+waits for others, and idle, all of the measured step. Then means of replicas alone, which meet once a step or, with
+ZeRO-3, beside their work, and of those that meet in every block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.measure.blind import Row, read
+from search_spaces.layout import Layout
+from service.answers.tables import render
+from service.result import TrialResult
+from trainables.breakdown import Breakdown
+
+IDLE = 0.08
+"""From this share of the step on, the host tells more than the ranks."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout, and what is off of its step, as shares: the whole of it, and what its slowest rank does for longer."""
+
+    spec: str
+    layout: Layout
+    step: float
+    parts: tuple[float, float, float, float]
+
+    @property
+    def meets(self) -> bool:
+        layout = self.layout
+        degrees = layout.tensor_parallel_size, layout.context_parallel_size, layout.expert_parallel_size
+        return max(degrees) > 1
+
+
+def points(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[Point]:
+    full = {(row["spec"], row["layout"]): TrialResult.from_dict(row["full"]) for row in measured}
+    for row in sliced:
+        if "slices" not in row or (gang := full.get((row["spec"], row["layout"]))) is None:
+            continue
+        alone, ranks = TrialResult.from_dict(row["slices"]), [one.breakdown for one in gang.ranks if one.breakdown]
+        if alone.layout.pipeline_parallel_size > 1 or "breakdown_compute_s" not in alone.metrics or not ranks:
+            continue
+        step_s, taken = gang.metrics["step_time_s"], alone.metrics["step_time_s"]
+        slowest = max(ranks, key=lambda one: one.compute_s)
+        if step_s is None or taken is None or (gang.metrics["breakdown_idle_s"] or 0.0) > IDLE * step_s:
+            continue
+        longer = (mine - (alone.metrics[name] or 0.0) for name, mine in _parts(slowest))
+        products, attention, other, exposed, idle = (seconds / step_s for seconds in longer)
+        yield Point(
+            Path(row["spec"]).stem, alone.layout, taken / step_s - 1, (products + attention, other, exposed, idle)
+        )
+
+
+def _parts(one: Breakdown) -> list[tuple[str, float]]:
+    names = "matmul_s", "attention_s", "other_s", "exposed_communication_s", "idle_s"
+    return [(f"breakdown_{name}", getattr(one, name)) for name in names]
+
+
+def table(found: Iterable[Point]) -> str:
+    """Those that meet last, by spec and label."""
+    rows = sorted(found, key=lambda one: (one.meets, one.spec, one.layout.label))
+    lines = [[one.spec, one.layout.label, *_percent([one.step, *one.parts])] for one in rows]
+    for name, meets in (("replicas", False), ("ranks that meet in every block", True)):
+        of = [(one.step, *one.parts) for one in rows if one.meets == meets]
+        if of:
+            lines.append([name, f"mean of {len(of)}", *_percent([statistics.fmean(c) for c in zip(*of, strict=True)])])
+    return render(["model", "layout", "step off", "products, attention", "other", "exposed", "idle"], lines)
+
+
+def _percent(shares: Sequence[float]) -> list[str]:
+    return [f"{100 * share:+.1f}%" for share in shares]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    files = parser.parse_args(argv).files
+    if len(files) % 2:
+        parser.error("files come in pairs, of slices and of what was measured")
+    found = [
+        point for one, other in zip(files[::2], files[1::2], strict=True) for point in points(read(one), read(other))
+    ]
+    if not found:
+        parser.error("no layout without a pipeline is in both files of a pair")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What the slowest of committed gangs' ranks did for longer than their slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.judge.meeting import IDLE, main, points, table
+from benchmarks.measure.blind import read
+
+DATA = Path("benchmarks/data")
+FILES = DATA / "blind19_2xh200.jsonl.xz", DATA / "blind19_2xh200.measured.jsonl.xz"
+
+
+def test_ranks_that_meet_in_every_block_are_too_fast_by_slices_and_replicas_hardly() -> None:
+    found = list(points(*map(read, FILES)))
+    full = {row["layout"]: row["full"]["metrics"] for row in read(FILES[1])}
+    assert len(found) == 12
+    for one in found:
+        metrics = full[one.layout.label]
+        assert one.layout.pipeline_parallel_size == 1
+        assert metrics["breakdown_idle_s"] <= IDLE * metrics["step_time_s"]
+        assert one.meets == any(f" {axis}2 " in one.layout.label for axis in ("tp", "cp", "ep"))
+    replicas, meeting = ([one.step for one in found if one.meets == meets] for meets in (False, True))
+    assert (len(replicas), len(meeting)) == (3, 9)
+    assert sum(meeting) / 9 < sum(replicas) / 3 < 0
+    *_, of_replicas, of_meeting = table(found).splitlines()
+    assert f"{100 * sum(replicas) / 3:+.1f}%" in of_replicas
+    assert f"{100 * sum(meeting) / 9:+.1f}%" in of_meeting
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (FILES[:1], "files come in pairs"),
+        ((DATA / "blind3_2xh100.jsonl.xz", DATA / "blind3_2xh100.measured.jsonl.xz"), "no layout without a pipeline"),
+    ],
+)
+def test_files_that_tell_nothing_are_refused(
+    files: tuple[Path, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(file) for file in files])
+    assert said in capsys.readouterr().err
