@@ -9,12 +9,12 @@ all ranks, as a share of the time of products beside messages, and what `search_
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.measure.blind import Row, read
+from benchmarks.judge.pairs import found
+from benchmarks.measure.blind import Row
 from search_spaces.composition import beside, compose
 from search_spaces.contention import contention
 from service.answers.tables import render
@@ -59,9 +59,9 @@ def points(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[Point]:
             )
 
 
-def table(found: Iterable[Point]) -> str:
+def table(all_points: Iterable[Point]) -> str:
     """By experts and elements, then the medians of both kinds of models."""
-    rows = sorted(found, key=lambda point: point[2:4])
+    rows = sorted(all_points, key=lambda point: point[2:4])
     lines = [
         [spec, label, f"{elements:.1f}", f"{seen:+.2f}", f"{now:.2f}"] for spec, label, _, elements, seen, now in rows
     ]
@@ -74,17 +74,16 @@ def table(found: Iterable[Point]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    files = parser.parse_args(argv).files
-    if len(files) % 2:
-        parser.error("files come in pairs, of slices and of what was measured")
-    found = [
-        point for one, other in zip(files[::2], files[1::2], strict=True) for point in points(read(one), read(other))
-    ]
-    if not found:
-        parser.error("there is no pipeline of both files of a pair whose messages go on beside its passes")
-    print(table(found))
+    print(
+        table(
+            found(
+                __doc__,
+                argv,
+                points,
+                "there is no pipeline of both files of a pair whose messages go on beside its passes",
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

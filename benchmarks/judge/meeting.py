@@ -11,13 +11,13 @@ ZeRO-3, beside their work, and of those that meet in every block.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measure.blind import Row, read
+from benchmarks.judge.pairs import found
+from benchmarks.measure.blind import Row
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.result import TrialResult
@@ -67,9 +67,9 @@ def _parts(one: Breakdown) -> list[tuple[str, float]]:
     return [(f"breakdown_{name}", getattr(one, name)) for name in names]
 
 
-def table(found: Iterable[Point]) -> str:
+def table(all_points: Iterable[Point]) -> str:
     """Those that meet last, by spec and label."""
-    rows = sorted(found, key=lambda one: (one.meets, one.spec, one.layout.label))
+    rows = sorted(all_points, key=lambda one: (one.meets, one.spec, one.layout.label))
     lines = [[one.spec, one.layout.label, *_percent([one.step, *one.parts])] for one in rows]
     for name, meets in (("replicas", False), ("ranks that meet in every block", True)):
         of = [(one.step, *one.parts) for one in rows if one.meets == meets]
@@ -83,17 +83,7 @@ def _percent(shares: Sequence[float]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    files = parser.parse_args(argv).files
-    if len(files) % 2:
-        parser.error("files come in pairs, of slices and of what was measured")
-    found = [
-        point for one, other in zip(files[::2], files[1::2], strict=True) for point in points(read(one), read(other))
-    ]
-    if not found:
-        parser.error("no layout without a pipeline is in both files of a pair")
-    print(table(found))
+    print(table(found(__doc__, argv, points, "no layout without a pipeline is in both files of a pair")))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,31 @@
+"""What is found in pairs of files of `benchmarks.measure.blind`, of slices and of the same layouts in full."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.measure.blind import Row, read
+
+Point = TypeVar("Point")
+
+
+def found(
+    description: str | None,
+    argv: Sequence[str] | None,
+    points: Callable[[list[Row], list[Row]], Iterable[Point]],
+    nothing: str,
+) -> list[Point]:
+    """The `points` of all pairs that a command is given. Ends the command if files are not in pairs, and if there are
+    none, for which `nothing` is the reason."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    files = parser.parse_args(argv).files
+    if len(files) % 2:
+        parser.error("files come in pairs, of slices and of what was measured")
+    pairs = zip(files[::2], files[1::2], strict=True)
+    if not (all_of_them := [point for one, other in pairs for point in points(read(one), read(other))]):
+        parser.error(nothing)
+    return all_of_them
