@@ -74,16 +74,8 @@ def table(all_points: Iterable[Point]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    print(
-        table(
-            found(
-                __doc__,
-                argv,
-                points,
-                "there is no pipeline of both files of a pair whose messages go on beside its passes",
-            )
-        )
-    )
+    nothing = "there is no pipeline of both files of a pair whose messages go on beside its passes"
+    print(table(found(__doc__, argv, points, nothing)))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def found(
     if len(files) % 2:
         parser.error("files come in pairs, of slices and of what was measured")
     pairs = zip(files[::2], files[1::2], strict=True)
-    if not (all_of_them := [point for one, other in pairs for point in points(read(one), read(other))]):
+    told = [point for one, other in pairs for point in points(read(one), read(other))]
+    if not told:
         parser.error(nothing)
-    return all_of_them
+    return told
