@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.judge.pairs import both
 from benchmarks.measure.blind import Row, read
 from benchmarks.measure.off import errors, over, percent, worst_first
 from search_spaces.composition import compose
@@ -42,16 +43,14 @@ def again(result: TrialResult, network: Network, spec: str) -> dict[str, float]:
 
 def points(sliced: Iterable[Row], measured: Iterable[Row]) -> list[dict[str, Any]]:
     """Of each pipeline of both, its `spec`, `layout`, and what it is off, now (`error`) and as `recorded`."""
-    full = {(row["spec"], row["layout"]): TrialResult.from_dict(row["full"]).metrics for row in measured}
     found = []
-    for row in sliced:
-        result, metrics = TrialResult.from_dict(row["slices"]), full.get((row["spec"], row["layout"]), {})
-        is_pipeline = result.layout.pipeline_parallel_size > 1
-        if is_pipeline and result.slices and result.network is not None and "step_time_s" in metrics:
+    for path, alone, gang in both(sliced, measured):
+        is_pipeline = alone.layout.pipeline_parallel_size > 1
+        if is_pipeline and alone.slices and alone.network is not None and "step_time_s" in gang.metrics:
             found.append(
-                {name: row[name] for name in ("spec", "layout")}
-                | {"error": errors(again(result, result.network, row["spec"]), metrics)}
-                | {"recorded": errors(result.metrics, metrics)}
+                {"spec": path, "layout": alone.layout.label}
+                | {"error": errors(again(alone, alone.network, path), gang.metrics)}
+                | {"recorded": errors(alone.metrics, gang.metrics)}
             )
     return worst_first(found)
 

@@ -13,12 +13,11 @@ import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.judge.pairs import found
+from benchmarks.judge.pairs import both, found
 from benchmarks.measure.blind import Row
 from search_spaces.composition import beside, compose
 from search_spaces.contention import contention
 from service.answers.tables import render
-from service.result import TrialResult
 from service.spec import load_spec
 
 LEAST_BESIDE, LEAST_S = 0.05, 1e-4
@@ -29,15 +28,11 @@ Point = tuple[str, str, bool, float, float, float]
 
 
 def points(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[Point]:
-    full = {(row["spec"], row["layout"]): TrialResult.from_dict(row["full"]) for row in measured}
-    for row in sliced:
-        if "slices" not in row or (gang := full.get((row["spec"], row["layout"]))) is None:
-            continue
-        alone = TrialResult.from_dict(row["slices"])
+    for path, alone, gang in both(sliced, measured):
         layout, told = alone.layout, gang.ranks and all(rank.passes for rank in gang.ranks)
         if layout.pipeline_parallel_size == 1 or alone.network is None or not alone.slices or not told:
             continue
-        spec = load_spec(row["spec"])
+        spec = load_spec(path)
         step = compose(layout, spec.workload.run, {one.kind: one.times for one in alone.slices}, alone.network)
         longer = together = whole = 0.0
         for one in alone.slices:
@@ -50,7 +45,7 @@ def points(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[Point]:
             elements = layout.microbatch_tokens(spec.sequence_length) * spec.workload.shape.hidden / 1e6
             experts = spec.workload.shape.num_experts > 0
             yield (
-                Path(row["spec"]).stem,
+                Path(path).stem,
                 layout.label,
                 experts,
                 elements,

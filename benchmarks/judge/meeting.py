@@ -1,4 +1,4 @@
-"""What a gang's slowest rank does for longer than its slice says, by what the ranks of a layout meet for.
+"""What a gang's slowest rank does for longer than its slice says, of replicas and where ranks meet in every block.
 
     python -m benchmarks.judge.meeting SLICES.jsonl[.xz] MEASURED.jsonl[.xz] [SLICES MEASURED ...]
 
@@ -12,16 +12,16 @@ ZeRO-3, beside their work, and of those that meet in every block.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.judge.pairs import found
+from benchmarks.judge.pairs import both, found
 from benchmarks.measure.blind import Row
+from benchmarks.measure.company import KERNELS
+from benchmarks.measure.off import percent
 from search_spaces.layout import Layout
 from service.answers.tables import render
-from service.result import TrialResult
-from trainables.breakdown import Breakdown
 
 IDLE = 0.08
 """From this share of the step on, the host tells more than the ranks."""
@@ -44,42 +44,31 @@ class Point:
 
 
 def points(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[Point]:
-    full = {(row["spec"], row["layout"]): TrialResult.from_dict(row["full"]) for row in measured}
-    for row in sliced:
-        if "slices" not in row or (gang := full.get((row["spec"], row["layout"]))) is None:
-            continue
-        alone, ranks = TrialResult.from_dict(row["slices"]), [one.breakdown for one in gang.ranks if one.breakdown]
+    for path, alone, gang in both(sliced, measured):
+        ranks = [one.breakdown for one in gang.ranks if one.breakdown is not None]
         if alone.layout.pipeline_parallel_size > 1 or "breakdown_compute_s" not in alone.metrics or not ranks:
             continue
         step_s, taken = gang.metrics["step_time_s"], alone.metrics["step_time_s"]
         slowest = max(ranks, key=lambda one: one.compute_s)
         if step_s is None or taken is None or (gang.metrics["breakdown_idle_s"] or 0.0) > IDLE * step_s:
             continue
-        longer = (mine - (alone.metrics[name] or 0.0) for name, mine in _parts(slowest))
-        products, attention, other, exposed, idle = (seconds / step_s for seconds in longer)
-        yield Point(
-            Path(row["spec"]).stem, alone.layout, taken / step_s - 1, (products + attention, other, exposed, idle)
+        products, attention, other, exposed, idle = (
+            (getattr(slowest, name) - (alone.metrics[f"breakdown_{name}"] or 0.0)) / step_s for name in KERNELS
         )
-
-
-def _parts(one: Breakdown) -> list[tuple[str, float]]:
-    names = "matmul_s", "attention_s", "other_s", "exposed_communication_s", "idle_s"
-    return [(f"breakdown_{name}", getattr(one, name)) for name in names]
+        parts = products + attention, other, exposed, idle
+        yield Point(Path(path).stem, alone.layout, taken / step_s - 1, parts)
 
 
 def table(all_points: Iterable[Point]) -> str:
     """Those that meet last, by spec and label."""
     rows = sorted(all_points, key=lambda one: (one.meets, one.spec, one.layout.label))
-    lines = [[one.spec, one.layout.label, *_percent([one.step, *one.parts])] for one in rows]
+    lines = [[one.spec, one.layout.label, *map(percent, (one.step, *one.parts))] for one in rows]
     for name, meets in (("replicas", False), ("ranks that meet in every block", True)):
         of = [(one.step, *one.parts) for one in rows if one.meets == meets]
         if of:
-            lines.append([name, f"mean of {len(of)}", *_percent([statistics.fmean(c) for c in zip(*of, strict=True)])])
+            means = [percent(statistics.fmean(part)) for part in zip(*of, strict=True)]
+            lines.append([name, f"mean of {len(of)}", *means])
     return render(["model", "layout", "step off", "products, attention", "other", "exposed", "idle"], lines)
-
-
-def _percent(shares: Sequence[float]) -> list[str]:
-    return [f"{100 * share:+.1f}%" for share in shares]
 
 
 def main(argv: list[str] | None = None) -> None:

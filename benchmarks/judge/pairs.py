@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.measure.blind import Row, read
+from service.result import TrialResult
 
 Point = TypeVar("Point")
+
+
+def both(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[tuple[str, TrialResult, TrialResult]]:
+    """The spec of each layout that was run by slices and in full, and what came of it in either way."""
+    full = {(row["spec"], row["layout"]): row["full"] for row in measured}
+    for row in sliced:
+        if "slices" in row and (gang := full.get((row["spec"], row["layout"]))) is not None:
+            yield row["spec"], TrialResult.from_dict(row["slices"]), TrialResult.from_dict(gang)
 
 
 def found(

@@ -4,10 +4,11 @@
 
 Runs layouts of a file of `benchmarks.measure.blind`, those whose label has one of the texts if any is given, in whole
 windows of the whole batch: the first rank alone while the other GPUs rest (`alone`), that rank on every GPU at once
-(`beside`), all ranks (`gang`), and then the rank alone in both ways once more. From `alone` to `beside` the host and
-its heat make a difference, and from there to `gang` that ranks meet. A line of OUT is one rank in one way. Prints of
-each the seconds of its kernels in a profiled step, and what its GPU was in the window; at last products and attention
-in a gang over those of the same GPU without. After S seconds no other layout begins.
+(`beside`), all ranks (`gang`), and then the rank alone in both ways once more. Pipelines, whose ranks differ, are
+refused. From `alone` to `beside` the host and its heat make a difference, and from there to `gang` that ranks meet. A
+line of OUT is one rank in one way. Prints of each the seconds of its kernels in a profiled step, and what its GPU was
+in the window; at last products and attention in a gang over those of the same GPU without. After S seconds no other
+layout begins.
 """
 
 from __future__ import annotations
@@ -16,21 +17,17 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks.measure.blind import Row, chosen, layout_of, parser_of, read, row_of, write
-from benchmarks.measure.gang import Warm, some_gangs, spread
+from benchmarks.measure.gang import Warm, first_alone, some_gangs, spread
 from search_spaces.layout import Layout
 from service.answers.tables import render
 from service.problem import Problem
 from service.result import RankRecord, TrialResult
 from service.spec import load_spec
 from service.trials.evaluate import make_request
-from service.trials.slices import network_of
-from trainables.slice import Slice
-from trainables.training import Training
 
 ALONE, BESIDE, GANG = "alone", "beside", "gang"
 
@@ -49,11 +46,8 @@ def of_gang(layout: Layout, result: TrialResult) -> Iterator[Row]:
 
 def of_rank_alone(trial_id: str, layout: Layout, problem: Problem, way: str, warm: Warm) -> Row:
     """The line of a layout's first rank, in a whole window of the whole batch. Raises SystemExit likewise."""
-    bench, request = warm.bench(problem), make_request(trial_id, layout, problem)
-    training = request.program
-    assert isinstance(training, Training)
-    program = Slice(training, 0, network_of(bench, layout))
-    one = bench.alone(replace(request, program=program, batches=()))
+    bench = warm.bench(problem)
+    one = bench.alone(first_alone(bench, make_request(trial_id, layout, problem)))
     if isinstance(one, TrialResult):
         raise SystemExit(f"{layout.label}: {one.status}: {one.cause}")
     (rank,) = _ranks(layout, one.whole)
@@ -109,11 +103,12 @@ def table(rows: Sequence[Row]) -> str:
     return render(heads, lines)
 
 
-def longer(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """By layout and GPU, what products and attention take in a gang over what they take alone or beside, less 1."""
-    seconds: dict[tuple[str, str], dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
+def longer(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
+    """By spec, layout and GPU, what products and attention take in a gang over what they take without one, less 1."""
+    seconds: dict[tuple[str, str, str], dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        seconds[row["layout"], row["device"]][row["way"] == GANG].append(row["matmul_s"] + row["attention_s"])
+        ways = seconds[row["spec"], row["layout"], row["device"]]
+        ways[row["way"] == GANG].append(row["matmul_s"] + row["attention_s"])
     return {
         place: statistics.fmean(ways[True]) / statistics.fmean(ways[False]) - 1
         for place, ways in seconds.items()
@@ -129,13 +124,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     given = parser.parse_args(argv)
     rows = chosen(parser, given)
+    if pipelines := [row["layout"] for row in rows if layout_of(row).pipeline_parallel_size > 1]:
+        parser.error(f"ranks of a pipeline differ: leave out {pipelines[0]}")
     specs = {path: load_spec(Path(path)).located() for path in dict.fromkeys(row["spec"] for row in rows)}
     write(given.out, measured(specs, rows, time.monotonic() + given.seconds), _told)
     found = read(given.out)
     print()
     print(table(found))
-    for (layout, device), share in longer(found).items():
-        print(f"{layout}, {device[-6:]}: products and attention take {share:+.1%} in a gang")
+    for (spec, layout, device), share in longer(found).items():
+        print(f"{Path(spec).stem}: {layout}, {device[-6:]}: products and attention take {share:+.1%} in a gang")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,11 @@ from service.result import TrialResult
 from service.trials.bench import Bench
 from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, close_gangs, room
+from service.trials.slices import network_of
 from telemetry.actor import Fleet, start_telemetry, stop_telemetry
+from trainables.program import TrialRequest
 from trainables.slice import Slice
+from trainables.training import Training
 
 Told = TypeVar("Told")
 Free = TypeVar("Free")
@@ -112,6 +115,13 @@ def spread(gangs: Sequence[Free], jobs: Iterable[Callable[[Free], Told]]) -> Ite
     with ThreadPoolExecutor(len(gangs)) as pool:
         for future in as_completed([pool.submit(one, job) for job in jobs]):
             yield future.result()
+
+
+def first_alone(bench: Bench, request: TrialRequest) -> TrialRequest:
+    """The same trial by its first rank alone, of the whole batch."""
+    assert isinstance(request.program, Training)
+    program = Slice(request.program, 0, network_of(bench, request.layout))
+    return replace(request, program=program, batches=())
 
 
 def require_ok(result: TrialResult) -> dict[str, float]:

@@ -22,18 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.blind import chosen, layout_of, parser_of, read, row_of, write
-from benchmarks.measure.gang import Warm, some_gangs, spread
+from benchmarks.measure.gang import Warm, first_alone, some_gangs, spread
 from service.answers.tables import render
 from service.problem import Problem
 from service.result import TrialResult
 from service.spec import load_spec
 from service.trials.bench import Bench
 from service.trials.evaluate import make_request
-from service.trials.slices import network_of
 from service.trials.windows import Span, node_windows, summaries
 from trainables.program import TrialRequest
-from trainables.slice import Slice
-from trainables.training import Training
 
 LASTS_S = 9.0
 
@@ -88,10 +85,8 @@ def request_of(bench: Bench, number: int, row: dict[str, Any], spec: Problem, al
     procedure = replace(
         request.procedure, steady_steps=1, warmup_tolerance=1.0, window_s=LASTS_S, window_min_steps=1, breakdown=False
     )
-    training = request.program
-    assert isinstance(training, Training)
-    program = Slice(training, 0, network_of(bench, layout)) if alone else training
-    return replace(request, program=program, procedure=procedure, batches=())
+    request = replace(request, procedure=procedure, batches=())
+    return first_alone(bench, request) if alone else request
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -104,7 +104,7 @@ def seconds(layout: Layout, calibration: Coefficients = SHEET, work: Workload = 
     return predict(layout, work, calibration).step_time_s
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=50)
 @given(LAYOUTS)
 def test_parts_make_up_the_step_and_power_keeps_its_limit(drawn: tuple[Workload, Layout]) -> None:
     work, layout = drawn
@@ -120,7 +120,7 @@ def test_parts_make_up_the_step_and_power_keeps_its_limit(drawn: tuple[Workload,
     assert prediction.joules_per_token == pytest.approx(energy / tokens)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=50)
 @given(LAYOUTS, st.sampled_from(RATES))
 def test_nothing_is_slower_for_more_bandwidth(drawn: tuple[Workload, Layout], rate: Field[float]) -> None:
     work, layout = drawn
@@ -546,7 +546,7 @@ def test_gpt3_on_1024_h100_is_about_as_fast_as_published() -> None:
     assert 0.3 < speed / 989.4e12 < 0.5
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=50)
 @given(LAYOUTS, st.sampled_from(UNPROVEN), st.sampled_from([512, 8192, 131_072]))
 def test_where_nothing_was_measured_no_layout_is_faster_than_what_was_published(
     drawn: tuple[Workload, Layout], name: str, length: int

@@ -147,7 +147,7 @@ LAYOUTS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(engine=ENGINES, more=st.fixed_dictionaries(LAYOUTS))
 def test_more_zero_never_needs_more(engine: str, more: dict[str, object]) -> None:
     """DeepSpeed's ZeRO-3 apart, which takes more of two ranks than its ZeRO-2."""
@@ -156,7 +156,7 @@ def test_more_zero_never_needs_more(engine: str, more: dict[str, object]) -> Non
     assert states == sorted(states, reverse=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(axis=st.sampled_from(["tensor", "pipeline"]), zero=st.integers(0, 1), more=st.fixed_dictionaries(LAYOUTS))
 def test_more_model_parallelism_never_needs_more(axis: str, zero: int, more: dict[str, object]) -> None:
     axis += "_parallel_size"

@@ -69,7 +69,7 @@ def stretched(few: Layout, many: Layout, times: dict[RankKind, RankTimes]) -> di
     return {kind: stretch(one, few, many, kind.pipeline_rank) for kind, one in times.items()}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(
     ranks=st.sampled_from([2, 3, 4, 8]),
     schedule=st.sampled_from([name for name in SCHEDULES if name != "gpipe"]),

@@ -26,7 +26,7 @@ WEIGHTS = ModelShape("llama", 4, 384, 4, 4, 1024, 64, 32)
 
 SEQUENCES = 4
 
-FAST = ((LOGITS, 1, "full", 2), (WEIGHTS, 1, "none", 1))
+FAST = ((LOGITS, 1, "full", 2), (BLOCKS, 1, "full", 1))
 
 
 def held_in_replay(rank: Replicas) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.judge.meeting import IDLE, main, points, table
 from benchmarks.measure.blind import read
+from benchmarks.measure.off import percent
 
 DATA = Path("benchmarks/data")
 FILES = DATA / "blind19_2xh200.jsonl.xz", DATA / "blind19_2xh200.measured.jsonl.xz"
@@ -26,8 +27,8 @@ def test_ranks_that_meet_in_every_block_are_too_fast_by_slices_and_replicas_hard
     assert (len(replicas), len(meeting)) == (3, 9)
     assert sum(meeting) / 9 < sum(replicas) / 3 < 0
     *_, of_replicas, of_meeting = table(found).splitlines()
-    assert f"{100 * sum(replicas) / 3:+.1f}%" in of_replicas
-    assert f"{100 * sum(meeting) / 9:+.1f}%" in of_meeting
+    assert percent(sum(replicas) / 3) in of_replicas
+    assert percent(sum(meeting) / 9) in of_meeting
 
 
 def test_files_that_have_no_such_layout_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,9 @@ def test_products_are_held_against_those_of_the_same_gpu() -> None:
         line(GANG, "GPU-third", 1.3),
     ]
     found = longer(rows)
-    assert found == pytest.approx({(LAYOUT.label, "GPU-first"): 0.02, (LAYOUT.label, "GPU-second"): 0.04})
+    spec = rows[0]["spec"]
+    assert found == pytest.approx({(spec, LAYOUT.label, "GPU-first"): 0.02, (spec, LAYOUT.label, "GPU-second"): 0.04})
+    assert longer([rows[0], rows[3] | {"spec": "specs/other.yaml"}]) == {}, "the same label is another layout there"
     told = table(rows).splitlines()[2:]
     assert [cells.split()[-9] for cells in told[:3]] == ["2", "2", "2"]
     assert "1500" not in told[3], "a clock that nobody read is left out"
@@ -53,6 +55,14 @@ def test_products_are_held_against_those_of_the_same_gpu() -> None:
 def test_a_trial_that_did_not_end_well_is_told() -> None:
     with pytest.raises(SystemExit, match="oom: no room"):
         list(of_gang(LAYOUT, TrialResult("t", LAYOUT, Status.OOM, "no room")))
+
+
+def test_a_pipeline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, layout = tmp_path / "layouts.jsonl", Layout("megatron", 2, 8, pipeline_parallel_size=2)
+    file.write_text(json.dumps(row_of("specs/tiny.yaml", layout)) + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(file), "--out", str(tmp_path / "out.jsonl")])
+    assert f"ranks of a pipeline differ: leave out {layout.label}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
