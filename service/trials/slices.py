@@ -19,6 +19,7 @@ from search_spaces.layout import Layout
 from search_spaces.memory import usable_bytes
 from search_spaces.network import Network
 from search_spaces.stretching import stretch
+from search_spaces.wander import APART, meeting, waited
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
 from service.result import Purpose, SliceRecord, TrialResult
@@ -167,7 +168,9 @@ def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w:
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
     clocks are alike. `links_w`: what a GPU draws more while its links are awake, as they are not where a rank is alone.
-    That is more power up to `limit_w`, at which the mean of a GPU's power is held, and less for all else from there on.
+    Products that are held at the power limit have that less, as far as they are: nothing else nears it, so that links
+    add to what it draws, up to `limit_w`, at which a GPU's mean power is held. Ranks that meet in every block wait for
+    each other, too, as their clocks wander at the limit (`search_spaces.wander`).
     """
     run, report = one.runs[0], one.report
     assert report.slice is not None
@@ -179,9 +182,13 @@ def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w:
     waiting_w, paused = one.waiting_w or power_w, times.waited_s / (busy + times.waited_s)
     awake_w = links_w * links_awake(one)
     computing_w = (power_w - paused * waiting_w) / (1 - paused)
-    added_w = min(awake_w, max(0.0, limit_w - computing_w))
     profiled = breakdown_of(one)
-    slowed = SLOWED * products(profiled) * (awake_w - added_w) / computing_w if awake_w > added_w else 0.0
+    held = limited * products(profiled)
+    added_w = min((1 - held) * awake_w, max(0.0, limit_w - computing_w))
+    slowed = SLOWED * held * awake_w / computing_w if held else 0.0
+    ahead = [limited * (times - 1) for times in sorted(slower.values())]
+    met = meeting(run.layout)
+    waits = waited((*ahead, *met * (0.0,))[:met], held * APART / math.sqrt(2))
     busy_power_w = power_w + (1 - paused) * added_w + paused * awake_w
     measured = RankTimes(
         passes=times.passes_s,
@@ -198,7 +205,8 @@ def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w:
         microbatch_s=times.microbatch_s,
         microbatch_power_w=busy_power_w * microbatch_power(one.runs, times.microbatch_s, busy),
     )
-    return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1) + slowed)
+    own = 1 - sum(measured.exposed_s.values()) / busy
+    return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1) + (slowed + waits) / own)
 
 
 def microbatch_power(runs: Sequence[TrialResult], microbatch_s: float, step_s: float) -> float:

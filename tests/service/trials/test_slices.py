@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from search_spaces.hardware import LINKS_AWAKE_S
 from search_spaces.layout import Layout
 from search_spaces.schedules import Action, Pass
+from search_spaces.wander import APART
 from service.metrics import Method
 from service.result import Purpose, TrialResult
 from service.trials.bench import Alone
@@ -60,17 +62,47 @@ def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
 
 
 @pytest.mark.parametrize(
-    ("power_w", "linked_s", "added_w"),
-    [(600.0, 2.0, 30.0), (600.0, 1.0, 15.0), (600.0, 0.0, 0.0), (680.0, 2.0, 10.0), (690.0, 2.0, 0.0)],
+    ("limited", "power_w", "linked_s", "added_w"),
+    [
+        (0.0, 600.0, 2.0, 30.0),
+        (1.0, 600.0, 2.0, 15.0),
+        (0.8, 600.0, 1.0, 9.0),
+        (1.0, 600.0, 0.0, 0.0),
+        (1.0, 680.0, 2.0, 10.0),
+        (1.0, 690.0, 2.0, 0.0),
+    ],
 )
-def test_what_awake_links_draw_is_power_up_to_the_limit_and_time_of_products_from_there_on(
-    power_w: float, linked_s: float, added_w: float
+def test_awake_links_take_power_from_products_at_the_limit_and_add_to_what_all_else_draws(
+    limited: float, power_w: float, linked_s: float, added_w: float
 ) -> None:
-    times = rank_times(seen(1.0, power_w, linked_s), {}, LINKS_W, LIMIT_W)
-    lacking = LINKS_W * linked_s / STEP_S - added_w
+    times = rank_times(seen(limited, power_w, linked_s), {}, LINKS_W, LIMIT_W)
     assert times.busy_power_w == pytest.approx(power_w + added_w)
-    assert times.busy_s == pytest.approx(STEP_S * (1 + SLOWED * 0.5 * lacking / power_w))
+    taken = LINKS_W * linked_s / STEP_S / power_w
+    assert times.busy_s == pytest.approx(STEP_S * (1 + SLOWED * 0.5 * limited * taken))
     assert times.waiting_power_w == pytest.approx(100.0 + LINKS_W * linked_s / STEP_S)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "expert", "ranks"), [(4, 1, 1, 4), (2, 2, 1, 4), (1, 2, 4, 4), (1, 1, 1, 1)]
+)
+def test_ranks_that_meet_in_every_block_wait_for_each_other_at_the_limit(
+    tensor: int, context: int, expert: int, ranks: int
+) -> None:
+    layout = Layout(
+        "megatron",
+        4,
+        8,
+        tensor_parallel_size=tensor,
+        context_parallel_size=context,
+        expert_parallel_size=expert,
+    )
+    one = seen(0.8, linked_s=0.0)
+    one = replace(one, runs=(replace(one.runs[0], layout=layout),))
+    expected_largest = {1: 0.0, 4: 1.0294}[ranks]
+    wait = expected_largest * 0.8 * 0.5 * APART / math.sqrt(2)
+    assert rank_times(one, {}, 0.0, LIMIT_W).busy_s == pytest.approx(STEP_S * (1 + wait), rel=1e-5)
+    faster = {"GPU-b": 1.0} | {f"GPU-{number}": 1.5 for number in range(7)}
+    assert rank_times(one, faster, 0.0, LIMIT_W).busy_s == pytest.approx(STEP_S), "all but one are there long before"
 
 
 def test_links_of_ranks_that_were_not_profiled_are_taken_to_be_awake() -> None:
