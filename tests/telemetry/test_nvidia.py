@@ -160,18 +160,19 @@ def test_nothing_is_said_of_a_counter_with_another_period(fake_driver: Interpret
 
 
 def test_refreshes_that_drift_from_the_host_s_clock_are_followed(fake_driver: Interpreter) -> None:
-    """By 2 ms each time between two looks. A busy machine misses some, and in the end says nothing: then once more."""
+    """By 2 ms each time between two looks. A busy machine misses some, is late to look at others, and in the end says
+    nothing: then once more."""
     for _ in range(TRIES):
         rows, _ = fake_driver.run(sample_drift, 12, refresh=20, gpus=2)
         away = {
-            uuid: [away_ms(row, row["refresh"]) for row in rows if row["device"] == uuid and "energy_ns" in row]
+            uuid: sorted(
+                abs(away_ms(row, row["refresh"])) for row in rows if row["device"] == uuid and "energy_ns" in row
+            )
             for uuid in ("GPU-0", "GPU-1")
         }
-        if all(len(each) > 6 for each in away.values()):
-            break
-    for each in away.values():
-        assert len(each) > 6
-        assert sorted(map(abs, each))[len(each) * 3 // 4] < 10, each
+        if all(len(each) > 6 and each[len(each) * 3 // 4] < 10 for each in away.values()):
+            return
+    pytest.fail(f"in {TRIES} tries not for both: {away}")
 
 
 def test_what_is_not_supported_is_left_out_and_not_asked_again(fake_driver: Interpreter, tmp_path: Path) -> None:
