@@ -43,7 +43,7 @@ class RankTimes:
     - `microbatch_s`, `microbatch_power_w`: without a pipeline, what a microbatch takes of the step that is neither the
       first nor the last, and the GPU's mean power meanwhile; the seconds are 0 where there is none.
     - `slower`: these are the seconds of a GPU that takes so much longer than the one that was measured (`on_slower`),
-      as it has less power or computes less with it.
+      as it has less power, computes less with it, or waits for others that do just then.
     """
 
     passes: Mapping[Action, float]

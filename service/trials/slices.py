@@ -185,8 +185,8 @@ def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w:
     profiled = breakdown_of(one)
     held = limited * products(profiled)
     added_w = min((1 - held) * awake_w, max(0.0, limit_w - computing_w))
-    slowed = SLOWED * held * awake_w / computing_w if held else 0.0
-    ahead = [limited * (times - 1) for times in sorted(slower.values())]
+    slowed = SLOWED * held * awake_w / computing_w if computing_w else 0.0
+    ahead = [limited * (longer - 1) for longer in sorted(slower.values())]
     met = meeting(run.layout)
     waits = waited((*ahead, *met * (0.0,))[:met], held * APART / math.sqrt(2))
     busy_power_w = power_w + (1 - paused) * added_w + paused * awake_w

@@ -42,7 +42,7 @@ HALF_PRODUCTS = Breakdown(**dict.fromkeys(Breakdown.__dataclass_fields__, 0.0) |
 STEP_S, LINKS_W, LIMIT_W = 2.0, 30.0, 690.0
 
 
-def seen(power_cap_ratio: float | None = None, power_w: float = 700.0, linked_s: float | None = None) -> Alone:
+def seen(power_cap_ratio: float | None = None, power_w: float | None = 700.0, linked_s: float | None = None) -> Alone:
     """A rank of several that took 2 s a step on the GPU `GPU-a`, half of it in products, with links awake so long."""
     timing = Timing((STEP_S,), (STEP_S, STEP_S), 0, round(2e9 * STEP_S), 0.0)
     of_passes = SliceReport({8: PassTimes(0.0, {}, STEP_S, 0.0, 0.0)}, {8: ()}, (0, 1))
@@ -103,6 +103,10 @@ def test_ranks_that_meet_in_every_block_wait_for_each_other_at_the_limit(
     assert rank_times(one, {}, 0.0, LIMIT_W).busy_s == pytest.approx(STEP_S * (1 + wait), rel=1e-5)
     faster = {"GPU-b": 1.0} | {f"GPU-{number}": 1.5 for number in range(7)}
     assert rank_times(one, faster, 0.0, LIMIT_W).busy_s == pytest.approx(STEP_S), "all but one are there long before"
+
+
+def test_at_a_limit_of_a_power_that_nobody_read_links_take_nothing() -> None:
+    assert rank_times(seen(1.0, None, 2.0), {}, LINKS_W, LIMIT_W).busy_s == STEP_S
 
 
 def test_links_of_ranks_that_were_not_profiled_are_taken_to_be_awake() -> None:
