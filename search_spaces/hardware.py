@@ -19,7 +19,9 @@ class Accelerator:
     `published_mfu`: where Wattune itself was never measured on it, the largest MFU that others published of it, and
     `products`, `attention`: the shares of the peak that large matrix products and attention over many tokens were seen
     to attain, None where that is not known. `links_awake_w`: what the device draws more while its links are awake, as
-    they are for `LINKS_AWAKE_S` after they have carried something; 0 where nobody measured it.
+    they are for `LINKS_AWAKE_S` after they have carried something; 0 where nobody measured it. `apart`: likewise the
+    standard deviation of what two of them at their power limit take apart in the products between two meetings of their
+    ranks, some 1 to 20 ms, as a share of these (`search_spaces.wander`).
     """
 
     memory_gib: float | None = None
@@ -36,6 +38,7 @@ class Accelerator:
     products: float | None = None
     attention: float | None = None
     links_awake_w: float = 0.0
+    apart: float = 0.0
 
 
 LINKS_AWAKE_S = 0.05
@@ -73,12 +76,13 @@ NETWORKS: dict[str, Bandwidth] = {
 
 ACCELERATORS: dict[str, Accelerator] = {
     # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it. Links of three machines
-    # with H200 draw 29 to 38 W while they are awake and carry little; H100 has the same.
+    # with H200 draw 29 to 38 W while they are awake and carry little; H100 has the same. So two H200 are 4.6 and 5.2%
+    # of their products apart, in two layouts (benchmarks/results/company_2xh200.txt), and H100 is taken to be.
     "h100": Accelerator(
-        79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0
+        79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0, apart=0.05
     ),
     "h200": Accelerator(
-        140.4, 989.4e12, True, True, 66.9e12, 4.8e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0
+        140.4, 989.4e12, True, True, 66.9e12, 4.8e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0, apart=0.05
     ),
     # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it. MFU: 225 TFLOP/s, GPT-3 2.7B in sequences of
     # 8192 tokens (Dao 2023, FlashAttention-2, table 1). Products: 271 TFLOP/s (Bekman, Machine Learning Engineering,

@@ -1,18 +1,18 @@
-"""What ranks that meet in every block wait for each other, as the clocks of GPUs at their power limit wander."""
+"""What ranks that meet in every block wait for each other, as the clocks of GPUs at their power limit wander.
+
+In the products between two meetings GPUs are apart by `Accelerator.apart`, in a longer time by less, with its root
+(`service.trials.straggler.WANDER`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from statistics import NormalDist
 
 from search_spaces.layout import Layout
-
-APART = 0.05
-"""Standard deviation of what two GPUs at their power limit take apart in the products between two meetings of their
-ranks, of 1 to 20 ms, as a share of these: 0.046 and 0.052 of two layouts on two H200
-(benchmarks/results/company_2xh200.txt). It falls with the root of a longer time (`service.trials.straggler.WANDER`)."""
 
 REACH, POINTS = 8.0, 400
 """To how many deviations from the slowest rank's mean the distribution is followed, and at how many points."""
@@ -22,6 +22,12 @@ def meeting(layout: Layout) -> int:
     """How many ranks meet in every block, and cannot go on before the last of them is there: those of tensors, of a
     sequence, and of experts, which are spread over sequences and replicas."""
     return layout.tensor_parallel_size * max(layout.context_parallel_size, layout.expert_parallel_size)
+
+
+@cache
+def latest(ranks: int) -> float:
+    """How late the last of ranks alike is on average, in deviations of one of them."""
+    return waited((0.0,) * ranks, 1.0)
 
 
 def waited(ahead: Sequence[float], deviation: float) -> float:

@@ -19,7 +19,7 @@ from search_spaces.layout import Layout
 from search_spaces.memory import usable_bytes
 from search_spaces.network import Network
 from search_spaces.stretching import stretch
-from search_spaces.wander import APART, meeting, waited
+from search_spaces.wander import meeting, waited
 from service.metrics import OFF, Method, Part, made_of
 from service.problem import Problem
 from service.result import Purpose, SliceRecord, TrialResult
@@ -115,10 +115,11 @@ def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mappi
     microbatches."""
     problem, layout, first = bench.problem, request.layout, next(iter(seen.values()))
     few = first.runs[0].layout
-    links_w = problem.cluster.device.links_awake_w if problem.cluster.gpus_per_node > 1 else 0.0
-    limits = [limit for limit in (problem.cluster.device.power_limit_w, layout.power_limit_w) if limit is not None]
+    device = problem.cluster.device
+    links_w = device.links_awake_w if problem.cluster.gpus_per_node > 1 else 0.0
+    limits = [limit for limit in (device.power_limit_w, layout.power_limit_w) if limit is not None]
     limit_w = POWER_SHARE * min(limits, default=math.inf)
-    times = {kind: rank_times(one, bench.slower, links_w, limit_w) for kind, one in seen.items()}
+    times = {kind: rank_times(one, bench.slower, links_w, limit_w, device.apart) for kind, one in seen.items()}
     if few != layout:
         times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
     step = compose(layout, problem.workload.run, times, network)
@@ -163,14 +164,16 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w: float) -> RankTimes:
+def rank_times(
+    one: Alone, slower: Mapping[str, float], links_w: float, limit_w: float, apart: float = 0.0
+) -> RankTimes:
     """What a rank does in a step of the largest batch that its trial timed, on the slowest GPU.
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit
     clocks are alike. `links_w`: what a GPU draws more while its links are awake, as they are not where a rank is alone.
     Products that are held at the power limit have that less, as far as they are: nothing else nears it, so that links
     add to what it draws, up to `limit_w`, at which a GPU's mean power is held. Ranks that meet in every block wait for
-    each other, too, as their clocks wander at the limit (`search_spaces.wander`).
+    each other, too, as their clocks wander at the limit: two GPUs are `apart` so much then (`search_spaces.wander`).
     """
     run, report = one.runs[0], one.report
     assert report.slice is not None
@@ -188,7 +191,7 @@ def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w:
     slowed = SLOWED * held * awake_w / computing_w if computing_w else 0.0
     ahead = [limited * (longer - 1) for longer in sorted(slower.values())]
     met = meeting(run.layout)
-    waits = waited((*ahead, *met * (0.0,))[:met], held * APART / math.sqrt(2))
+    waits = waited((*ahead, *met * (0.0,))[:met], held * apart / math.sqrt(2))
     busy_power_w = power_w + (1 - paused) * added_w + paused * awake_w
     measured = RankTimes(
         passes=times.passes_s,

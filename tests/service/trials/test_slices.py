@@ -10,7 +10,6 @@ import pytest
 from search_spaces.hardware import LINKS_AWAKE_S
 from search_spaces.layout import Layout
 from search_spaces.schedules import Action, Pass
-from search_spaces.wander import APART
 from service.metrics import Method
 from service.result import Purpose, TrialResult
 from service.trials.bench import Alone
@@ -39,7 +38,7 @@ FULL = TrialResult(
 
 
 HALF_PRODUCTS = Breakdown(**dict.fromkeys(Breakdown.__dataclass_fields__, 0.0) | {"span_s": 2.0, "matmul_s": 1.0})
-STEP_S, LINKS_W, LIMIT_W = 2.0, 30.0, 690.0
+STEP_S, LINKS_W, LIMIT_W, APART = 2.0, 30.0, 690.0, 0.05
 
 
 def seen(power_cap_ratio: float | None = None, power_w: float | None = 700.0, linked_s: float | None = None) -> Alone:
@@ -100,9 +99,11 @@ def test_ranks_that_meet_in_every_block_wait_for_each_other_at_the_limit(
     one = replace(one, runs=(replace(one.runs[0], layout=layout),))
     expected_largest = {1: 0.0, 4: 1.0294}[ranks]
     wait = expected_largest * 0.8 * 0.5 * APART / math.sqrt(2)
-    assert rank_times(one, {}, 0.0, LIMIT_W).busy_s == pytest.approx(STEP_S * (1 + wait), rel=1e-5)
+    assert rank_times(one, {}, 0.0, LIMIT_W, APART).busy_s == pytest.approx(STEP_S * (1 + wait), rel=1e-5)
     faster = {"GPU-b": 1.0} | {f"GPU-{number}": 1.5 for number in range(7)}
-    assert rank_times(one, faster, 0.0, LIMIT_W).busy_s == pytest.approx(STEP_S), "all but one are there long before"
+    assert rank_times(one, faster, 0.0, LIMIT_W, APART).busy_s == pytest.approx(STEP_S), (
+        "all but one are there long before"
+    )
 
 
 def test_at_a_limit_of_a_power_that_nobody_read_links_take_nothing() -> None:
