@@ -32,7 +32,8 @@ LOOKS_S, ANSWER_S = 0.5, 0.5
 both, 12 s by default, as the tests' Ray has no dashboard, which answers."""
 
 SHARED = ("ray_session", "running_cluster", "nursery")
-"""Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker."""
+"""Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker, and all others of a file,
+which have the same layouts and what was found of these."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -49,9 +50,11 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for fixture in SHARED:
-            if fixture in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(fixture))
+        shared = [fixture for fixture in SHARED if fixture in getattr(item, "fixturenames", ())]
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(
+                pytest.mark.xdist_group(shared[0] if shared else f"{item.path.parent.name}/{item.path.stem}")
+            )
 
 
 def free_port() -> int:
