@@ -24,7 +24,6 @@ from search_spaces.layout import Layout
 from search_spaces.network import BESIDE, Collective
 from search_spaces.parameters import Held, held
 from search_spaces.roofline import Load, communicate, network, passes, spread
-from search_spaces.wander import latest, meeting
 from search_spaces.workload import Workload
 
 __all__ = ["Coefficients", "Prediction", "data_sheet", "predict", "predicted_metrics"]
@@ -117,18 +116,13 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     # With the sums of gradients in them, bubbles are up to 0.8% of a step too long (four H200).
     waits = _bubble(layout) * (sum(times) / times[slow] - 1) / layout.virtual_pipeline_stages
     between = _between_stages(layout, work, c)
-    unpassed = waits * (times[slow] - sums[slow]) + between
-    eased = steady + unpassed / (1 + unpassed / AVERAGED_S)
-    budget = limit - idle + spared / (clocked + eased)
-    clock = _clock(clocked, eased, core, rest, budget)
-    # Clocks do not wander above what they are without a limit. While ranks wait, there is power to spare.
-    apart = min(work.accelerator.apart, 1 / clock - 1)
-    waiting = clocked / clock * apart / math.sqrt(2) * latest(meeting(layout))
-    clock = _clock(clocked, eased + waiting, core, rest, budget)
+    apart = waits * (times[slow] - sums[slow]) + between
+    eased = steady + apart / (1 + apart / AVERAGED_S)
+    clock = _clock(clocked, eased, core, rest, limit - idle + spared / (clocked + eased))
     stretched = rounds * times[slow] + clocked / clock - clocked
     bubble = waits * (stretched / rounds - sums[slow])
     offloading = upkeep.offloaded / c.offloaded_per_s
-    step = stretched + waiting + updating + upkeep.exposed + bubble + between + offloading + c.step_s
+    step = stretched + updating + upkeep.exposed + bubble + between + offloading + c.step_s
 
     # What ranks have less to do than the slowest they wait for it.
     busy = sum(each.seconds for each in loads) / len(loads) / load.seconds
@@ -144,7 +138,6 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
         "tensor_parallel": rounds * load.tensor,
         "context_parallel": rounds * load.context,
         "expert_parallel": rounds * load.experts,
-        "wander": waiting,
         "data_parallel": upkeep.exposed,
         "between_stages": between,
         "bubble": bubble,

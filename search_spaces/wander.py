@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from statistics import NormalDist
 
 from search_spaces.layout import Layout
@@ -22,12 +21,6 @@ def meeting(layout: Layout) -> int:
     """How many ranks meet in every block, and cannot go on before the last of them is there: those of tensors, of a
     sequence, and of experts, which are spread over sequences and replicas."""
     return layout.tensor_parallel_size * max(layout.context_parallel_size, layout.expert_parallel_size)
-
-
-@cache
-def latest(ranks: int) -> float:
-    """How late the last of ranks alike is on average, in deviations of one of them."""
-    return waited((0.0,) * ranks, 1.0)
 
 
 def waited(ahead: Sequence[float], deviation: float) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from search_spaces.layout import Layout
-from search_spaces.wander import latest, meeting, waited
+from search_spaces.wander import meeting, waited
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,6 @@ from search_spaces.wander import latest, meeting, waited
 )
 def test_the_last_of_ranks_alike_is_late_by_the_mean_of_the_largest(ranks: int, largest: float) -> None:
     assert waited([0.0] * ranks, 0.02) == pytest.approx(0.02 * largest, rel=1e-5)
-    assert latest(ranks) == pytest.approx(largest, rel=1e-5)
 
 
 @pytest.mark.parametrize("ahead", [(0.0, 0.01), (0.0, 0.0, 0.03, 0.05), (0.0, 0.02, 0.02, 0.02, 0.02)])
