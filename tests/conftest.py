@@ -32,8 +32,7 @@ LOOKS_S, ANSWER_S = 0.5, 0.5
 both, 12 s by default, as the tests' Ray has no dashboard, which answers."""
 
 SHARED = ("ray_session", "running_cluster", "nursery")
-"""Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker, and all others of a file,
-which have the same layouts and what was found of these."""
+"""Fixtures that take seconds to set up: with `-n`, all tests that use one run on one worker."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -49,12 +48,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Other tests of a file run on one worker, too: they share layouts, and what was found of these."""
     for item in items:
-        shared = [fixture for fixture in SHARED if fixture in getattr(item, "fixturenames", ())]
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(
-                pytest.mark.xdist_group(shared[0] if shared else f"{item.path.parent.name}/{item.path.stem}")
-            )
+            used, file = getattr(item, "fixturenames", ()), f"{item.path.parent.name}/{item.path.stem}"
+            group = next((fixture for fixture in SHARED if fixture in used), file)
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def free_port() -> int:

@@ -21,6 +21,7 @@ from benchmarks.measure.blind import Row
 from benchmarks.measure.company import KERNELS
 from benchmarks.measure.off import percent
 from search_spaces.layout import Layout
+from search_spaces.wander import meeting
 from service.answers.tables import render
 
 IDLE = 0.08
@@ -38,9 +39,7 @@ class Point:
 
     @property
     def meets(self) -> bool:
-        layout = self.layout
-        degrees = layout.tensor_parallel_size, layout.context_parallel_size, layout.expert_parallel_size
-        return max(degrees) > 1
+        return meeting(self.layout) > 1
 
 
 def points(sliced: Iterable[Row], measured: Iterable[Row]) -> Iterator[Point]:

@@ -164,9 +164,7 @@ def held_against(measured: TrialResult, explored: Iterable[TrialResult]) -> Tria
     return replace(measured, metrics=measured.metrics | off)
 
 
-def rank_times(
-    one: Alone, slower: Mapping[str, float], links_w: float, limit_w: float, apart: float = 0.0
-) -> RankTimes:
+def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w: float, apart: float) -> RankTimes:
     """What a rank does in a step of the largest batch that its trial timed, on the slowest GPU.
 
     All wait for that. `slower`: how much longer that takes at its power limit than each GPU, by UUID. Below the limit

@@ -19,6 +19,7 @@ from benchmarks.measure import parts as module
 from benchmarks.measure.node import FAMILIES, main, parts_of
 from benchmarks.measure.parts import Ended, Part, Program, ended, environment_of, run_parts
 from service.spec import load_spec
+from tests.trainables.test_child import is_gone, wait_until
 
 
 def says(name: str, code: str = "pass", again: bool = False, tells: bool = False) -> Program:
@@ -81,13 +82,6 @@ def test_a_program_is_told_of_its_limit(folder: Path) -> None:
     assert (folder / "one" / "shows.txt").read_text() == "['--seconds', '70']\n"
 
 
-def is_over(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_a_signal_ends_what_runs_with_all_that_it_started_and_what_there_is_is_kept(tmp_path: Path) -> None:
     """In a process of its own, whose child has a child in another session that ignores SIGTERM."""
     child = (
@@ -106,17 +100,11 @@ def test_a_signal_ends_what_runs_with_all_that_it_started_and_what_there_is_is_k
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     running = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
     output = tmp_path / "out" / "one" / "starts.txt"
-    until = time.monotonic() + 60
-    while not (output.exists() and output.read_text().count("\n") == 2):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: output.exists() and output.read_text().count("\n") == 2)
+    started = psutil.Process(int(output.read_text().split()[0]))
     running.send_signal(signal.SIGTERM)
     assert running.wait(60) == 128 + signal.SIGTERM
-    started = int(output.read_text().split()[0])
-    until = time.monotonic() + 60
-    while not is_over(started):  # what is killed takes a while to end where others compute
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: is_gone(started))  # what is killed takes a while to end where others compute
     (one,) = ended(tmp_path / "out")
     assert (one.program, one.cut) == ("starts", True)
     with tarfile.open(tmp_path / "out.tar.gz") as archive:

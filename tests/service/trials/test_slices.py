@@ -56,8 +56,8 @@ def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
     power_cap_ratio: float | None, step_s: float
 ) -> None:
     one = seen(power_cap_ratio)
-    assert rank_times(one, {"GPU-a": 1.1, "GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == pytest.approx(step_s)
-    assert rank_times(one, {"GPU-b": 1.0}, 0.0, LIMIT_W).busy_s == 2.0, "nobody examined it"
+    assert rank_times(one, {"GPU-a": 1.1, "GPU-b": 1.0}, 0.0, LIMIT_W, 0.0).busy_s == pytest.approx(step_s)
+    assert rank_times(one, {"GPU-b": 1.0}, 0.0, LIMIT_W, 0.0).busy_s == 2.0, "nobody examined it"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_at_its_power_limit_a_rank_takes_as_long_as_on_the_slowest_gpu(
 def test_awake_links_take_power_from_products_at_the_limit_and_add_to_what_all_else_draws(
     limited: float, power_w: float, linked_s: float, added_w: float
 ) -> None:
-    times = rank_times(seen(limited, power_w, linked_s), {}, LINKS_W, LIMIT_W)
+    times = rank_times(seen(limited, power_w, linked_s), {}, LINKS_W, LIMIT_W, 0.0)
     assert times.busy_power_w == pytest.approx(power_w + added_w)
     taken = LINKS_W * linked_s / STEP_S / power_w
     assert times.busy_s == pytest.approx(STEP_S * (1 + SLOWED * 0.5 * limited * taken))
@@ -106,12 +106,21 @@ def test_ranks_that_meet_in_every_block_wait_for_each_other_at_the_limit(
     )
 
 
+def test_what_links_take_from_products_is_a_share_of_the_step_and_none_of_its_communication() -> None:
+    communicating = replace(HALF_PRODUCTS, exposed_communication_s=0.5, exposed_all_gather_s=0.5)
+    one = seen(1.0, 600.0, 2.0)
+    one = replace(one, report=replace(one.report, profile=Profile(communicating, None, 1.0, linked_s=2.0)))
+    times = rank_times(one, {}, LINKS_W, LIMIT_W, 0.0)
+    assert times.busy_s == pytest.approx(STEP_S * (1 + SLOWED * 0.5 * LINKS_W / 600))
+    assert times.exposed_s["all_gather"] == pytest.approx(0.5)
+
+
 def test_at_a_limit_of_a_power_that_nobody_read_links_take_nothing() -> None:
-    assert rank_times(seen(1.0, None, 2.0), {}, LINKS_W, LIMIT_W).busy_s == STEP_S
+    assert rank_times(seen(1.0, None, 2.0), {}, LINKS_W, LIMIT_W, 0.0).busy_s == STEP_S
 
 
 def test_links_of_ranks_that_were_not_profiled_are_taken_to_be_awake() -> None:
-    assert rank_times(seen(power_w=600.0), {}, LINKS_W, LIMIT_W).busy_power_w == pytest.approx(630.0)
+    assert rank_times(seen(power_w=600.0), {}, LINKS_W, LIMIT_W, 0.0).busy_power_w == pytest.approx(630.0)
 
 
 def test_links_of_a_pipeline_are_awake_for_its_messages_and_its_pauses_draw_less() -> None:
@@ -120,7 +129,7 @@ def test_links_of_a_pipeline_are_awake_for_its_messages_and_its_pauses_draw_less
     one = seen(1.0, 690.0, linked_s=0.0)
     assert one.report.slice is not None
     paused = replace(one.report.slice, times={8: PassTimes(0.0, passes, 0.0, 0.0, 0.4)})
-    times = rank_times(replace(one, report=replace(one.report, slice=paused)), {}, LINKS_W, LIMIT_W)
+    times = rank_times(replace(one, report=replace(one.report, slice=paused)), {}, LINKS_W, LIMIT_W, 0.0)
     assert LINKS_AWAKE_S == 0.05
     awake_w = LINKS_W * 0.09 / 0.5
     computing_w = (690 - 0.2 * 100) / 0.8
