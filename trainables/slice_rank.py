@@ -18,7 +18,7 @@ from search_spaces.workload import Workload
 from trainables.breakdown import Profile
 from trainables.engines.base import Job, Microbatch, StepOutput
 from trainables.losses import check_finite
-from trainables.measure import Step, Timing
+from trainables.measure import AHEAD_S, Step, Timing
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.program import Place, Progress, RankReport, SliceReport, Traffic, TrialRequest
 from trainables.rank import Rank
@@ -36,6 +36,9 @@ by no more than that share, and by a third of it where what is done once draws t
 
 TELLING = 3
 """Microbatches of which one, the first, which carries what happens once, does not tell in the median."""
+
+FURTHER = 4
+"""How many times as many microbatches a step has where the host was not ahead of its device in the shorter one."""
 
 
 def run_slice(
@@ -93,10 +96,11 @@ class SliceRank(Rank):
     def measure(self) -> RankReport:
         report = super().measure()
         check_finite("norm of the gradient", report.grad_norms)
+        timings = {batch: report.timings[batch] for batch in self.batches if batch in report.timings}
         self.enter("waiting")
         start_ns, end_ns = map(self.waited, (SETTLES_S, WAIT_S))
         self.enter("report")
-        return replace(report, slice=SliceReport(self.times, self.traffic, (start_ns, end_ns)))
+        return replace(report, timings=timings, slice=SliceReport(self.times, self.traffic, (start_ns, end_ns)))
 
     def waited(self, seconds: float) -> int:
         """The moment at which the rank has waited so long, on the node's monotonic clock, in ns."""
@@ -138,13 +142,23 @@ class SliceRank(Rank):
 
     @property
     def order(self) -> Iterable[int]:
-        """The largest, and the others only where enough of its step is done once a step for its power to tell little of
-        that of a microbatch."""
+        """The largest, in its place a larger one if the host was late in that, and the others only where enough of its
+        step is done once a step for its power to tell little of that of a microbatch."""
         largest, *others = self.batches
         yield largest
-        whole = self.times[largest]
+        further = min(FURTHER * largest, self.request.layout.global_batch_size)
+        if further > largest and self.late:
+            self.batches = (further, *others)
+            yield further
+        whole = self.times[self.batches[0]]
         if self.layout.gradient_accumulation_steps * whole.microbatch_s < (1 - ONCE) * whole.tail_s:
             yield from others
+
+    @property
+    def late(self) -> bool:
+        """Whether a device beside the host may have waited for it in the latest step. A longer one gives a host that is
+        faster than its device the time to get ahead, as it does among the other ranks. A pipeline's is as it is."""
+        return not self.pipelined and self.platform.profiler_device is not None and self.clock.ahead_s() < AHEAD_S
 
     @property
     def apart(self) -> Sequence[Callable[[], Step]]:

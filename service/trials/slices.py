@@ -114,14 +114,14 @@ def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mappi
     """The trial's result from what was seen of each kind of its ranks, in steps of the trial's own batch or of fewer
     microbatches."""
     problem, layout, first = bench.problem, request.layout, next(iter(seen.values()))
-    few = first.runs[0].layout
     device = problem.cluster.device
     links_w = device.links_awake_w if problem.cluster.gpus_per_node > 1 else 0.0
     limits = [limit for limit in (device.power_limit_w, layout.power_limit_w) if limit is not None]
     limit_w = POWER_SHARE * min(limits, default=math.inf)
-    times = {kind: rank_times(one, bench.slower, links_w, limit_w, device.apart) for kind, one in seen.items()}
-    if few != layout:
-        times = {kind: stretch(alone, few, layout, kind.pipeline_rank) for kind, alone in times.items()}
+    times: dict[RankKind, RankTimes] = {}
+    for kind, one in seen.items():
+        alone, few = rank_times(one, bench.slower, links_w, limit_w, device.apart), one.runs[0].layout
+        times[kind] = alone if few == layout else stretch(alone, few, layout, kind.pipeline_rank)
     step = compose(layout, problem.workload.run, times, network)
     profiled = {kind: breakdown_of(one) for kind, one in seen.items()}
     broken_down = breakdown_metrics(by_pipeline_rank(step, times, profiled))

@@ -103,6 +103,18 @@ class _RankInWholeSteps(SliceRank):
 
 
 @dataclass(frozen=True)
+class Late(Slice):
+    """A rank alone whose host, so it takes it, was late for its device in every step."""
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        return _LateRank(self, request, place, on_progress).report()
+
+
+class _LateRank(SliceRank):
+    late = True
+
+
+@dataclass(frozen=True)
 class Left(Counted):
     """Of which it is what is left whenever progress is told, at most: between two steps."""
 

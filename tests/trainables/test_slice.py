@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from search_spaces.hardware import ACCELERATORS
 from search_spaces.kinds import first_rank
 from search_spaces.layout import Layout
 from search_spaces.models import ModelShape
 from search_spaces.network import Collective, Network
 from search_spaces.schedules import Action, Pass, orders
 from tests.trainables.conftest import RunRanks
-from tests.trainables.live_bytes import Counted, InWholeSteps
+from tests.trainables.live_bytes import Counted, InWholeSteps, Late
 from tests.trainables.test_parity import (
     GPIPE,
     INTERLEAVED,
@@ -32,8 +33,9 @@ from tests.trainables.test_parity import (
     request,
 )
 from trainables import passes
-from trainables.measure import Step
+from trainables.measure import AHEAD_S, Step
 from trainables.passes import Moment, PassClock, PassTimes
+from trainables.platforms.base import platform_of
 from trainables.platforms.cpu import Instant
 from trainables.program import TrialRequest
 from trainables.slice import FIRST, Slice
@@ -205,10 +207,44 @@ def test_the_first_step_of_all_has_three_microbatches_if_there_are_any(
 def test_a_smaller_batch_tells_power_where_much_of_the_larger_is_done_once(
     microbatch_s: float, timed: tuple[int, ...]
 ) -> None:
-    rank = object.__new__(SliceRank)
-    rank.layout, rank.batches = Layout("megatron", 4, 32, micro_batch_size=2), (32, 16)
+    rank = timing_batches(32, of=32)
     rank.times = {32: PassTimes(0.0, {}, 1.0, 0.0, 0.0, microbatch_s=microbatch_s)}
     assert tuple(rank.order) == timed
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "ahead_s", "of", "timed"),
+    [
+        ("h200", 0.9 * AHEAD_S, 512, [32, 128]),
+        ("h200", 0.9 * AHEAD_S, 96, [32, 96]),
+        ("h200", 0.9 * AHEAD_S, 32, [32]),
+        ("h200", AHEAD_S, 512, [32]),
+        ("cpu", 0.0, 512, [32]),  # the host is the device
+    ],
+)
+def test_more_microbatches_are_timed_where_the_host_was_late(
+    accelerator: str, ahead_s: float, of: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = timing_batches(32, of=of)
+    rank.platform = platform_of(ACCELERATORS[accelerator])
+    monkeypatch.setattr(rank.clock, "ahead_s", lambda: ahead_s)
+    rank.times = {batch: PassTimes(0.0, {}, 0.25 * batch / 8, 0.0, 0.0, microbatch_s=0.25) for batch in timed}
+    went: list[int] = []
+    for batch in rank.order:
+        went.append(batch)
+        rank.layout = replace(rank.layout, global_batch_size=batch)
+    assert went == timed
+    assert rank.batches == (timed[-1], 16)
+
+
+def timing_batches(largest: int, of: int) -> SliceRank:
+    """A rank that times a step of `largest` sequences, eight a microbatch of all ranks, in place of one `of` more."""
+    rank = object.__new__(SliceRank)
+    layout = Layout("megatron", 4, of, micro_batch_size=2)
+    rank.request = replace(request(layout, LLAMA), batches=(largest, 16))
+    rank.layout, rank.batches = replace(layout, global_batch_size=largest), (largest, 16)
+    rank.platform, rank.clock = platform_of(ACCELERATORS["cpu"]), clocked([])
+    return rank
 
 
 def test_microbatches_but_the_first_and_the_last_tell_what_others_take() -> None:
@@ -229,6 +265,20 @@ def test_a_rank_alone_times_its_microbatches(run_ranks: RunRanks) -> None:
     step = report.slice.times[many.global_batch_size]
     assert 0 < 6 * step.microbatch_s < step.tail_s
     assert all(one.microbatch_s == 0 for batch, one in report.slice.times.items() if batch == few.global_batch_size)
+
+
+def test_of_a_late_rank_the_longer_step_is_reported(run_ranks: RunRanks) -> None:
+    layout = megatron(2, zero=1, mbs=1)
+    short, longer = (count * layout.data_parallel_size for count in (3, 10))
+    trial = request(replace(layout, global_batch_size=longer), LLAMA)
+    assert isinstance(trial.program, Training)
+    program = Late(trial.program, 0, NETWORK)
+    trial = replace(trial, batches=(short,), procedure=replace(trial.procedure, breakdown=True))
+    (report,) = reports(run_ranks(replace(trial, trial_id="late alone", program=program)))
+    assert report.slice is not None
+    assert report.profile is not None
+    assert tuple(report.timings) == (longer,)
+    assert tuple(report.slice.times) == (short, longer)
 
 
 def test_the_host_is_ahead_by_the_least_that_it_was_at_a_pass_or_a_microbatch(
