@@ -12,7 +12,8 @@ was `reserved` at most by then, in bytes, and `events`, by torch's own record of
 - [i, "late"]: only now, as another stream was still using it;
 - [bytes, stream]: a segment is reserved, or given back to the driver, where that is negative.
 
-It is what replays (`search_spaces.replay`) are compared with. After S seconds no other layout begins.
+`addresses` are those of the segments, in the order in which they were reserved. It is what replays
+(`search_spaces.replay`) are compared with. After S seconds no other layout begins.
 """
 
 from __future__ import annotations

@@ -81,8 +81,9 @@ def record() -> None:
 
 
 def events(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`events` and `places` of a device's trace in torch's snapshot."""
+    """`events`, `places` and `addresses` of a device's trace in torch's snapshot."""
     made: list[list[Any]] = []
+    addresses: list[int] = []
     places: dict[str, int] = {}
     streams: dict[int, int] = {}
     there: dict[int, int] = {}
@@ -92,6 +93,8 @@ def events(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             there[one["addr"]] = len(made)
             made.append([one["size"], stream, places.setdefault(_place(one["frames"]), len(places))])
         elif one["action"] in ("segment_alloc", "segment_free"):
+            if one["action"] == "segment_alloc":
+                addresses.append(one["addr"])
             made.append([one["size"] if one["action"] == "segment_alloc" else -one["size"], stream])
         elif one["action"] == "free_requested" and one["addr"] in there:
             made.append([there[one["addr"]]])
@@ -99,7 +102,7 @@ def events(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             index = there.pop(one["addr"], None)
             if index is not None and made[-1] != [index]:
                 made.append([index, "late"])
-    return {"events": made, "places": list(places)}
+    return {"events": made, "places": list(places), "addresses": addresses}
 
 
 def _place(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import DATA
+from benchmarks.judge.lags import replayed
 from benchmarks.measure.blind import read
-from search_spaces.replay.allocator import Allocator, Piece
+from search_spaces.replay.allocator import Allocator
 
 MIB = 2**20
 
@@ -87,28 +86,10 @@ def test_segments_of_which_nothing_is_in_use_can_be_given_back() -> None:
     assert allocator.reserved == 100 * MIB
 
 
-def reserved(rank: dict[str, Any]) -> int:
-    """Bytes at most, by the requests in a rank's record. One of the engines empties torch's cache before it makes the
-    moments."""
-    events, places = rank["events"], rank["places"]
-    late = {one[0] for one in events if one[1:] == ["late"]}
-    allocator, held, most, is_new = Allocator(), dict[int, Piece](), 0, True
-    for number, one in enumerate(events):
-        if len(one) == 3:
-            if is_new and "_make_moments" in places[one[2]]:
-                allocator.empty()
-                is_new = False
-            held[number] = allocator.take(one[0], one[1])
-        elif one[1:] == ["late"] or (len(one) == 1 and one[0] not in late):
-            allocator.give_back(held.pop(one[0]))
-        most = max(most, allocator.reserved)
-    return most
-
-
 def test_what_was_asked_for_on_gpus_is_reserved_as_it_was_there() -> None:
     """To the byte, by 41 of 44 ranks of two engines; two others begin again among older segments."""
     off = [
-        reserved(rank) - rank["reserved"]
+        replayed(rank, Allocator()) - rank["reserved"]
         for name in ("allocations_2xh200", "allocations2_2xh200")
         for row in read(DATA / f"{name}.jsonl.xz")
         for rank in row["ranks"]
