@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
-from search_spaces.replay import fullest_rank
+from search_spaces.replay import fullest_rank, unlike
 from search_spaces.workload import Workload
 
 
@@ -46,6 +46,13 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
             fullest = max(ranks, key=lambda rank: memory[rank].needed)
         found.append(RankKind(first_rank(layout, fullest), fullest, tuple(ranks)))
     return tuple(found)
+
+
+def others_in_memory(layout: Layout, work: Workload) -> tuple[int, ...]:
+    """Ranks that do the same as the one that `kinds` has measured for all, and may yet need more memory."""
+    if layout.pipeline_parallel_size > 1:
+        return ()
+    return tuple(rank for rank in unlike(layout, work) if rank != fullest_rank(layout, work))
 
 
 def _content(layout: Layout, work: Workload, pipeline_rank: int) -> Hashable:

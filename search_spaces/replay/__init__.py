@@ -94,11 +94,16 @@ def replayed(layout: Layout, work: Workload, rank: int = 0) -> Replayed | None:
 
 def fullest_rank(layout: Layout, work: Workload) -> int:
     """The rank that reserves most in a legal layout without a pipeline; 0 where all are taken to be alike."""
-    facts = ENGINES.get(layout.engine)
-    if work.model is None or facts is None or facts.allocates != "flat" or len(apart(layout)) == 1:
+    if len(unlike(layout, work)) == 1:
         return 0
     found = replayed(layout, work)
     return 0 if found is None else found.rank
+
+
+def unlike(layout: Layout, work: Workload) -> tuple[int, ...]:
+    """One of each kind of ranks that differ in memory in a legal layout without a pipeline, as far as is known."""
+    facts = ENGINES.get(layout.engine)
+    return apart(layout) if work.model is not None and facts is not None and facts.allocates == "flat" else (0,)
 
 
 def _flat(layout: Layout, model: ModelShape, tokens: int) -> Replayed | None:

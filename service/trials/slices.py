@@ -14,7 +14,7 @@ from dataclasses import replace
 from search_spaces.coefficients import POWER_SHARE
 from search_spaces.composition import Composed, RankTimes, compose
 from search_spaces.hardware import LINKS_AWAKE_S
-from search_spaces.kinds import RankKind, kinds
+from search_spaces.kinds import RankKind, kinds, others_in_memory
 from search_spaces.layout import Layout
 from search_spaces.memory import usable_bytes
 from search_spaces.network import Network
@@ -72,22 +72,25 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
 
     `request` is the trial as a gang of all its ranks would get it. Whatever goes wrong with a rank is the trial's
     status and cause. The fullest by the memory model goes first, so that a layout which does not fit takes one kind's
-    time; where layouts that may not fit are to be probed, what a probe would refuse is out of memory here, too.
+    time; where layouts that may not fit are to be probed, what a probe would refuse is out of memory here, too. Of
+    ranks that differ in nothing but memory, others than the one that is measured take the few steps of a probe.
     """
     layout, work, network = request.layout, bench.problem.workload.run, network_of(bench, request.layout)
     found = kinds(layout, work)
     first = probe.fullest(layout, work) if len(found) > 1 else found[0]
     probed = probe.due(layout, bench.problem)
+    brief = probe.probing(request, request.batches)
+    others = [RankKind(rank, 0, (0,)) for rank in others_in_memory(layout, work)]
     seen: dict[RankKind, Alone] = {}
-    for kind in sorted(found, key=lambda kind: kind != first):
-        name = f"{request.trial_id}-rank{found.index(kind)}"
-        one = run_kind(bench, replace(request, trial_id=name), kind)
+    for kind in [*sorted(found, key=lambda kind: kind != first), *others]:
+        asked = brief if kind in others else request
+        one = run_kind(bench, replace(asked, trial_id=f"{request.trial_id}-rank{kind.rank}"), kind)
         if isinstance(one, TrialResult):
             return replace(one, trial_id=request.trial_id, ranks=())
         if probed and (reason := probe.unsettled(one.report)) is not None:
             return TrialResult(request.trial_id, layout, Status.OOM, reason, devices=one.whole.devices)
         seen[kind] = one
-    return _together(bench, request, network, {kind: seen[kind] for kind in found})
+    return _together(bench, request, network, {kind: seen[kind] for kind in found}, [seen[kind] for kind in others])
 
 
 def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | TrialResult:
@@ -110,9 +113,11 @@ def run_kind(bench: Bench, request: TrialRequest, kind: RankKind) -> Alone | Tri
     return one
 
 
-def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone]) -> TrialResult:
+def _together(
+    bench: Bench, request: TrialRequest, network: Network, seen: Mapping[RankKind, Alone], others: Sequence[Alone]
+) -> TrialResult:
     """The trial's result from what was seen of each kind of its ranks, in steps of the trial's own batch or of fewer
-    microbatches."""
+    microbatches, and of `others` the memory."""
     problem, layout, first = bench.problem, request.layout, next(iter(seen.values()))
     device = problem.cluster.device
     links_w = device.links_awake_w if problem.cluster.gpus_per_node > 1 else 0.0
@@ -121,14 +126,14 @@ def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mappi
     times: dict[RankKind, RankTimes] = {}
     for kind, one in seen.items():
         alone, few = rank_times(one, bench.slower, links_w, limit_w, device.apart), one.runs[0].layout
+        alone = replace(alone, memory_gib=max(memory_gib(each) for each in [one, *others]))
         times[kind] = alone if few == layout else stretch(alone, few, layout, kind.pipeline_rank)
     step = compose(layout, problem.workload.run, times, network)
     profiled = {kind: breakdown_of(one) for kind, one in seen.items()}
     broken_down = breakdown_metrics(by_pipeline_rank(step, times, profiled))
     metrics = _figures(problem, layout, step, seen) | broken_down
-    spent: dict[str, float | None] = {
-        name: sum(one.whole.metrics.get(name) or 0.0 for one in seen.values()) for name in SPENT
-    }
+    trials = [*seen.values(), *others]
+    spent: dict[str, float | None] = {name: sum(one.whole.metrics.get(name) or 0.0 for one in trials) for name in SPENT}
     problems = [f"as rank {kind.rank}: {one.whole.cause}" for kind, one in seen.items() if one.whole.cause]
     return TrialResult(
         trial_id=request.trial_id,
@@ -141,7 +146,7 @@ def _together(bench: Bench, request: TrialRequest, network: Network, seen: Mappi
         windows=tuple(window for one in seen.values() for run in one.runs for window in run.windows),
         environment=first.whole.environment,
         losses=first.whole.losses,
-        ranks=tuple(one.whole.ranks[0] for one in seen.values()),
+        ranks=tuple(one.whole.ranks[0] for one in trials),
         slices=tuple(SliceRecord(kind, times) for kind, times in times.items()),
         network=network,
     )
@@ -196,7 +201,7 @@ def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w:
         tail_s=busy - times.head_s - sum(times.passes_s.values()) - sum(times.reduces_s.values()),
         busy_power_w=busy_power_w,
         waiting_power_w=waiting_w + awake_w,
-        memory_gib=report.peak_memory_gib or 0.0,
+        memory_gib=memory_gib(one),
         head_s=times.head_s,
         update_s=times.update_s,
         waited_s=times.waited_s,
@@ -208,6 +213,11 @@ def rank_times(one: Alone, slower: Mapping[str, float], links_w: float, limit_w:
     )
     own = 1 - sum(measured.exposed_s.values()) / busy
     return measured.on_slower(1 + limited * (slower.get(report.device or "", 1.0) - 1) + (slowed + waits) / own)
+
+
+def memory_gib(one: Alone) -> float:
+    """What a rank reserved at most; 0 where nobody counts."""
+    return one.report.peak_memory_gib or 0.0
 
 
 def microbatch_power(runs: Sequence[TrialResult], microbatch_s: float, step_s: float) -> float:

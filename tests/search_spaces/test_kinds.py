@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import DATA
 from benchmarks.measure.blind import read
-from search_spaces.kinds import RankKind, kinds
+from search_spaces.kinds import RankKind, kinds, others_in_memory
 from search_spaces.layout import Layout
 from search_spaces.memory import estimate
 from search_spaces.models import PRESETS
@@ -47,6 +47,16 @@ def test_uneven_stages_are_kinds_of_their_own() -> None:
         stage_layers=(1, 2, 3, 4, 3, 3),
     )
     assert [kind.stands_for for kind in kinds(virtual, WORK)] == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+def test_ranks_that_sum_up_their_own_gradients_differ_in_memory(engine: str, zero_stage: int) -> None:
+    layout = Layout(engine, 4, 32, zero_stage=zero_stage)
+    (kind,) = kinds(layout, WORK)
+    differ = engine == "deepspeed" and zero_stage == 2
+    assert {kind.rank, *others_in_memory(layout, WORK)} == ({0, 3} if differ else {0})
+    assert others_in_memory(replace(layout, pipeline_parallel_size=2), WORK) == ()
 
 
 def test_ranks_that_hold_other_experts_are_of_one_kind() -> None:

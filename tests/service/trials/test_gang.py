@@ -30,7 +30,7 @@ from service.problem import Cluster
 from service.result import DeviceRecord, TrialResult
 from service.spec import load_spec, make_problem
 from service.step import Wish
-from service.trials.bench import Bench
+from service.trials.bench import Alone, Bench
 from service.trials.evaluate import run_trial
 from service.trials.gang import Gang, awaited, close_gangs
 from service.trials.pool import Lease, start_pool
@@ -238,6 +238,29 @@ def test_a_layout_of_more_gpus_than_there_are_runs_by_slices(
 
     failed = run_trial(bench, f"refused {batch}", replace(layout, tensor_parallel_size=3))
     assert (failed.status, failed.trial_id) == ("crash", f"refused {batch}")
+
+
+class Counting(Bench):
+    """Has ranks reserve a GiB more than the one before, as on a GPU, where somebody counts it."""
+
+    def alone(self, request: TrialRequest) -> Alone | TrialResult:
+        one = super().alone(request)
+        assert isinstance(one, Alone)
+        return replace(one, report=replace(one.report, peak_memory_gib=2.0 + one.report.rank))
+
+
+def test_of_ranks_that_differ_in_memory_alone_the_fullest_counts(gang: Gang, telemetry: Any) -> None:
+    """Of DeepSpeed's ZeRO-2 one is measured, and the other takes a few steps."""
+    problem = replace(SPEC, measurement=replace(SPEC.measurement, explore="slices", breakdown=False))
+    network = data_sheet("cpu")
+    assert network is not None
+    bench = Counting(problem, gang.mailbox, telemetry, {"python": "3"}, network.network(2))
+    layout = Layout("deepspeed", 2, 64, zero_stage=2, precision="fp32")
+    result = run_trial(bench, "fullest", layout)
+    assert (result.status, result.cause) == ("ok", None)
+    assert [one.kind.rank for one in result.slices] == [0]
+    assert [record.rank for record in result.ranks] == [0, 1]
+    assert result.metrics["peak_memory_gib"] == result.slices[0].times.memory_gib == 3.0
 
 
 @pytest.mark.slow
