@@ -60,7 +60,7 @@ class Point:
 
     @property
     def spread(self) -> float:
-        return (max(*self.others, self.reserved) - min(*self.others, self.reserved)) / self.reserved
+        return (max(self.others) - min(self.others)) / self.reserved
 
 
 def lags(events: Sequence[Sequence[Any]]) -> dict[int, tuple[int, int]]:
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("no rank has tensors that come back late")
     print(table(found))
     apart = sum(point.spread > 0.001 for point in found)
-    print(f"{apart} of {len(found)} ranks reserve more or less by more than 0.1% with other lags")
+    print(f"replays of {apart} of {len(found)} ranks differ by more than 0.1%")
 
 
 if __name__ == "__main__":
