@@ -21,6 +21,9 @@ IDLE_SHARE = 0.9
 STATED = "; as the spec states: "
 """In a source, between where coefficients are from and what the spec has in place of them."""
 
+EXAMINED = "; products as the doctor found them: "
+"""Likewise, before what GPUs attained."""
+
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -108,6 +111,13 @@ class Coefficients:
             self.collectives.rows,
         )
 
+    def examined(self, flops: float, usual: float) -> Coefficients:
+        """The coefficients of GPUs whose products attain so many FLOP/s at their power limit, where `usual` is what the
+        GPUs attain on which they were found: the clock that a power allows goes with the third root of what a FLOP
+        costs."""
+        source = f"{self.source}{EXAMINED}{flops / 1e12:,.0f} TFLOP/s"
+        return replace(self, source=source, joules_per_flop=self.joules_per_flop * (usual / flops) ** 3)
+
     def stated(
         self,
         link_bytes_per_s: float | None = None,
@@ -152,7 +162,7 @@ def data_sheet(name: str) -> Coefficients | None:
 def is_fitted(name: str, calibration: Coefficients) -> bool:
     """Whether `calibration` is more than the data sheet's of the accelerator `name`."""
     sheet = data_sheet(name)
-    return sheet is None or calibration.source.split(STATED)[0] != sheet.source
+    return sheet is None or calibration.source.split(STATED)[0].split(EXAMINED)[0] != sheet.source
 
 
 def is_unproven(name: str, calibration: Coefficients) -> bool:

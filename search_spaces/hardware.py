@@ -21,7 +21,8 @@ class Accelerator:
     to attain, None where that is not known. `links_awake_w`: what the device draws more while its links are awake, as
     they are for `LINKS_AWAKE_S` after they have carried something; 0 where nobody measured it. `apart`: likewise the
     standard deviation of what two of them at their power limit take apart in the products between two meetings of their
-    ranks, some 1 to 20 ms, as a share of these (`search_spaces.wander`).
+    ranks, some 1 to 20 ms, as a share of these (`search_spaces.wander`). `examined_flops`: what `wattune doctor` has
+    matrix products attain a second on those, at `power_limit_w`, on which the cost model's coefficients were found.
     """
 
     memory_gib: float | None = None
@@ -39,6 +40,7 @@ class Accelerator:
     attention: float | None = None
     links_awake_w: float = 0.0
     apart: float = 0.0
+    examined_flops: float | None = None
 
 
 LINKS_AWAKE_S = 0.05
@@ -77,12 +79,24 @@ NETWORKS: dict[str, Bandwidth] = {
 ACCELERATORS: dict[str, Accelerator] = {
     # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it. Links of three machines
     # with H200 draw 29 to 38 W while they are awake and carry little; H100 has the same. So two H200 are 4.6 and 5.2%
-    # of their products apart, in two layouts (benchmarks/results/company_2xh200.txt), and H100 is taken to be.
+    # of their products apart, in two layouts (benchmarks/results/company_2xh200.txt), and H100 is taken to be. The
+    # slower of two H200 attains 664 to 669 TFLOP/s on four hosts, where layouts take 1.1% longer on average than is
+    # predicted, and 647 and 652 on two where they take 4.7% longer (benchmarks/results/examined.txt).
     "h100": Accelerator(
         79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0, apart=0.05
     ),
     "h200": Accelerator(
-        140.4, 989.4e12, True, True, 66.9e12, 4.8e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0, apart=0.05
+        140.4,
+        989.4e12,
+        True,
+        True,
+        66.9e12,
+        4.8e12,
+        *NETWORKS["nvlink4_ndr"],
+        700.0,
+        links_awake_w=30.0,
+        apart=0.05,
+        examined_flops=668e12,
     ),
     # NVIDIA A100 80GB SXM data sheet; fp32 without TF32, as torch has it. MFU: 225 TFLOP/s, GPT-3 2.7B in sequences of
     # 8192 tokens (Dao 2023, FlashAttention-2, table 1). Products: 271 TFLOP/s (Bekman, Machine Learning Engineering,
@@ -154,4 +168,10 @@ _NAMES = (
 
 def accelerator_named(name: str) -> Accelerator | None:
     """What a driver calls so, such as `NVIDIA H100 80GB HBM3`; None where its data sheet is not here."""
-    return next((ACCELERATORS[known] for pattern, known in _NAMES if re.search(pattern, name)), None)
+    known = known_as(name)
+    return None if known is None else ACCELERATORS[known]
+
+
+def known_as(name: str) -> str | None:
+    """The name in `ACCELERATORS` of what a driver calls so; None where it has none."""
+    return next((known for pattern, known in _NAMES if re.search(pattern, name)), None)

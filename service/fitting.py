@@ -15,11 +15,13 @@ from search_spaces import memory
 from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
 from search_spaces.cost import Coefficients, Prediction, data_sheet, predict
 from search_spaces.doubt import may_wait
+from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import Layout
 from search_spaces.network import Curve, Curves, Network
 from search_spaces.operators import OperatorTiming, Timings
 from search_spaces.workload import Workload
 from service.errors import InputError
+from service.history import slowest_flops
 from service.home import Home
 from service.problem import Cluster, Interconnect
 from service.record.results import SearchRecord
@@ -217,13 +219,22 @@ def save(home: Home, accelerator: str, calibration: Coefficients) -> None:
 
 
 def load(home: Home, cluster: Cluster) -> Coefficients | None:
-    """What is known of a cluster: the accelerator's calibration, else its data sheet, else nothing; what was measured
-    of operators and collectives there, and what is stated.
+    """What is known of a cluster: the accelerator's calibration, else its data sheet, as far as the doctor did not find
+    its GPUs slower or faster, else nothing; what was measured of operators and collectives there, and what is stated.
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    known = _fitted(home.calibration(cluster.accelerator)) or data_sheet(cluster.accelerator)
+    known = _fitted(home.calibration(cluster.accelerator)) or _examined(home, cluster.accelerator)
     return None if known is None else as_measured(cluster.as_stated(known), home, cluster)
+
+
+def _examined(home: Home, accelerator: str) -> Coefficients | None:
+    """An accelerator's data sheet for the GPUs of it that were examined: all wait for the slowest."""
+    sheet, device = data_sheet(accelerator), ACCELERATORS.get(accelerator)
+    if sheet is None or device is None or device.examined_flops is None or device.power_limit_w is None:
+        return sheet
+    flops = slowest_flops(home, accelerator, device.power_limit_w)
+    return sheet if flops is None else sheet.examined(flops, device.examined_flops)
 
 
 def as_measured(known: Coefficients, home: Home, cluster: Cluster) -> Coefficients:

@@ -15,7 +15,11 @@ KEPT = 50
 
 @dataclass(frozen=True)
 class Figures:
-    """What a device came to in an examination that ended at `time_s` of the Unix clock."""
+    """What a device came to in an examination that ended at `time_s` of the Unix clock.
+
+    `accelerator` is its name in `search_spaces.hardware.ACCELERATORS`, `power_limit_w` what its driver held it to; None
+    where either is not known.
+    """
 
     time_s: float
     flops: float
@@ -23,6 +27,8 @@ class Figures:
     launch_s: float
     all_reduce_bytes_per_s: float | None = None
     mean_sm_clock_mhz: float | None = None
+    accelerator: str | None = None
+    power_limit_w: float | None = None
 
 
 def load(home: Home, devices: Iterable[str]) -> dict[str, tuple[Figures, ...]]:
@@ -44,6 +50,14 @@ def slower(home: Home, devices: Iterable[str]) -> dict[str, float]:
     examined last. GPUs that never were are left out."""
     latest = {device: known[-1].flops for device, known in load(home, devices).items()}
     return {device: flops / min(latest.values()) for device, flops in latest.items()}
+
+
+def slowest_flops(home: Home, accelerator: str, power_limit_w: float) -> float | None:
+    """FLOP/s that the slowest of all GPUs of a kind attained at a power limit, as they were examined last; None where
+    none was."""
+    latest = [known[-1] for file in home.examinations.glob("*.jsonl") if (known := list(_read(file)))]
+    alike = [one.flops for one in latest if (one.accelerator, one.power_limit_w) == (accelerator, power_limit_w)]
+    return min(alike, default=None)
 
 
 def unexamined(home: Home, devices: Collection[str]) -> list[str]:

@@ -147,7 +147,8 @@ class SliceRank(Rank):
         largest, *others = self.batches
         yield largest
         further = min(FURTHER * largest, self.request.layout.global_batch_size)
-        if further > largest and self.late:
+        is_timed = math.isfinite(self.request.procedure.alike_s)  # in place of probed
+        if further > largest and is_timed and self.late:
             self.batches = (further, *others)
             yield further
         whole = self.times[self.batches[0]]

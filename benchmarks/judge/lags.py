@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,12 +72,12 @@ def lags(events: Sequence[Sequence[Any]]) -> dict[int, tuple[int, int]]:
 def replayed(record: Record, allocator: Allocator, seed: int | None = None) -> int:
     """Bytes that a record's requests reserve at most, its lags as they were or, with a seed, others."""
     events, places, chance = record["events"], record["places"], random.Random(seed)
-    late, returns = lags(events), defaultdict[int, list[int]](list)
+    late, returns = lags(events), dict[int, list[int]]()
     together = 0.0 if seed is None else chance.gauss(0, TOGETHER)
     for request, (asked, there) in late.items():
         apart = 0.0 if seed is None else chance.gauss(0, TOGETHER / 3)
         lag = max(1, round((there - asked) * (1 + together + apart)))
-        returns[min(asked + lag, len(events) - 1)].append(request)
+        returns.setdefault(min(asked + lag, len(events) - 1), []).append(request)
     held, most, is_new = dict[int, Piece](), 0, True
     for index, one in enumerate(events):
         if len(one) == 3:
@@ -88,7 +87,7 @@ def replayed(record: Record, allocator: Allocator, seed: int | None = None) -> i
             held[index] = allocator.take(one[0], one[1])
         elif len(one) == 1 and one[0] not in late:
             allocator.give_back(held.pop(one[0]))
-        for request in returns[index]:
+        for request in returns.get(index, ()):
             allocator.give_back(held.pop(request))
         most = max(most, allocator.reserved)
     return most

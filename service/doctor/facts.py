@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from search_spaces.hardware import known_as
 from service.history import Figures
 from telemetry.devices import DeviceInfo
 from telemetry.devices.cpu import cpu_uuid
@@ -122,6 +123,8 @@ class Facts:
                 attained.launch_s,
                 attained.all_reduce_bytes_per_s,
                 None if device.load is None else device.load.mean_sm_clock_mhz,
+                known_as(device.info.name),
+                device.info.power_limit_w,
             )
             for _, device in self.devices()
             if (attained := device.attained) is not None

@@ -39,6 +39,7 @@ from service.fitting import (
     save_curves,
     save_timings,
 )
+from service.history import Figures, add
 from service.home import Home
 from service.metrics import Method
 from service.problem import Cluster, Interconnect
@@ -214,6 +215,22 @@ def test_a_calibration_is_kept_for_its_accelerator(home: Home) -> None:
     save(home, "h200", fitted)
     assert load(home, cluster("h200")) == fitted
     assert load(home, cluster("h100")) == data_sheet("h100")
+
+
+def test_gpus_that_were_examined_are_as_fast_as_the_doctor_found_the_slowest(home: Home) -> None:
+    """At their power limit. Elsewhere, and of a calibration, they change nothing."""
+    add(home, {"GPU-a": Figures(0.0, 640e12, 4e12, 7e-6, accelerator="h200", power_limit_w=700.0)})
+    found = load(home, cluster("h200"))
+    assert found is not None
+    assert found.told == "data sheet of h200; products as the doctor found them: 640 TFLOP/s"
+    assert not is_fitted("h200", found)
+    held = Layout("megatron", 1, 16, micro_batch_size=2, recompute="full", compile=True)
+    slower, usual = (predict(held, WORK, one) for one in (found, SHEET))
+    assert 1.02 < slower.step_time_s / usual.step_time_s < 668 / 640
+    assert slower.power_w == pytest.approx(usual.power_w, rel=0.01)
+    assert load(home, cluster("h100")) == data_sheet("h100")
+    save(home, "h200", replace(SHEET, source="16 trials"))
+    assert load(home, cluster("h200")) == replace(SHEET, source="16 trials")
 
 
 def test_what_is_stated_of_a_cluster_counts_in_place_of_its_calibration(home: Home) -> None:

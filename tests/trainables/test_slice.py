@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -213,19 +214,21 @@ def test_a_smaller_batch_tells_power_where_much_of_the_larger_is_done_once(
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "ahead_s", "of", "timed"),
+    ("accelerator", "ahead_s", "of", "alike_s", "timed"),
     [
-        ("h200", 0.9 * AHEAD_S, 512, [32, 128]),
-        ("h200", 0.9 * AHEAD_S, 96, [32, 96]),
-        ("h200", 0.9 * AHEAD_S, 32, [32]),
-        ("h200", AHEAD_S, 512, [32]),
-        ("cpu", 0.0, 512, [32]),  # the host is the device
+        ("h200", 0.9 * AHEAD_S, 512, 1.5, [32, 128]),
+        ("h200", 0.9 * AHEAD_S, 96, 1.5, [32, 96]),
+        ("h200", 0.9 * AHEAD_S, 32, 1.5, [32]),
+        ("h200", AHEAD_S, 512, 1.5, [32]),
+        ("h200", 0.9 * AHEAD_S, 512, math.inf, [32]),  # a probe
+        ("cpu", 0.0, 512, 1.5, [32]),  # the host is the device
     ],
 )
 def test_more_microbatches_are_timed_where_the_host_was_late(
-    accelerator: str, ahead_s: float, of: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    accelerator: str, ahead_s: float, of: int, alike_s: float, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = timing_batches(32, of=of)
+    rank.request = replace(rank.request, procedure=replace(rank.request.procedure, alike_s=alike_s))
     rank.platform = platform_of(ACCELERATORS[accelerator])
     monkeypatch.setattr(rank.clock, "ahead_s", lambda: ahead_s)
     rank.times = {batch: PassTimes(0.0, {}, 0.25 * batch / 8, 0.0, 0.0, microbatch_s=0.25) for batch in timed}
@@ -273,7 +276,7 @@ def test_of_a_late_rank_the_longer_step_is_reported(run_ranks: RunRanks) -> None
     trial = request(replace(layout, global_batch_size=longer), LLAMA)
     assert isinstance(trial.program, Training)
     program = Late(trial.program, 0, NETWORK)
-    trial = replace(trial, batches=(short,), procedure=replace(trial.procedure, breakdown=True))
+    trial = replace(trial, batches=(short,), procedure=replace(trial.procedure, breakdown=True, alike_s=0.1))
     (report,) = reports(run_ranks(replace(trial, trial_id="late alone", program=program)))
     assert report.slice is not None
     assert report.profile is not None

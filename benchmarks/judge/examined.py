@@ -1,0 +1,91 @@
+"""How far predictions are off with and without what the doctor found GPUs to attain in products.
+
+    python -m benchmarks.judge.examined TFLOPS MEASURED.jsonl[.xz] [TFLOPS MEASURED ...]
+
+In pairs, what `wattune doctor` found of the slowest GPU before, and a file of `benchmarks.measure.blind measure`.
+Prints of each file the mean error of step time by the data sheet alone, with its sign and without, and the same once a
+FLOP costs what such a GPU needs for it (`search_spaces.coefficients.Coefficients.examined`), of layouts that do not
+wait for the CPU; then of all. Nothing is fitted, but for what is usual, which is that of these GPUs themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from benchmarks.measure.blind import IDLE, Row, layout_of, read, waited_share
+from search_spaces.cost import predicted_metrics
+from search_spaces.hardware import ACCELERATORS
+from service.answers.tables import render
+from service.fitting import expected
+from service.problem import Problem
+from service.spec import load_spec
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout: what is predicted over what was measured, less 1, by the data sheet and with what was examined."""
+
+    plain: float
+    examined: float
+
+
+def points(rows: Sequence[Row], flops: float) -> Iterator[Point]:
+    spec = cache(_problem)
+    for row in rows:
+        problem, measured = spec(row["spec"]), row["full"]["metrics"]
+        sheet, usual = expected(problem.cluster), ACCELERATORS[problem.cluster.accelerator].examined_flops
+        if not measured.get("step_time_s") or (waited_share(measured) or 0.0) >= IDLE:
+            continue
+        if sheet is None or usual is None:
+            raise SystemExit(f"{row['spec']}: it is not known what GPUs of its kind attain usually")
+        found = [
+            predicted_metrics(layout_of(row), problem.workload, coefficients)["step_time_s"] / measured["step_time_s"]
+            - 1
+            for coefficients in (sheet, sheet.examined(flops, usual))
+        ]
+        yield Point(*found)
+
+
+def _problem(path: str) -> Problem:
+    return load_spec(path).located()
+
+
+def table(found: dict[str, tuple[float, list[Point]]]) -> str:
+    lines = []
+    every = [point for _, of_file in found.values() for point in of_file]
+    for name, (flops, of_file) in {**found, "all": (0.0, every)}.items():
+        line = [name, f"{flops / 1e12:,.0f}" if flops else "", str(len(of_file))]
+        for errors in ([point.plain for point in of_file], [point.examined for point in of_file]):
+            line += [f"{statistics.fmean(errors):+.1%}", f"{statistics.fmean(map(abs, errors)):.1%}"]
+            line.append(f"{max(map(abs, errors)):.1%}")
+        lines.append(line)
+    columns = ("mean", "mean error", "largest")
+    headings = [f"{how}: {column}" for how in ("data sheet", "as examined") for column in columns]
+    return render(["run", "TFLOP/s", "layouts", *headings], lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("given", nargs="+", metavar="TFLOPS MEASURED")
+    given = parser.parse_args(argv).given
+    if len(given) % 2:
+        parser.error("figures and files come in pairs")
+    found = {}
+    for tflops, file in zip(given[::2], given[1::2], strict=True):
+        try:
+            flops = 1e12 * float(tflops)
+        except ValueError:
+            parser.error(f"{tflops} is no number of TFLOP/s")
+        found[Path(file).name.split(".")[0]] = (flops, list(points(read(Path(file)), flops)))
+    if not all(of_file for _, of_file in found.values()):
+        parser.error("a file has no layout that does not wait for the CPU")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
