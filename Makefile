@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+IMPORTED := $(VENV)/.imported
 LOWEST := .venv-lowest
 AUDIT := .venv-audit
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -55,9 +56,14 @@ demo: setup ## Run a small search here
 $(DEMO_DATA).idx: | $(STAMP)
 	$(BIN)/wattune data --out $(DEMO_DATA) "$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')"/*.py
 
+# Byte code of what tests import, once: each of the workers that follow would make it for itself.
+$(IMPORTED): $(STAMP)
+	-@$(BIN)/python -m pytest --collect-only --quiet > /dev/null
+	touch $@
+
 # Tests wait for processes for as long as they compute: four at a time keep two cores busy. What fails beside other
 # tests runs once more, alone: both outcomes are printed, and the second one counts.
-test: setup ## Run the tests
+test: setup $(IMPORTED) ## Run the tests
 	$(BIN)/python -m pytest -n 4 --dist loadgroup || $(BIN)/python -m pytest -n 1 --dist loadgroup --last-failed
 
 # A second environment. torch is the pinned one, of which there is surely a build: TORCH=2.11.0 takes the lowest too.
