@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def points(rows: Iterable[Record], alone: Iterable[Record]) -> Iterator[Point]:
             point = Point(spec, row["layout"], rank, late, reserved, others)
             if (ranks := by_layout.get((row["spec"], row["layout"]))) is not None:
                 at = replayed(ranks[rank], At(record["addresses"])) / 2**30
-                point = Point(spec, row["layout"], rank, late, reserved, others, ranks[rank]["reserved"] / 2**30, at)
+                point = replace(point, alone=ranks[rank]["reserved"] / 2**30, alone_at=at)
             yield point
 
 

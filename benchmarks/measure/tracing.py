@@ -29,14 +29,16 @@ OWN = ("deepspeed", "trainables", "search_spaces")
 
 @dataclass(frozen=True)
 class Traced(Training):
-    """Trains while torch records what it allocates in the first `steps` steps, told in `folder`."""
+    """Trains while torch records what it allocates in the first `steps` steps, told in `folder`; `named`: and by which
+    functions."""
 
     steps: int
     folder: str
+    named: bool
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """As `Training.run`."""
-        record()
+        record(self.named)
         return TracedRank(self, request, place, on_progress, GangWorld).report()
 
 
@@ -46,7 +48,8 @@ class TracedSlice(Slice):
 
     def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
         """As `Slice.run`."""
-        record()
+        assert isinstance(self.training, Traced)
+        record(self.training.named)
         return TracedAlone(self, request, place, on_progress).report()
 
 
@@ -75,9 +78,10 @@ class TracedAlone(TracedRank, SliceRank):
         return self.timed_step()
 
 
-def record() -> None:
+def record(named: bool) -> None:
     """From now on."""
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
+    context = "alloc" if named else None
+    torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=MOST_EVENTS)
 
 
 def events(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def events(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         stream = streams.setdefault(one["stream"], len(streams))
         if one["action"] == "alloc":
             there[one["addr"]] = len(made)
-            made.append([one["size"], stream, places.setdefault(_place(one["frames"]), len(places))])
+            made.append([one["size"], stream, places.setdefault(_place(one.get("frames", ())), len(places))])
         elif one["action"] in ("segment_alloc", "segment_free"):
             if one["action"] == "segment_alloc":
                 addresses.append(one["addr"])
