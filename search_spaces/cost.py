@@ -60,6 +60,11 @@ AVERAGED_S = 0.04
 """Seconds over which a limit is taken to hold the mean power: of the time that a GPU waits for other pipeline stages in
 a step no more lets its clock rise. Fitted to some sixty layouts in stages on up to four GPUs."""
 
+STILL = 0.5
+"""Share of the time in which a few threads work for milliseconds, as they count tokens of DeepSpeed's experts one after
+the other, that lets the clock of products rise no more: a limit is held over less. Fitted to the power of fourteen
+layouts on two H200 (benchmarks/results/README.md)."""
+
 ZERO_BUBBLE = 1 / 3
 """The bubble of schedules that take backward passes apart, in that of 1F1B, for forward, backward and weight-gradient
 passes F, B and W of one length: F + B - W in place of F + B + W (Qi et al. 2023, table 1). The V schedule has none
@@ -117,7 +122,7 @@ def predict(layout: Layout, work: Workload, calibration: Coefficients) -> Predic
     waits = _bubble(layout) * (sum(times) / times[slow] - 1) / layout.virtual_pipeline_stages
     between = _between_stages(layout, work, c)
     apart = waits * (times[slow] - sums[slow]) + between
-    eased = steady + apart / (1 + apart / AVERAGED_S)
+    eased = steady - STILL * rounds * load.still + apart / (1 + apart / AVERAGED_S)
     clock = _clock(clocked, eased, core, rest, limit - idle + spared / (clocked + eased))
     stretched = rounds * times[slow] + clocked / clock - clocked
     bubble = waits * (stretched / rounds - sums[slow])

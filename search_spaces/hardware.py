@@ -80,8 +80,8 @@ ACCELERATORS: dict[str, Accelerator] = {
     # NVIDIA H100 SXM and H200 SXM data sheets (dense rates); usable memory as NVML reports it. Links of three machines
     # with H200 draw 29 to 38 W while they are awake and carry little; H100 has the same. So two H200 are 4.6 and 5.2%
     # of their products apart, in two layouts (benchmarks/results/company_2xh200.txt), and H100 is taken to be. The
-    # slower of two H200 attains 664 to 669 TFLOP/s on four hosts, where layouts take 1.1% longer on average than is
-    # predicted, and 647 and 652 on two where they take 4.7% longer (benchmarks/results/examined.txt).
+    # slower of two H200 attains 664 to 669 TFLOP/s on four hosts, where layouts take 0.8% longer on average than is
+    # predicted, and 647 and 652 on two where they take 4.6% longer (benchmarks/results/examined.txt).
     "h100": Accelerator(
         79.6, 989.4e12, True, True, 66.9e12, 3.35e12, *NETWORKS["nvlink4_ndr"], 700.0, links_awake_w=30.0, apart=0.05
     ),

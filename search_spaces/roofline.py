@@ -72,7 +72,8 @@ compiled, with and without recomputation."""
 
 class Load(NamedTuple):
     """Work of one GPU: seconds at the full clock by kind, FLOPs as bf16 would have them for the same time, and bytes
-    that it moves in its memory and sends to others."""
+    that it moves in its memory and sends to others. `still`: of the seconds, those in which a few threads work for
+    milliseconds."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -83,6 +84,7 @@ class Load(NamedTuple):
     flops: float = 0.0
     moved: float = 0.0
     sent: float = 0.0
+    still: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -353,7 +355,8 @@ def _around_filled(operator: Operator, rows: float, c: Coefficients) -> tuple[Lo
     tokens, hidden, inner, here, chosen = operator.dims
     outside = (ROUTED * tokens * chosen + 4.0 * rows) * hidden
     there, back = _moving(operator, inner * _activated(operator) * rows + outside, c)
-    there = there.plus(Load(elementwise=COUNTED_S * tokens * chosen))
+    counted_s = COUNTED_S * tokens * chosen
+    there = there.plus(Load(elementwise=counted_s, still=counted_s))
     return there, back.plus(Load(elementwise=ADDED_S * hidden * (tokens * chosen + rows) + APART_S * here))
 
 

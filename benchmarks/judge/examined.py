@@ -4,8 +4,9 @@
 
 In pairs, what `wattune doctor` found of the slowest GPU before, and a file of `benchmarks.measure.blind measure`.
 Prints of each file the mean error of step time by the data sheet alone, with its sign and without, and the same once a
-FLOP costs what such a GPU needs for it (`search_spaces.coefficients.Coefficients.examined`), of layouts that do not
-wait for the CPU; then of all. Nothing is fitted, but for what is usual, which is that of these GPUs themselves.
+FLOP costs what such a GPU needs for it (`search_spaces.coefficients.Coefficients.examined`), with that of power then,
+of layouts that do not wait for the CPU; then of all, and of DeepSpeed's mixtures. What is usual is that of these GPUs
+themselves; of DeepSpeed's mixtures, what counts tokens was fitted to them (`search_spaces.cost.STILL`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.measure.blind import IDLE, Row, layout_of, read, waited_share
+from benchmarks.measure.off import errors
 from search_spaces.cost import predicted_metrics
 from search_spaces.hardware import ACCELERATORS
 from service.answers.tables import render
@@ -28,10 +30,13 @@ from service.spec import load_spec
 
 @dataclass(frozen=True)
 class Point:
-    """A layout: what is predicted over what was measured, less 1, by the data sheet and with what was examined."""
+    """A layout, a mixture of DeepSpeed's or not: what is predicted over what was measured, less 1, of step time by the
+    data sheet and with what was examined, and of `power` with that."""
 
+    is_deepspeed_mixture: bool
     plain: float
     examined: float
+    power: float
 
 
 def points(rows: Sequence[Row], flops: float) -> Iterator[Point]:
@@ -43,12 +48,13 @@ def points(rows: Sequence[Row], flops: float) -> Iterator[Point]:
             continue
         if sheet is None or usual is None:
             raise SystemExit(f"{row['spec']}: it is not known what GPUs of its kind attain usually")
-        found = [
-            predicted_metrics(layout_of(row), problem.workload, coefficients)["step_time_s"] / measured["step_time_s"]
-            - 1
+        layout = layout_of(row)
+        plain, examined = (
+            errors(predicted_metrics(layout, problem.workload, coefficients), measured)
             for coefficients in (sheet, sheet.examined(flops, usual))
-        ]
-        yield Point(*found)
+        )
+        is_mixture = layout.engine == "deepspeed" and problem.workload.shape.num_experts > 0
+        yield Point(is_mixture, plain["step_time_s"], examined["step_time_s"], examined["mean_power_w"])
 
 
 def _problem(path: str) -> Problem:
@@ -58,14 +64,18 @@ def _problem(path: str) -> Problem:
 def table(found: dict[str, tuple[float, list[Point]]]) -> str:
     lines = []
     every = [point for _, of_file in found.values() for point in of_file]
-    for name, (flops, of_file) in {**found, "all": (0.0, every)}.items():
-        line = [name, f"{flops / 1e12:,.0f}" if flops else "", str(len(of_file))]
-        for errors in ([point.plain for point in of_file], [point.examined for point in of_file]):
-            line += [f"{statistics.fmean(errors):+.1%}", f"{statistics.fmean(map(abs, errors)):.1%}"]
-            line.append(f"{max(map(abs, errors)):.1%}")
+    mixtures = [point for point in every if point.is_deepspeed_mixture]
+    groups = {**found, "all": (0.0, every), "DeepSpeed's mixtures": (0.0, mixtures)}
+    for name, (flops, group) in groups.items():
+        if not group:
+            continue
+        line = [name, f"{flops / 1e12:,.0f}" if flops else "", str(len(group))]
+        for off in ([one.plain for one in group], [one.examined for one in group], [one.power for one in group]):
+            line += [f"{statistics.fmean(off):+.1%}", f"{statistics.fmean(map(abs, off)):.1%}"]
+            line.append(f"{max(map(abs, off)):.1%}")
         lines.append(line)
     columns = ("mean", "mean error", "largest")
-    headings = [f"{how}: {column}" for how in ("data sheet", "as examined") for column in columns]
+    headings = [f"{what}: {column}" for what in ("data sheet", "as examined", "power") for column in columns]
     return render(["run", "TFLOP/s", "layouts", *headings], lines)
 
 

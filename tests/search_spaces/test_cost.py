@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search_spaces import cost
 from search_spaces.attention import CUDNN, FLASH_2, Kernel
 from search_spaces.blocks import Cut
 from search_spaces.coefficients import is_unproven
@@ -377,6 +378,21 @@ def test_clocks_rise_for_waits_as_long_as_a_limit_averages() -> None:
 
     headless = replace(WORK, model=replace(WORK.shape, vocab=8))
     assert beside(replace(headless, sequence_length=512)) < beside(headless) < 1
+
+
+@pytest.mark.parametrize(("engine", "counts"), [("deepspeed", True), ("megatron", False)])
+def test_clocks_rise_less_for_what_a_few_threads_count(
+    engine: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit, of tokens of DeepSpeed's experts."""
+    layout = replace(layout_of(zero_stage=1, expert_parallel_size=4), engine=engine)
+    limited, unlimited = (replace(SHEET, power_limit_w=limit_w) for limit_w in (400.0, ENDLESS))
+    less, free = (predict(layout, MIXTURE, machine) for machine in (limited, unlimited))
+    monkeypatch.setattr(cost, "STILL", 0.0)
+    more, as_free = (predict(layout, MIXTURE, machine) for machine in (limited, unlimited))
+    assert (less.parts["matmul"] > more.parts["matmul"]) == (less.power_w < more.power_w) == counts
+    assert less.parts["elementwise"] == more.parts["elementwise"]
+    assert free == as_free
 
 
 def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:

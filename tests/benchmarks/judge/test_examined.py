@@ -22,10 +22,11 @@ def test_slow_gpus_are_foretold_nearer_once_examined(capsys: pytest.CaptureFixtu
         abs(point.plain) for point in slow
     )
     main(["647", str(SLOW)])
-    head, _, row, of_all = capsys.readouterr().out.splitlines()
+    head, _, row, of_all, mixtures = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "TFLOP/s", "layouts"]
     assert row.split()[:3] == ["blind23_2xh200", "647", str(len(slow))]
     assert of_all.split()[1:] == row.split()[2:]
+    assert mixtures.split()[:3] == ["DeepSpeed's", "mixtures", str(sum(point.is_deepspeed_mixture for point in slow))]
 
 
 @pytest.mark.parametrize(("given", "said"), [(["647"], "in pairs"), (["fast", str(SLOW)], "fast is no number")])
