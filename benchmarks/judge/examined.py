@@ -91,9 +91,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             flops = 1e12 * float(tflops)
         except ValueError:
             parser.error(f"{tflops} is no number of TFLOP/s")
-        found[Path(file).name.split(".")[0]] = (flops, list(points(read(Path(file)), flops)))
+        rows = [row for row in read(Path(file)) if "full" in row]
+        found[Path(file).name.split(".")[0]] = (flops, list(points(rows, flops)))
     if not all(of_file for _, of_file in found.values()):
-        parser.error("a file has no layout that does not wait for the CPU")
+        parser.error("a file has no measured layout that does not wait for the CPU")
     print(table(found))
 
 

@@ -128,8 +128,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--alone", type=Path, help="of the same layouts, each rank without the others")
     given = parser.parse_args(argv)
-    alone = [] if given.alone is None else read(given.alone)
-    found = list(points([row for file in given.files for row in read(file)], alone))
+    rows, alone = [row for file in given.files for row in read(file)], [] if given.alone is None else read(given.alone)
+    if not all("ranks" in row for row in [*rows, *alone]):
+        parser.error("a file has something else than records of benchmarks.measure.allocations")
+    found = list(points(rows, alone))
     if not found:
         parser.error("no rank has tensors that come back late")
     print(table(found))

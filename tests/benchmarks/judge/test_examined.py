@@ -29,7 +29,14 @@ def test_slow_gpus_are_foretold_nearer_once_examined(capsys: pytest.CaptureFixtu
     assert mixtures.split()[:3] == ["DeepSpeed's", "mixtures", str(sum(point.is_deepspeed_mixture for point in slow))]
 
 
-@pytest.mark.parametrize(("given", "said"), [(["647"], "in pairs"), (["fast", str(SLOW)], "fast is no number")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["647"], "in pairs"),
+        (["fast", str(SLOW)], "fast is no number"),
+        (["647", str(DATA / "blind23_2xh200.jsonl.xz")], "no measured layout"),
+    ],
+)
 def test_what_is_no_pair_is_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(given)

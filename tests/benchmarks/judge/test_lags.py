@@ -38,3 +38,6 @@ def test_records_without_late_returns_are_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit, match="2"):
         main([str(file)])
     assert "no rank has tensors that come back late" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(DATA / "blind23_2xh200.jsonl.xz")])
+    assert "something else than records" in capsys.readouterr().err
