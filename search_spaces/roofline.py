@@ -72,8 +72,8 @@ compiled, with and without recomputation."""
 
 class Load(NamedTuple):
     """Work of one GPU: seconds at the full clock by kind, FLOPs as bf16 would have them for the same time, and bytes
-    that it moves in its memory and sends to others. `still`: of the seconds, those in which a few threads work for
-    milliseconds."""
+    that it moves in its memory and sends to others. `still`: of `elementwise`, the seconds in which a few threads work
+    for milliseconds."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -100,7 +100,10 @@ class Load(NamedTuple):
         """The same work in so many seconds."""
         slower = seconds / self.seconds
         return self._replace(
-            matmul=slower * self.matmul, attention=slower * self.attention, elementwise=slower * self.elementwise
+            matmul=slower * self.matmul,
+            attention=slower * self.attention,
+            elementwise=slower * self.elementwise,
+            still=slower * self.still,
         )
 
 
@@ -132,7 +135,7 @@ def passes(cut: Cut, model: ModelShape, sequence_length: int, c: Coefficients) -
     if cut.recompute == "full":
         block = block.plus(forward).plus(_left_out(cut, model, sequence_length, c), -1)
     elif cut.recompute == "selective":
-        block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved))
+        block = block.plus(Load(elementwise=forward.elementwise, moved=forward.moved, still=forward.still))
         if cut.engine.selects_products:
             block = block.plus(_total((priced(one, cut, c)[0], 1) for one in selected_of(cut, model, sequence_length)))
         if cut.sequence_parallel and not cut.engine.gathers_again:

@@ -22,7 +22,7 @@ from search_spaces.launches import ENDS, usual_s
 from search_spaces.layout import SCHEDULES, Layout
 from search_spaces.models import PRESETS, ModelShape
 from search_spaces.operators import Kind, Operator
-from search_spaces.roofline import PRODUCT_S, priced
+from search_spaces.roofline import PRODUCT_S, Load, passes, priced
 from search_spaces.space import enumerate_space
 from search_spaces.workload import Workload
 
@@ -393,6 +393,21 @@ def test_clocks_rise_less_for_what_a_few_threads_count(
     assert (less.parts["matmul"] > more.parts["matmul"]) == (less.power_w < more.power_w) == counts
     assert less.parts["elementwise"] == more.parts["elementwise"]
     assert free == as_free
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 2), ("full", 2)])
+def test_tokens_are_counted_again_by_what_is_computed_again(recompute: str, times: int) -> None:
+    """As long as the rest takes longer than it was taken to, if that was measured."""
+
+    def block(recompute: str) -> Load:
+        cut = Cut.of(replace(ALONE, engine="deepspeed", recompute=recompute), MIXTURE)
+        return passes(cut, MIXTURE.shape, MIXTURE.sequence_length, SHEET).block
+
+    found = block(recompute)
+    assert 0 < found.still == pytest.approx(times * block("none").still)
+    assert found.still < found.elementwise
+    longer = found.lasting(2 * found.seconds)
+    assert longer.still / longer.elementwise == pytest.approx(found.still / found.elementwise)
 
 
 def test_as_much_for_the_cpu_as_for_the_gpu_takes_longer_than_either() -> None:
