@@ -48,11 +48,12 @@ def kinds(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     return tuple(found)
 
 
-def others_in_memory(layout: Layout, work: Workload) -> tuple[int, ...]:
+def others_in_memory(layout: Layout, work: Workload) -> tuple[RankKind, ...]:
     """Ranks that do the same as the one that `kinds` has measured for all, and may yet need more memory."""
     if layout.pipeline_parallel_size > 1:
         return ()
-    return tuple(rank for rank in unlike(layout, work) if rank != fullest_rank(layout, work))
+    measured = fullest_rank(layout, work)
+    return tuple(RankKind(rank, 0, (0,)) for rank in unlike(layout, work) if rank != measured)
 
 
 def _content(layout: Layout, work: Workload, pipeline_rank: int) -> Hashable:

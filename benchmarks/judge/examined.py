@@ -15,7 +15,6 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from benchmarks.measure.blind import IDLE, Row, layout_of, read, waited_share
@@ -24,7 +23,6 @@ from search_spaces.cost import predicted_metrics
 from search_spaces.hardware import ACCELERATORS
 from service.answers.tables import render
 from service.fitting import expected
-from service.problem import Problem
 from service.spec import load_spec
 
 
@@ -40,11 +38,11 @@ class Point:
 
 
 def points(rows: Sequence[Row], flops: float) -> Iterator[Point]:
-    spec = cache(_problem)
+    problems = {path: load_spec(path).located() for path in dict.fromkeys(row["spec"] for row in rows)}
     for row in rows:
-        problem, measured = spec(row["spec"]), row["full"]["metrics"]
+        problem, measured = problems[row["spec"]], row["full"]["metrics"]
         sheet, usual = expected(problem.cluster), ACCELERATORS[problem.cluster.accelerator].examined_flops
-        if not measured.get("step_time_s") or (waited_share(measured) or 0.0) >= IDLE:
+        if not measured.get("step_time_s") or (waited_share(measured, {}) or 0.0) >= IDLE:
             continue
         if sheet is None or usual is None:
             raise SystemExit(f"{row['spec']}: it is not known what GPUs of its kind attain usually")
@@ -55,10 +53,6 @@ def points(rows: Sequence[Row], flops: float) -> Iterator[Point]:
         )
         is_mixture = layout.engine == "deepspeed" and problem.workload.shape.num_experts > 0
         yield Point(is_mixture, plain["step_time_s"], examined["step_time_s"], examined["mean_power_w"])
-
-
-def _problem(path: str) -> Problem:
-    return load_spec(path).located()
 
 
 def table(found: dict[str, tuple[float, list[Point]]]) -> str:

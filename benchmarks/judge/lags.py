@@ -76,7 +76,7 @@ def replayed(record: Record, allocator: Allocator, seed: int | None = None) -> i
     together = 0.0 if seed is None else chance.gauss(0, TOGETHER)
     for request, (asked, there) in late.items():
         apart = 0.0 if seed is None else chance.gauss(0, TOGETHER / 3)
-        lag = max(1, round((there - asked) * (1 + together + apart)))
+        lag = round((there - asked) * (1 + together + apart))
         returns.setdefault(min(asked + lag, len(events) - 1), []).append(request)
     held, most, is_new = dict[int, Piece](), 0, True
     for index, one in enumerate(events):

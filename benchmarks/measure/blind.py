@@ -272,16 +272,14 @@ def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
     return found
 
 
-def waited_share(metrics: Mapping[str, Any], foretold: Mapping[str, Any] | None = None) -> float | None:
+def waited_share(metrics: Mapping[str, Any], foretold: Mapping[str, Any]) -> float | None:
     """Share of a step in which a GPU waits for a CPU, by what it does in the profiled one, of which only waits are
     longer: its own, or another rank's, for which it waits in a collective that would be over by what slices
     foretold."""
     span_s, idle_s, step_s = map(metrics.get, ("breakdown_span_s", "breakdown_idle_s", "step_time_s"))
     if not span_s or not step_s or idle_s is None:
         return None
-    awaited_s = 0.0
-    if foretold is not None and "breakdown_span_s" in foretold:
-        awaited_s = max(0.0, _exposed_s(metrics) - _exposed_s(foretold))
+    awaited_s = max(0.0, _exposed_s(metrics) - _exposed_s(foretold)) if "breakdown_span_s" in foretold else 0.0
     return float(1 - (span_s - idle_s - awaited_s) / step_s)
 
 

@@ -79,11 +79,11 @@ def run_slices(bench: Bench, request: TrialRequest) -> TrialResult:
     found = kinds(layout, work)
     first = probe.fullest(layout, work) if len(found) > 1 else found[0]
     probed = probe.due(layout, bench.problem)
-    brief = probe.probing(request, request.batches)
-    others = [RankKind(rank, 0, (0,)) for rank in others_in_memory(layout, work)]
+    others = others_in_memory(layout, work)
+    asks = dict.fromkeys(sorted(found, key=lambda kind: kind != first), request)
+    asks |= dict.fromkeys(others, probe.probing(request, request.batches))
     seen: dict[RankKind, Alone] = {}
-    for kind in [*sorted(found, key=lambda kind: kind != first), *others]:
-        asked = brief if kind in others else request
+    for kind, asked in asks.items():
         one = run_kind(bench, replace(asked, trial_id=f"{request.trial_id}-rank{kind.rank}"), kind)
         if isinstance(one, TrialResult):
             return replace(one, trial_id=request.trial_id, ranks=())
