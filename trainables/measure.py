@@ -57,14 +57,14 @@ class Step(NamedTuple):
     """One optimizer step.
 
     `seconds` are the slowest rank's, `ended_ns` is this node's `time.monotonic_ns()` after it. `ahead_s` tells, before
-    the next step, the least work that the device had ahead at any time it is known of. `share`: how much of a whole
-    step's work it was.
+    the next step, the least work that the device had ahead at any time it is known of. `sequences` is the work that it
+    was, of which steps of a window have equally much.
     """
 
     seconds: float
     ended_ns: int
     ahead_s: Callable[[], float] = float
-    share: float = 1.0
+    sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ def time_steps(
     """Run `step` through warm-up and window. `on_steady` is given the steps that agreed, if any did, before the window.
 
     `step` trains one optimizer step, and says the same seconds on every rank so that all ranks take the same decisions.
-    The steps of `apart`, of which there is one by default, come first and are unlike the others: no window has them.
-    `began_ns` is the stamp at the begin of what comes first, which counts where nothing is apart.
+    The steps of `apart`, of which there is one by default, come first and are unlike the others, as are all before one
+    of other work: no window has them. `began_ns` is the stamp at the begin of what comes first, which counts where
+    nothing is apart.
     """
     on_phase("warmup")
     steps = [take() for take in ((step,) if apart is None else apart)]
@@ -126,13 +127,17 @@ def time_steps(
             window_steps_s=window,
             start_ns=steps[begin - 1].ended_ns if begin else began_ns,
             end_ns=steps[-1].ended_ns,
-            compile_s=sum(max(0.0, one.seconds - one.share * usual) for one in early) if compiled else 0.0,
+            compile_s=sum(max(0.0, one.seconds - usual * one.sequences / steps[-1].sequences) for one in early)
+            if compiled
+            else 0.0,
         )
 
     if math.isfinite(procedure.alike_s):
         on_phase("window")
         while len(steps) < unlike + 2 or lasted(steps[unlike:]) < PATIENCE * procedure.alike_s:
             steps.append(step())
+            if len(steps) > 1 and steps[-1].sequences != steps[-2].sequences:
+                unlike = len(steps) - 1
             if are_alike(steps[unlike:], procedure):
                 return timing(unlike)
         on_phase("warmup")

@@ -99,7 +99,8 @@ class Rank:
         for batch in self.order:
             if timings:
                 self.change_batch(batch)
-            timings[batch] = timing = self.time_steps()
+            timing = self.time_steps()
+            timings[self.layout.global_batch_size] = timing
             reclaims = self.platform.reclaims(self.world.device) - self.reclaimed
             passes = passes or self.clock.computing(len(timing.window_steps_s))
             self.enter("report")

@@ -142,24 +142,12 @@ class SliceRank(Rank):
 
     @property
     def order(self) -> Iterable[int]:
-        """The largest, in its place a larger one if the host was late in that, and the others only where enough of its
-        step is done once a step for its power to tell little of that of a microbatch."""
-        largest, *others = self.batches
-        yield largest
-        further = min(FURTHER * largest, self.request.layout.global_batch_size)
-        is_timed = math.isfinite(self.request.procedure.alike_s)  # in place of probed
-        if further > largest and is_timed and self.late:
-            self.batches = (further, *others)
-            yield further
+        """The largest, and the others only where enough of its step is done once a step for its power to tell little of
+        that of a microbatch."""
+        yield self.batches[0]
         whole = self.times[self.batches[0]]
         if self.layout.gradient_accumulation_steps * whole.microbatch_s < (1 - ONCE) * whole.tail_s:
-            yield from others
-
-    @property
-    def late(self) -> bool:
-        """Whether a device beside the host may have waited for it in the latest step. A longer one gives a host that is
-        faster than its device the time to get ahead, as it does among the other ranks. A pipeline's is as it is."""
-        return not self.pipelined and self.platform.profiler_device is not None and self.clock.ahead_s() < AHEAD_S
+            yield from self.batches[1:]
 
     @property
     def apart(self) -> Sequence[Callable[[], Step]]:
@@ -183,7 +171,7 @@ class SliceRank(Rank):
         self.change_batch(size)
         step = self.timed_step()
         self.change_batch(batch)
-        return step._replace(ended_ns=self.step_began_ns, share=size / batch)
+        return step._replace(ended_ns=self.step_began_ns)
 
     def deal(self) -> Iterator[Microbatch]:
         """The same, but for tokens whose embeddings other tensor ranks hold, in whose place are others that this one
@@ -203,7 +191,25 @@ class SliceRank(Rank):
         return map(own, super().deal())
 
     def timed_step(self) -> Step:
-        return super().timed_step()._replace(ahead_s=self.clock.ahead_s)
+        """Train one step. If the host was late in the first one of the largest batch, a larger one takes its place."""
+        asked, batch = self.request.batches, self.layout.global_batch_size
+        step = super().timed_step()._replace(ahead_s=self.clock.ahead_s, sequences=batch)
+        further = min(FURTHER * batch, self.request.layout.global_batch_size)
+        is_first = self.batches == asked and batch == asked[0] and self.steps_of_batch == 1
+        if is_first and further > batch and self.late:
+            self.batches = (further, *asked[1:])
+            self.change_batch(further)
+            return step._replace(ended_ns=self.step_began_ns)
+        return step
+
+    @property
+    def late(self) -> bool:
+        """Whether a device beside the host may have waited for it in the latest step, which is not a probe's. A longer
+        one gives a host that is faster than its device the time to get ahead, as it does among the other ranks. A
+        pipeline's is as it is."""
+        if self.pipelined or self.platform.profiler_device is None:
+            return False
+        return math.isfinite(self.request.procedure.alike_s) and self.clock.ahead_s() < AHEAD_S
 
     def pause(self) -> None:
         """Have the device wait from now on where other pipeline ranks would have it wait: by what the last step took.

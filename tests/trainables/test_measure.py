@@ -11,15 +11,17 @@ from trainables.measure import AHEAD_S, Procedure, Step, Stretch, Timing, is_ste
 PROCEDURE = Procedure(steady_steps=3, warmup_tolerance=0.02, warmup_max_s=30.0, window_s=10.0, window_min_steps=5)
 
 
-def scripted(seconds: Iterable[float], ahead: float = 0.0, share: float = 1.0) -> Callable[[], Step]:
+def scripted(
+    seconds: Iterable[float], ahead: float = 0.0, sequences: Iterable[int] = itertools.repeat(1)
+) -> Callable[[], Step]:
     """Steps that take the given times on a clock that starts at 1000 s; the host is so many seconds `ahead` of all."""
-    now_ns, times = 1_000_000_000_000, iter(seconds)
+    now_ns, times, work = 1_000_000_000_000, iter(seconds), iter(sequences)
 
     def step() -> Step:
         nonlocal now_ns
         taken = next(times)
         now_ns += round(taken * 1e9)
-        return Step(taken, now_ns, lambda: ahead, share)
+        return Step(taken, now_ns, lambda: ahead, next(work))
 
     return step
 
@@ -122,9 +124,16 @@ def test_a_window_begins_at_once_where_no_step_is_unlike_the_others() -> None:
 
 
 def test_compiling_is_told_from_the_rest_of_a_step_that_was_shorter_than_others() -> None:
-    short = scripted([9.0], share=0.5)
-    timing = time_steps(scripted([2.0] * 9), ALIKE, True, apart=[short])
+    timing = time_steps(scripted([9.0, *[2.0] * 9], sequences=(1, *[2] * 9)), ALIKE, True)
     assert timing.compile_s == pytest.approx(9.0 - 1.0)
+
+
+def test_steps_before_one_of_other_work_are_no_part_of_a_window() -> None:
+    step = scripted([9.0, 3.9, *[8.0] * 9], sequences=(3, 4, *[16] * 9))
+    timing = time_steps(step, ALIKE, True)
+    assert (timing.warmup_steps_s, timing.window_steps_s) == ((9.0, 3.9), (8.0, 8.0))
+    assert timing.start_ns == 1_000_000_000_000 + round(12.9 * 1e9)
+    assert timing.compile_s == pytest.approx(9.0 - 1.5)
 
 
 def test_a_step_that_compiles_is_told_from_a_window_right_after_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -34,11 +35,13 @@ from tests.trainables.test_parity import (
     request,
 )
 from trainables import passes
-from trainables.measure import AHEAD_S, Step
+from trainables.engines.base import TrainingEngine
+from trainables.measure import AHEAD_S, Step, time_steps
 from trainables.passes import Moment, PassClock, PassTimes
 from trainables.platforms.base import platform_of
 from trainables.platforms.cpu import Instant
 from trainables.program import TrialRequest
+from trainables.rank import Rank
 from trainables.slice import FIRST, Slice
 from trainables.slice_rank import WAIT_S, SliceRank
 from trainables.training import Training
@@ -184,11 +187,11 @@ def test_pauses_follow_from_the_first_step_unless_too_few_microbatches_tell(
 
 
 @pytest.mark.parametrize(
-    ("largest", "count", "trained", "share"),
-    [(4, 4, [3, 4], 0.75), (4, 2, [3, 2], 1.5), (12, 12, [3, 12], 0.25), (3, 3, [], 1.0), (2, 2, [], 1.0)],
+    ("largest", "count", "trained"),
+    [(4, 4, [3, 4]), (4, 2, [3, 2]), (12, 12, [3, 12]), (3, 3, []), (2, 2, [])],
 )
 def test_the_first_step_of_all_has_three_microbatches_if_there_are_any(
-    largest: int, count: int, trained: list[int], share: float, monkeypatch: pytest.MonkeyPatch
+    largest: int, count: int, trained: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed: list[int] = []
     monkeypatch.setattr(SliceRank, "change_batch", lambda rank, size: changed.append(size))
@@ -198,7 +201,7 @@ def test_the_first_step_of_all_has_three_microbatches_if_there_are_any(
     rank.batches = (8 * largest, 8 * count)
     step = rank.first_step()
     assert changed == [8 * microbatches for microbatches in trained]
-    assert (step.share, step.ended_ns) == (share, 7 if changed else 5)
+    assert step.ended_ns == (7 if changed else 5)
 
 
 @pytest.mark.parametrize(
@@ -214,30 +217,38 @@ def test_a_smaller_batch_tells_power_where_much_of_the_larger_is_done_once(
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "ahead_s", "of", "alike_s", "timed"),
+    ("accelerator", "ahead_s", "of", "alike_s", "trained"),
     [
-        ("h200", 0.9 * AHEAD_S, 512, 1.5, [32, 128]),
-        ("h200", 0.9 * AHEAD_S, 96, 1.5, [32, 96]),
-        ("h200", 0.9 * AHEAD_S, 32, 1.5, [32]),
-        ("h200", AHEAD_S, 512, 1.5, [32]),
-        ("h200", 0.9 * AHEAD_S, 512, math.inf, [32]),  # a probe
-        ("cpu", 0.0, 512, 1.5, [32]),  # the host is the device
+        ("h200", [0.9 * AHEAD_S] * 3, 512, 1.5, [24, 32, 128, 128]),
+        ("h200", [0.9 * AHEAD_S] * 3, 96, 1.5, [24, 32, 96, 96]),
+        ("h200", [0.9 * AHEAD_S] * 3, 32, 1.5, [24, 32, 32]),
+        ("h200", [0.9 * AHEAD_S, AHEAD_S, AHEAD_S], 512, 1.5, [24, 32, 32]),  # the first step tells nothing
+        ("h200", [AHEAD_S, AHEAD_S, 0.9 * AHEAD_S], 512, 1.5, [24, 32, 32]),  # windows begin before this one
+        ("h200", [0.9 * AHEAD_S] * 3, 512, math.inf, [24, 32, 32, 32, 32]),  # a probe
+        ("cpu", [0.0] * 3, 512, 1.5, [24, 32, 32]),  # the host is the device
     ],
 )
 def test_more_microbatches_are_timed_where_the_host_was_late(
-    accelerator: str, ahead_s: float, of: int, alike_s: float, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    accelerator: str, ahead_s: list[float], of: int, alike_s: float, trained: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In steps of 1 s, of which a window has two."""
     rank = timing_batches(32, of=of)
-    rank.request = replace(rank.request, procedure=replace(rank.request.procedure, alike_s=alike_s))
+    procedure = replace(rank.request.procedure, steady_steps=2, window_s=2.0, window_min_steps=2)
+    rank.request = replace(rank.request, procedure=replace(procedure, alike_s=alike_s))
     rank.platform = platform_of(ACCELERATORS[accelerator])
-    monkeypatch.setattr(rank.clock, "ahead_s", lambda: ahead_s)
-    rank.times = {batch: PassTimes(0.0, {}, 0.25 * batch / 8, 0.0, 0.0, microbatch_s=0.25) for batch in timed}
-    went: list[int] = []
-    for batch in rank.order:
-        went.append(batch)
-        rank.layout = replace(rank.layout, global_batch_size=batch)
-    assert went == timed
-    assert rank.batches == (timed[-1], 16)
+    steps: list[int] = []
+
+    def step(rank: SliceRank) -> Step:
+        steps.append(rank.layout.global_batch_size)
+        rank.steps_of_batch += 1
+        return Step(1.0, len(steps))
+
+    monkeypatch.setattr(Rank, "timed_step", step)
+    monkeypatch.setattr(rank.clock, "ahead_s", lambda: (ahead_s + [ahead_s[-1]] * 9)[len(steps) - 1])
+    timing = time_steps(rank.timed_step, rank.request.procedure, False, apart=rank.apart)
+    assert steps == trained
+    assert len(timing.window_steps_s) == 2
+    assert rank.batches == (trained[-1], 16)
 
 
 def timing_batches(largest: int, of: int) -> SliceRank:
@@ -247,6 +258,8 @@ def timing_batches(largest: int, of: int) -> SliceRank:
     rank.request = replace(request(layout, LLAMA), batches=(largest, 16))
     rank.layout, rank.batches = replace(layout, global_batch_size=largest), (largest, 16)
     rank.platform, rank.clock = platform_of(ACCELERATORS["cpu"]), clocked([])
+    rank.engine = cast(TrainingEngine, SimpleNamespace(set_global_batch_size=lambda size: None))
+    rank.losses, rank.steps_of_batch = [], 0
     return rank
 
 
@@ -280,8 +293,7 @@ def test_of_a_late_rank_the_longer_step_is_reported(run_ranks: RunRanks) -> None
     (report,) = reports(run_ranks(replace(trial, trial_id="late alone", program=program)))
     assert report.slice is not None
     assert report.profile is not None
-    assert tuple(report.timings) == (longer,)
-    assert tuple(report.slice.times) == (short, longer)
+    assert tuple(report.timings) == tuple(report.slice.times) == (longer,)
 
 
 def test_the_host_is_ahead_by_the_least_that_it_was_at_a_pass_or_a_microbatch(
