@@ -197,8 +197,10 @@ class SliceRank(Rank):
         further = min(FURTHER * batch, self.request.layout.global_batch_size)
         is_first = self.batches == asked and batch == asked[0] and self.steps_of_batch == 1
         if is_first and further > batch and self.late:
+            self.enter("warmup")  # as that step was: the window begins anew, and counters are read as it does
             self.batches = (further, *asked[1:])
             self.change_batch(further)
+            self.enter("window")
             return step._replace(ended_ns=self.step_began_ns)
         return step
 

@@ -237,6 +237,7 @@ def test_more_microbatches_are_timed_where_the_host_was_late(
     rank.request = replace(rank.request, procedure=replace(procedure, alike_s=alike_s))
     rank.platform = platform_of(ACCELERATORS[accelerator])
     steps: list[int] = []
+    phases: list[str | int] = []
 
     def step(rank: SliceRank) -> Step:
         steps.append(rank.layout.global_batch_size)
@@ -245,8 +246,10 @@ def test_more_microbatches_are_timed_where_the_host_was_late(
 
     monkeypatch.setattr(Rank, "timed_step", step)
     monkeypatch.setattr(rank.clock, "ahead_s", lambda: (ahead_s + [ahead_s[-1]] * 9)[len(steps) - 1])
-    timing = time_steps(rank.timed_step, rank.request.procedure, False, apart=rank.apart)
+    monkeypatch.setattr(rank, "enter", lambda phase: phases.extend([phase, *steps[-1:]]))
+    timing = time_steps(rank.timed_step, rank.request.procedure, False, rank.enter, apart=rank.apart)
     assert steps == trained
+    assert phases[-2:] == ["window", trained[-3]], "it begins with the first of the two steps"
     assert len(timing.window_steps_s) == 2
     assert rank.batches == (trained[-1], 16)
 
