@@ -44,6 +44,7 @@ SPEC: dict[str, Any] = {
         "recompute": ["none", "selective", "full"],
     },
 }
+TITAN = {"num_gpus": [1, 2, 8], "tensor_parallel_size": [1, 2], "zero_stage": [0, 3], "micro_batch_size": 1}
 
 pytestmark = pytest.mark.xdist_group("frameworks")  # the frameworks are imported once
 
@@ -132,6 +133,15 @@ def test_torchtitan_takes_the_configuration(tmp_path: Path, monkeypatch: pytest.
         assert training.global_batch_size % (training.local_batch_size * ranks) == 0
         stages = parallel.pipeline_parallel_degree * layout.virtual_pipeline_stages
         assert parallel.pipeline_parallel_layers_per_stage * stages == LAYERS
+
+
+def test_torchtitan_shards_where_ranks_are_more_than_replicas_unless_in_fp32() -> None:
+    """Else it ends, or trains in fp32 what is called bf16: `parallelize_llama` and `maybe_enable_amp` of 0.2.2."""
+    made = [layout for layout, _ in commands("torchtitan", space={**TITAN, "precision": ["bf16", "fp32"]})]
+    assert {layout.zero_stage for layout in made if layout.tensor_parallel_size > 1} == {0, 3}
+    for layout in made:
+        if layout.zero_stage == 0 and layout.data_parallel_size < layout.num_gpus:
+            assert (layout.data_parallel_size, layout.precision) == (1, "fp32")
 
 
 EXPERTS = replace(PRESETS["mixtral-8x7b"], layers=LAYERS)
