@@ -216,7 +216,8 @@ def write(out: Path, rows: Iterable[Row], came: Callable[[Row], str]) -> None:
 def _step(row: Row) -> str:
     result = row.get("full") or row["slices"]
     step_s = result["metrics"].get("step_time_s")
-    return f"{step_s:.4g} s a step" if step_s else f"{result['status']}: {result['cause']}"
+    took = f", told in {row['seconds']:.1f} s" if "seconds" in row else ""
+    return f"{step_s:.4g} s a step{took}" if step_s else f"{result['status']}: {result['cause']}"
 
 
 def read(path: Path) -> list[Row]:
