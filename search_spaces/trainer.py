@@ -41,6 +41,8 @@ class Trainer:
     - `rules`: expressions that are true of the layouts that it can run.
     - `steps`: `HOOK`, the name of one of the known kinds of logs, or the fields of a `trainables.command.LogPatterns`.
     - `out_of_memory`: regular expressions of what it says where memory ran out.
+    - `predicted_as`: the name of the program in `search_spaces.engines.others` as which its time and its memory are
+      predicted; None for one of which nothing is known.
     - `directory`: plain; where it is started.
     """
 
@@ -52,6 +54,7 @@ class Trainer:
     rules: tuple[str, ...] = ()
     steps: str | tuple[tuple[str, str], ...] = HOOK
     out_of_memory: tuple[str, ...] = ()
+    predicted_as: str | None = None
     directory: str = "."
 
     @cached_property

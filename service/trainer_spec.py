@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 import search_spaces
 from search_spaces.engines import ENGINES
 from search_spaces.engines.foreign import names_of
+from search_spaces.engines.others import OTHERS
 from search_spaces.expressions import Value
 from search_spaces.layout import AXES, Layout
 from search_spaces.models import PRESETS
@@ -104,6 +105,7 @@ class TrainerSpec(Strict):
     rules: list[str] = Field(default=[])
     steps: str | StepsSpec = HOOK
     out_of_memory: list[Pattern] = Field(default=[])
+    predicted_as: str | None = None
     directory: Annotated[str, Field(min_length=1)] = "."
 
     @field_validator("name")
@@ -133,6 +135,13 @@ class TrainerSpec(Strict):
             raise ValueError(f"must be {', '.join((HOOK, *LOGS))}, or the patterns step and memory")
         return steps
 
+    @field_validator("predicted_as")
+    @classmethod
+    def _is_foretold(cls, name: str | None) -> str | None:
+        if name is not None and name not in OTHERS:
+            raise ValueError(f"{name!r}: must be one of {', '.join(OTHERS)}")
+        return name
+
     @property
     def trainer(self) -> Trainer:
         """The trainer that it describes."""
@@ -148,6 +157,7 @@ class TrainerSpec(Strict):
             rules=tuple(self.rules),
             steps=steps if isinstance(steps, str) else tuple(steps.items()),
             out_of_memory=tuple(self.out_of_memory),
+            predicted_as=self.predicted_as,
             directory=self.directory,
         )
 

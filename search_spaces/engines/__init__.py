@@ -6,17 +6,7 @@ from search_spaces.engines.base import EngineFacts
 from search_spaces.engines.deepspeed import DeepSpeed
 from search_spaces.engines.foreign import facts_of_trainer
 from search_spaces.engines.megatron import Megatron
-from search_spaces.engines.others import (
-    Composer,
-    ComposerOnTorch1,
-    EarlierMegatron,
-    InternEvo,
-    MegatronBridge,
-    MegatronLM,
-    MegatronLM2022,
-    Torchtitan,
-    Torchtitan2024,
-)
+from search_spaces.engines.others import OTHERS
 from search_spaces.layout import Layout
 from search_spaces.workload import Workload
 
@@ -24,22 +14,6 @@ ENGINES: dict[str, EngineFacts] = {
     Megatron.name: Megatron(),
     DeepSpeed.name: DeepSpeed(),
 }
-
-OTHERS: dict[str, EngineFacts] = {
-    facts.name: facts
-    for facts in (
-        EarlierMegatron(),
-        MegatronLM(),
-        MegatronBridge(),
-        MegatronLM2022(),
-        Torchtitan(),
-        Torchtitan2024(),
-        Composer(),
-        ComposerOnTorch1(),
-        InternEvo(),
-    )
-}
-"""What is known of programs, others' or earlier ones, of which nobody can try a layout here."""
 
 
 def engine_of(layout: Layout | str) -> EngineFacts:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from search_spaces.coefficients import Coefficients
 from search_spaces.engines.base import Condition, EngineFacts, Rule, Same
 from search_spaces.engines.megatron import Megatron
+from search_spaces.engines.others import OTHERS
 from search_spaces.expressions import ExpressionError, Value, parse
 from search_spaces.layout import AXES, Layout, axis_of
 from search_spaces.models import ModelShape
@@ -19,8 +20,8 @@ DERIVED = {"data_parallel_size": "pipeline_parallel_size", "gradient_accumulatio
 """Sizes that follow from axes -> the last of these to be settled."""
 
 
-class Foreign(Megatron):
-    """Memory and cost are taken to be as with torch's own primitives, until trials tell otherwise."""
+class Program(EngineFacts):
+    """What holds of any: its trainer says which layouts it can run and which are alike."""
 
     unused: ClassVar[Mapping[str, Condition]] = {}
     same: ClassVar[Mapping[str, Same]] = {}
@@ -29,28 +30,30 @@ class Foreign(Megatron):
     is_ours = False
     routes_evenly = False
 
+    def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
+        return False
+
+
+class Unknown(Megatron):
+    """Memory and cost are taken to be as with torch's own primitives, until trials tell otherwise."""
+
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         return 0.0
 
-    def memory_is_measured(self, layout: Layout, model: ModelShape) -> bool:
-        return False
-
 
 @lru_cache(maxsize=64)
 def facts_of_trainer(trainer: Trainer) -> EngineFacts:
-    """The facts of a trainer's program, under its name and with its rules."""
+    """The facts of a trainer's program, or of the one as which it is predicted, under its name and with its rules."""
     by_axis: dict[str, tuple[Rule, ...]] = {}
     for text in trainer.rules:
         axis = _settles(text, trainer)
         by_axis[axis] = (*by_axis.get(axis, ()), _rule(text))
 
-    class Facts(Foreign):
-        name = trainer.name
-        rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = by_axis
-
-    return Facts()
+    known = Unknown if trainer.predicted_as is None else type(OTHERS[trainer.predicted_as])
+    facts: EngineFacts = type("Facts", (Program, known), {"name": trainer.name, "rules": by_axis})()
+    return facts
 
 
 def names_of(layout: Layout, work: Workload) -> dict[str, Value]:

@@ -227,6 +227,21 @@ class Torchtitan2024(Torchtitan):
     before the norm, 21; backward 45 (`RMSNorm` of torchtitan/models/norms.py)."""
 
 
+class Torchtitan02(Torchtitan):
+    """torchtitan 0.2.2, with cuDNN's attention where there is that (`ScaledDotProductAttentionWrapper` of
+    torchtitan/models/attention.py), around a ring, too, and as many keys as the model has."""
+
+    name = "torchtitan-0.2"
+    rings_heads = False
+
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        return Megatron.attention(self, accelerator, is_square=True)
+
+    def eager_loss_bytes(self, layout: Layout) -> int:
+        """As if logits stayed: of a Llama on H200 it reserves no less (benchmarks/results/trainers_8xh200.txt)."""
+        return Megatron.eager_loss_bytes(self, layout)
+
+
 class Composer(Megatron):
     """Composer with llm-foundry's MPT, as measured in October 2023: FSDP of PyTorch 2.1, whose recomputation ends early
     as here (`scripts/train/benchmarking/sweep.sh` at github.com/mosaicml/llm-foundry, commit b2a43a1), FlashAttention
@@ -306,3 +321,21 @@ class InternEvo(Megatron):
 
     def gathers(self, layout: Layout, layers: int, parameters: float) -> int:
         return min(layout.shard_group_size, TENSORS * layers + 3)
+
+
+OTHERS: dict[str, EngineFacts] = {
+    facts.name: facts
+    for facts in (
+        EarlierMegatron(),
+        MegatronLM(),
+        MegatronBridge(),
+        MegatronLM2022(),
+        Torchtitan(),
+        Torchtitan02(),
+        Torchtitan2024(),
+        Composer(),
+        ComposerOnTorch1(),
+        InternEvo(),
+    )
+}
+"""What is known of programs, others' or earlier ones, of which nobody can try a layout here."""

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import search_spaces
 from search_spaces import memory
 from search_spaces.cost import data_sheet, predict
-from search_spaces.engines import ENGINES, OTHERS, engine_of
+from search_spaces.engines import ENGINES, engine_of
 from search_spaces.engines.base import EngineFacts, States
+from search_spaces.engines.others import OTHERS
 from search_spaces.hardware import ACCELERATORS
 from search_spaces.layout import AXES, SETTLING, Layout
 from search_spaces.models import PRESETS

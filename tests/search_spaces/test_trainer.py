@@ -143,6 +143,19 @@ def test_axes_of_wattune_s_meaning_have_its_models_as_a_prior(monkeypatch: pytes
     assert len(set(shares.values())) == len({replace(layout, own=()) for layout in space.layouts})
 
 
+def test_a_program_that_is_known_is_predicted_as_such() -> None:
+    """Under its own name, and with its trainer's rules alone."""
+    sheet = data_sheet("h200")
+    assert sheet is not None
+    split = replace(LAYOUT, pipeline_parallel_size=2)
+    for name in ("megatron-lm", "torchtitan-0.2"):
+        known = replace(WORK, trainer=replace(TRAINER, predicted_as=name))
+        facts, unknown = facts_of(split, known), facts_of(split, WORK)
+        assert (facts.name, facts.is_ours, list(facts.rules)) == ("mine", False, list(unknown.rules))
+        as_such = predicted_metrics(replace(split, engine=name, own=()), replace(WORK, trainer=None), sheet)
+        assert predicted_metrics(split, known, sheet) == as_such != predicted_metrics(split, WORK, sheet)
+
+
 def test_own_axes_vary_like_others() -> None:
     space = enumerated(micro_batch_size=[1, 2], tensor_parallel_size=[4])
     assert varying(space.layouts) == {"micro_batch_size": [1, 2], "buckets": [1, 8], "nccl_algo": ["Ring", "Tree"]}

@@ -56,6 +56,7 @@ TRAINER: dict[str, Any] = {
     "axes": {"micro_batch_size": [1, 2], "compile": "any", "zero_stage": "any", "nccl_algo": ["Ring", "Tree"]},
     "rules": ["nccl_algo == 'Ring' or micro_batch_size == 2"],
     "out_of_memory": ["no room for"],
+    "predicted_as": "megatron-lm",
 }
 PLAIN: dict[str, Any] = {"command": ["x"], "environment": {}, "files": {}, "axes": {}, "rules": []}
 SPEC: dict[str, Any] = {
@@ -159,6 +160,7 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"steps": {"step": "("}}, {}, "trainer.steps.step: '(' is no regular expression"),
     ({"steps": {"stp": "x"}}, {}, "trainer.steps.stp: unknown field; allowed: step, memory"),
     ({"out_of_memory": ["("]}, {}, "trainer.out_of_memory: '(' is no regular expression"),
+    ({"predicted_as": "nemo"}, {}, "trainer.predicted_as: 'nemo': must be one of megatron-earlier, megatron-lm"),
     ({}, {"measurement": {"short_trials": True}}, "measurement.short_trials: a trainer's program"),
     ({}, {"depth_proxy": [1, 2], "model": "tiny-llama"}, "depth_proxy: a trainer's program has the layers"),
     ({}, {"borderline": "probe"}, "borderline: what a trainer's program needs"),
