@@ -101,7 +101,7 @@ def searched(home: Home) -> Home:
 def test_every_command_that_reads_runs_as_it_is_written(
     searched: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("examples", "README.md"):
+    for name in ("examples", "benchmarks", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     wanted = dict.fromkeys(words for _, words in COMMANDS if runs(words))
