@@ -1,5 +1,5 @@
 """Programs of others, of which layouts were measured and published, and the `megatron` engine as it was when layouts of
-it were measured: predicted, not run here, and in no search.
+it were measured: no engine runs them. A trainer says if its program is one of them (`Trainer.predicted_as`).
 
 Each says only in what it differs from the `megatron` engine.
 """
@@ -338,4 +338,4 @@ OTHERS: dict[str, EngineFacts] = {
         InternEvo(),
     )
 }
-"""What is known of programs, others' or earlier ones, of which nobody can try a layout here."""
+"""By their names."""
