@@ -137,7 +137,7 @@ class TrainerSpec(Strict):
 
     @field_validator("predicted_as")
     @classmethod
-    def _is_foretold(cls, name: str | None) -> str | None:
+    def _is_known_program(cls, name: str | None) -> str | None:
         if name is not None and name not in OTHERS:
             raise ValueError(f"{name!r}: must be one of {', '.join(OTHERS)}")
         return name

@@ -25,7 +25,6 @@ class Program(EngineFacts):
 
     unused: ClassVar[Mapping[str, Condition]] = {}
     same: ClassVar[Mapping[str, Same]] = {}
-    rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {}
     fp8 = True
     is_ours = False
     routes_evenly = False

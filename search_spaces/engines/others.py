@@ -177,10 +177,11 @@ def _gathered_once(value: int, layout: Layout) -> int:
     return 1 if value and layout.pipeline_parallel_size > 1 else value
 
 
-class Torchtitan(Megatron):
-    """torchtitan: FSDP2 as here, and scaled dot-product attention, of which torch prefers FlashAttention-2."""
+class Torchtitan02(Megatron):
+    """torchtitan 0.2.2: FSDP2 as here, and scaled dot-product attention, by cuDNN where that is, around a ring, too
+    (`ScaledDotProductAttentionWrapper` of torchtitan/models/attention.py)."""
 
-    name = "torchtitan"
+    name = "torchtitan-0.2"
     routes_evenly = False
     copies_one_sequence = True
     eager_copies = EngineFacts.eager_copies
@@ -194,17 +195,12 @@ class Torchtitan(Megatron):
     """Of a compiled loss: a logit is read for the largest, for the sum, and for its log-probability, in fp32, which is
     read for its gradient (`build_cross_entropy_loss` of torchtitan/components/loss.py, commit 820504e)."""
     rotary_values = compiled_rotary_values = COMPLEX_ROTARY
-    rings_heads = True  # `repeat_kv` of torchtitan/models/llama/model.py, before attention
 
     def launch_s(self, layout: Layout, calibration: Coefficients) -> float:
         return super().launch_s(layout, calibration) + _of_dtensors_s(layout)
 
     def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
-        return flash_2(accelerator)
-
-    def eager_loss_bytes(self, layout: Layout) -> int:
-        """Log-probabilities and two gradients in fp32: logits are let go of before (`del pred` of train.py)."""
-        return 12
+        return super().attention(accelerator, is_square=True)
 
     def gathered_bytes(self, layout: Layout, layers: int, held: Held) -> float:
         """`enable_fsdp_float8_all_gather`, with which docs/float8.md has fp8 started."""
@@ -213,6 +209,20 @@ class Torchtitan(Megatron):
     def leaves_out_last(self, layout: Layout) -> bool:
         """The compiler sees what is computed again, and leaves out what nothing needs."""
         return layout.compile or layout.precision != "fp8"
+
+
+class Torchtitan(Torchtitan02):
+    """The same as its layouts were measured until June 2025, when torch preferred FlashAttention-2."""
+
+    name = "torchtitan"
+    rings_heads = True  # `repeat_kv` of torchtitan/models/llama/model.py, before attention
+
+    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
+        return flash_2(accelerator)
+
+    def eager_loss_bytes(self, layout: Layout) -> int:
+        """Log-probabilities and two gradients in fp32: logits are let go of before (`del pred` of train.py)."""
+        return 12
 
 
 class Torchtitan2024(Torchtitan):
@@ -225,21 +235,6 @@ class Torchtitan2024(Torchtitan):
     norm_values = 22
     """Forward a copy in fp32, its square, the mean of that, two products and a copy in bf16 between them, and the sum
     before the norm, 21; backward 45 (`RMSNorm` of torchtitan/models/norms.py)."""
-
-
-class Torchtitan02(Torchtitan):
-    """torchtitan 0.2.2, with cuDNN's attention where there is that (`ScaledDotProductAttentionWrapper` of
-    torchtitan/models/attention.py), around a ring, too, and as many keys as the model has."""
-
-    name = "torchtitan-0.2"
-    rings_heads = False
-
-    def attention(self, accelerator: Accelerator, is_square: bool) -> Kernel:
-        return Megatron.attention(self, accelerator, is_square=True)
-
-    def eager_loss_bytes(self, layout: Layout) -> int:
-        """As if logits stayed: of a Llama on H200 it reserves no less (benchmarks/results/trainers_8xh200.txt)."""
-        return Megatron.eager_loss_bytes(self, layout)
 
 
 class Composer(Megatron):
