@@ -183,7 +183,7 @@ def _watch(
 
 
 def _where(child: BaseProcess, stack: Path) -> str | None:
-    """The Python stack of a child that may be stuck in native code; None if it does not tell."""
+    """The Python stacks of a child's threads, which may be stuck in native code; None if it does not tell."""
     assert child.pid is not None
     os.kill(child.pid, signal.SIGUSR1)
     until = time.monotonic() + STACK_S
@@ -214,7 +214,8 @@ def _death(exit_code: int | None, phase: str) -> str:
 
 
 def _child(request: TrialRequest, place: Place, connection: Connection, stack: str) -> None:
-    faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=False)  # noqa: SIM115
+    # All threads: a backward pass on a GPU, and what hooks into it, runs in one of its own.
+    faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=True)  # noqa: SIM115
     end_with_parent()
     worker = multiprocessing.parent_process()
     if worker is None or not worker.is_alive():

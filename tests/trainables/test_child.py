@@ -225,6 +225,40 @@ def test_the_deadline_ends_a_hang_and_tells_where_it_was(
     assert "in run" in outcome.traceback
 
 
+@dataclass(frozen=True)
+class WaitsForAThread(RankProgram):
+    """A program that hangs where another thread of its process does, which leaves `mark` when it gets there."""
+
+    mark: Path
+
+    @staticmethod
+    def preload(layouts: Iterable[Layout]) -> list[str]:
+        return []
+
+    def run(self, request: TrialRequest, place: Place, on_progress: Callable[[Progress], None]) -> RankReport:
+        def never_comes() -> None:
+            self.mark.touch()
+            threading.Event().wait()
+
+        thread = threading.Thread(target=never_comes)
+        thread.start()
+        on_progress(Progress("step"))
+        thread.join()
+        raise AssertionError("it ended")
+
+
+def test_the_deadline_tells_where_all_threads_were(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    mark = tmp_path / "there"
+    outcome = run(
+        replace(REQUEST, trial_id="thread", program=WaitsForAThread(mark), deadline_s=6),
+        elapsed_s=lambda: 7.0 if mark.exists() else 0.0,
+    )
+    assert outcome.status == "hang"
+    assert outcome.traceback is not None
+    assert "in never_comes" in outcome.traceback
+    assert "in run" in outcome.traceback
+
+
 def test_a_rank_is_stopped_when_the_trial_is_aborted(run: Callable[..., Outcome]) -> None:
     outcome = run(TRAINING_FOREVER, aborted=lambda: is_training(psutil.Process()))
     assert outcome == Outcome(ABORTED, None, "warmup")
