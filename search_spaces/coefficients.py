@@ -24,6 +24,9 @@ STATED = "; as the spec states: "
 EXAMINED = "; products as the doctor found them: "
 """Likewise, before what GPUs attained."""
 
+BY_SLICES = " by slices"
+"""In a source, behind the number of trials of which no rank met another."""
+
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -163,6 +166,11 @@ def is_fitted(name: str, calibration: Coefficients) -> bool:
     """Whether `calibration` is more than the data sheet's of the accelerator `name`."""
     sheet = data_sheet(name)
     return sheet is None or calibration.source.split(STATED)[0].split(EXAMINED)[0] != sheet.source
+
+
+def has_met(name: str, calibration: Coefficients) -> bool:
+    """Whether ranks of trials that `calibration` is fitted to communicated with each other."""
+    return is_fitted(name, calibration) and BY_SLICES not in calibration.source
 
 
 def is_unproven(name: str, calibration: Coefficients) -> bool:

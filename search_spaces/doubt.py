@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from search_spaces.coefficients import Coefficients, is_fitted, is_unproven
+from search_spaces.coefficients import Coefficients, has_met, is_fitted, is_unproven
 from search_spaces.cost import Prediction
 from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
@@ -47,7 +47,7 @@ which 18 were within 15%; of 61 on five hosts, not blind, nine of ten are within
 AHEAD = 4.0
 
 SEVERAL_NODES = Doubt(0.18, 0.15, 0.15)
-"""136 layouts of others on 16 to 1024 A100 and H100."""
+"""136 layouts of others on 16 to 1024 A100 and H100: of networks that no trial communicated over."""
 
 UNPROVEN = Doubt(0.22, 0.15, 0.15)
 """94 layouts of others on A100 and B200, which Wattune itself was never measured on."""
@@ -76,7 +76,7 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
         kinds.append(WAITING)
     if may_wait(layout, work, prediction):
         kinds.append(LAUNCHED if calibration.operators.launches else UNLAUNCHED)
-    if layout.num_gpus > work.gpus_per_node and not fitted:
+    if layout.num_gpus > work.gpus_per_node and not has_met(accelerator, calibration):
         kinds.append(SEVERAL_NODES)
     if facts_of(layout, work).follows_router(layout):
         kinds.append(SPREAD_EXPERTS)

@@ -13,7 +13,7 @@ from search_spaces.layout import Layout
 from search_spaces.network import Curve
 from service.checks import check_data, check_machine, check_power_limits
 from service.cluster import check_cluster, ray_session
-from service.driver import Driver
+from service.driver import Driver, gang_sizes
 from service.errors import InputError, NoAnswerError
 from service.fitting import (
     Observation,
@@ -21,6 +21,7 @@ from service.fitting import (
     design,
     expected,
     fit,
+    network_by,
     observations,
     ratios,
     save,
@@ -29,7 +30,7 @@ from service.fitting import (
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.operators import QUICK, MeasuredOperators, measure_operators
-from service.problem import Problem
+from service.problem import Explore, Problem
 from service.queue.actor import Member
 from service.queue.admission import admit
 from service.queue.policy import read_policy
@@ -39,6 +40,7 @@ from service.record.tracking import Tracker
 from service.sampling.agenda import CalibrationAgenda
 from service.spec import new_search_id
 from service.trials.bench import Bench, first_of
+from service.trials.gang import room
 from trainables.collectives import Collectives
 from trainables.laps import Laps
 from trainables.program import TrialRequest
@@ -67,7 +69,8 @@ class Error:
 @dataclass(frozen=True)
 class Calibrated:
     """What a calibration came to: its record, its file, the trials it rests on, and its errors on just these trials,
-    and what was measured besides: no operators if it was stopped before. `spent_s`: seconds by what they went into."""
+    and what was measured besides: no operators if it was stopped before. `spent_s`: seconds by what they went into.
+    `sliced`: whether no rank of a trial met another."""
 
     search_id: str
     path: Path
@@ -77,6 +80,7 @@ class Calibrated:
     operators: MeasuredOperators | None
     collectives: Measured | None
     spent_s: dict[str, float]
+    sliced: bool = False
 
     @property
     def took(self) -> str:
@@ -119,7 +123,8 @@ class Measured:
 def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
-    The collectives of several GPUs and the operators of which the layouts consist are measured first, so that what is
+    In full where there is room for the largest of them, else by slices if its exploring may be by these. The
+    collectives of the GPUs at hand and the operators of which the layouts consist are measured first, so that what is
     run settles what they leave in doubt. The coefficients and what was measured are kept in the state directory, for
     all searches on the problem's accelerator.
     Raises `InputError` for an accelerator of which no data sheet is known and for whatever `service.search.run` does,
@@ -132,9 +137,10 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         raise InputError(f"cluster.accelerator: there is no cost model of {accelerator!r} to calibrate")
     check_power_limits(problem, False)
     check_data(problem, read_policy().data)
-    check_machine(problem.cluster)
-    name, whole = f"{problem.name[:51]}-calibration", replace(problem.measurement, explore="gang")
-    problem = replace(problem.located(), name=name, measurement=whole)
+    check_machine(problem.least)
+    explore: Explore = "gang" if problem.measurement.explore == "gang" else "auto"
+    measurement = replace(problem.measurement, explore=explore)
+    problem = replace(problem.located(), name=f"{problem.name[:51]}-calibration", measurement=measurement)
     layouts, count = problem.legal.layouts, min(TRIALS, problem.budget.trials)
     chosen = design(layouts, problem.workload, start, count)
     if not chosen:
@@ -149,16 +155,17 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     store.check(store_uri(tracking_uri))
     search_id = new_search_id(problem)
     with home.driving(search_id), ray_session(problem.cluster):
-        check_cluster(problem.cluster)
+        check_cluster(problem.least)
+        problem = problem.on(at_hand := room(problem.cluster))
         queue = Member()
         tracker = Tracker(store_uri(tracking_uri), home)
         admission = admit(queue, store_uri(tracking_uri), problem.data)
-        agenda = CalibrationAgenda(problem, chosen)
+        agenda = CalibrationAgenda(problem, chosen, workers=sum(gang_sizes(problem, at_hand)))
         collectives, operators = list[Measured](), list[MeasuredOperators]()
 
         def beforehand(bench: Bench) -> None:
             laps.end("start")
-            if problem.gang_size > 1:
+            if len(bench.workers or ()) > 1:
                 driver.display.say("measuring collectives")
                 collectives.append(measure_collectives(bench, home))
                 laps.end("collectives")
@@ -166,6 +173,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
             operators.append(measure_operators(bench, start, home))
             laps.end("operators")
             agenda.change(design(layouts, problem.workload, known(), count))
+            driver.network = network_by(known(), problem.cluster)
 
         driver = Driver(problem, search_id, home, tracker, agenda, None, admission, beforehand)
         driver.run()
@@ -173,7 +181,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     observed = observations(Results(store_uri(tracking_uri)).search(search_id), problem.workload)
     if not observed:
         raise NoAnswerError(f"search {search_id}: no trial came to a result; see `wattune status {search_id}`")
-    fitted = fit(observed, known())
+    fitted = fit(observed, known(), problem.measurement.sliced)
     save(home, accelerator, fitted)
     before, after = errors(observed, start), errors(observed, fitted)
     laps.end("rest")
@@ -186,6 +194,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
         operators[0] if operators else None,
         collectives[0] if collectives else None,
         laps.seconds,
+        problem.measurement.sliced,
     )
 
 

@@ -177,7 +177,8 @@ def calibrate(spec: Path, tracking_uri: str | None, as_json: bool) -> None:
     ):
         if before is not None and after is not None:
             click.echo(f"{name}: mean error {before:.1%} by the data sheet, {after:.1%} calibrated, on these trials")
-    click.echo(f"{fitted.trials} trials of search {fitted.search_id}; calibration in {fitted.path}")
+    how = " by slices" * fitted.sliced
+    click.echo(f"{fitted.trials} trials{how} of search {fitted.search_id}; calibration in {fitted.path}")
     click.echo(f"took {fitted.took}")
     if (found := fitted.operators) is not None:
         kept = f", {found.kept} known" * bool(found.kept)

@@ -172,7 +172,7 @@ class Driver:
             turns.begin(pool)
             with _stop_on_signal(self.agenda, self.display):
                 if self.beforehand is not None:
-                    with turns.bench(self.problem, pool, telemetry, size=self.problem.gang_size) as bench:
+                    with turns.bench(self.problem, pool, telemetry) as bench:
                         self.beforehand(bench)
                 self._tune(pool, turns, telemetry, environment)
             status = "stopped" if self.agenda.stopped else "finished"

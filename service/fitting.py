@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from search_spaces import memory
-from search_spaces.coefficients import LINK_SHARE, NETWORK_SHARE
+from search_spaces.coefficients import BY_SLICES, LINK_SHARE, NETWORK_SHARE
 from search_spaces.cost import Coefficients, Prediction, data_sheet, predict
 from search_spaces.doubt import may_wait
 from search_spaces.hardware import ACCELERATORS
@@ -108,14 +108,14 @@ def ratios(observed: Observation, calibration: Coefficients) -> tuple[float, flo
     return prediction.step_time_s / observed.step_time_s, power
 
 
-def fit(observed: Sequence[Observation], start: Coefficients) -> Coefficients:
+def fit(observed: Sequence[Observation], start: Coefficients, sliced: bool = False) -> Coefficients:
     """The coefficients that explain `observed` best, drawn towards those of `start` by `SPREADS`.
 
-    Without observations, `start`.
+    Without observations, `start`. `sliced`: whether they are of ranks that ran without the others.
     """
     if not observed:
         return start
-    source = f"{len(observed)} trials, from {start.source}"
+    source = f"{len(observed)} trials{BY_SLICES * sliced}, from {start.source}"
     return replace(shifted(start, shifts([(one, start) for one in observed])), source=source)
 
 
@@ -303,9 +303,13 @@ def network(home: Home, cluster: Cluster) -> Network | None:
 
     Raises `InputError` if there is a calibration that cannot be read.
     """
-    known, stated = load(home, cluster), cluster.network or Interconnect()
-    if known is None:
-        return _stated_alone(cluster, stated)
+    known = load(home, cluster)
+    return _stated_alone(cluster, cluster.network or Interconnect()) if known is None else network_by(known, cluster)
+
+
+def network_by(known: Coefficients, cluster: Cluster) -> Network:
+    """The network of a cluster of which so much is known."""
+    stated = cluster.network or Interconnect()
     return known.network(cluster.gpus_per_node, stated.gpus_per_switch, stated.oversubscription)
 
 

@@ -33,8 +33,13 @@ class Purpose(StrEnum):
 
     @property
     def explores(self) -> bool:
-        """Whether it is measured in the way in which the search explores: by slices, if that is how."""
+        """Whether it may have other trials beside it."""
         return self in (Purpose.SEARCH, Purpose.SENTINEL)
+
+    @property
+    def as_explored(self) -> bool:
+        """Whether it is measured in the way in which the search explores: by slices, if that is how."""
+        return self.explores or self is Purpose.CALIBRATION
 
 
 @dataclass(frozen=True)

@@ -90,15 +90,15 @@ class Turns:
         self._needs = max(1, min(self._claim.gangs, trials)), left_s
 
     @contextlib.contextmanager
-    def bench(self, problem: Problem, pool: ActorHandle[Pool], telemetry: Fleet, size: int) -> Iterator[Bench]:
-        """What `size` workers of a gang that `pool` lends from measure on, alone there until the end, for `problem`.
+    def bench(self, problem: Problem, pool: ActorHandle[Pool], telemetry: Fleet) -> Iterator[Bench]:
+        """What the workers of a gang that `pool` lends from measure on, alone there until the end, for `problem`.
 
         Waits until it is the turn of the search and they are free.
         """
         trial_id = "alone"
 
         def leased() -> Lease | None:
-            ray.get(call(pool, Pool.lend, trial_id, [Wish(size, alone=True)]))
+            ray.get(call(pool, Pool.lend, trial_id, [Wish(self._claim.size, alone=True)]))
             return ray.get(call(pool, Pool.lease, trial_id))
 
         while self.waiting or (lease := leased()) is None:
@@ -191,7 +191,7 @@ def bench_in_turn(name: str, problem: Problem, size: int, preload: Sequence[str]
         turns = Turns(claim, queue, start, partial(print, file=sys.stderr, flush=True))
         turns.begin(pool)
         try:
-            with turns.bench(problem, pool, telemetry, size) as bench:
+            with turns.bench(problem, pool, telemetry) as bench:
                 yield bench
         finally:
             turns.end()

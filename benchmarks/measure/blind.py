@@ -17,7 +17,7 @@ operators without the fit to trials, and what it did before. `foretell` writes w
 machine. `measure` runs the same layouts by all their ranks, on as many GPUs, and prints every point, worst first: by
 how much slices or the models were off, by how much the others, and which layouts wait for the CPU; then means and
 largest errors by model and of all; then the same of the models, where slices foretold. `tell` prints that of what is
-there.
+there; given SLICES.jsonl in place of what was measured, by how much the models were off these.
 
 All specs must name the same cluster. Lines are written as they come. After S seconds no other layout begins; the same
 command goes on with what is left. Of several specs one layout each comes in turn.
@@ -258,8 +258,8 @@ def _key(row: Row) -> tuple[str, Layout]:
 def points(foretold: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
     """What was foretold and measured, by layout: `error`, as `benchmarks.measure.off.errors` has it, of slices or of
     the cost model where it was foretold by that, `beside` the same of what else was foretold, by its heading, and the
-    share of a step that a GPU was `idle`."""
-    full = {_key(row): TrialResult.from_dict(row["full"]).metrics for row in measured}
+    share of a step that a GPU was `idle`. What slices found counts as measured where there is nothing else."""
+    full = {_key(row): TrialResult.from_dict(row.get("full") or row["slices"]).metrics for row in measured}
     found = []
     for row in foretold:
         if (metrics := full.get(_key(row))) is not None:
@@ -324,8 +324,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def failures(foretold: Iterable[Row], measured: Iterable[Row]) -> Iterator[str]:
     """A line for each layout that did not end well, by slices or in full."""
-    for how, rows in (("slices", foretold), ("full", measured)):
-        for row in rows:
+    for row in (*foretold, *measured):
+        for how in ("slices", "full"):
             if (result := row.get(how)) is not None and result["status"] != "ok":
                 yield f"{row['spec']}: {row['layout']}: {how}: {result['status']}: {result['cause']}"
 

@@ -69,7 +69,7 @@ def gpu_hours_of(trial: TrialRecord, alone: bool) -> float:
     """GPUs times hours of a trial that is over; `alone`: of a search that `explores_alone`."""
     if trial.started is None or trial.ended is None:
         return 0.0
-    gpus = 1 if alone and trial.purpose.explores else trial.layout.num_gpus
+    gpus = 1 if alone and trial.purpose.as_explored else trial.layout.num_gpus
     return (trial.ended - trial.started).total_seconds() / 3600 * gpus
 
 

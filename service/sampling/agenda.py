@@ -214,7 +214,7 @@ class Agenda:
 
     def _gpus(self, step: Step) -> int:
         """How many GPUs a trial has for itself."""
-        return 1 if self.problem.measurement.sliced and step.purpose.explores else step.layout.num_gpus
+        return 1 if self.problem.measurement.sliced and step.purpose.as_explored else step.layout.num_gpus
 
     def drifts(self) -> dict[str, drift.Drift]:
         """Metric -> how far it moved on the sentinel, of an agenda that has one."""
@@ -406,8 +406,8 @@ class SearchAgenda(Agenda):
 class CalibrationAgenda(Agenda):
     """Runs each of some layouts once."""
 
-    def __init__(self, problem: Problem, layouts: Sequence[Layout]) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: Problem, layouts: Sequence[Layout], workers: int | None = None) -> None:
+        super().__init__(problem, workers=workers)
         self.layouts = list(layouts)
         self.left = list(layouts)
 

@@ -126,7 +126,7 @@ def _launch(
     bench: Bench, request: TrialRequest, purpose: Purpose, front: Sequence[Mapping[str, float]] = ()
 ) -> TrialResult:
     """Run a request by slices or on the whole gang, held against `front` if it explores."""
-    if bench.problem.measurement.sliced and purpose.explores:
+    if bench.problem.measurement.sliced and purpose.as_explored:
         return run_slices(bench, request)
     return bench.run(request, front if purpose == Purpose.SEARCH else ())
 
@@ -183,7 +183,7 @@ def make_request(trial_id: str, layout: Layout, problem: Problem, purpose: Purpo
     """
     timing = asdict(problem.measurement)
     deadline_s, short_trials, _ = (timing.pop(name) for name in ("deadline_s", "short_trials", "explore"))
-    if problem.measurement.sliced and purpose.explores:
+    if problem.measurement.sliced and purpose.as_explored:
         timing["alike_s"] = short.ALONE_S
     sizes = short.sizes(layout, problem.measurement.sliced) if short_trials else ()
     if purpose in (Purpose.FINALIST, Purpose.PLACEMENT):

@@ -19,10 +19,10 @@ from search_spaces.workload import Workload
 PLAIN = Layout("megatron", 8, 64, zero_stage=1, compile=True)
 
 
-def off(accelerator: str, layout: Layout = PLAIN, fitted: bool = False) -> float:
+def off(accelerator: str, layout: Layout = PLAIN, fitted: bool = False, how: str = "") -> float:
     sheet = data_sheet(accelerator)
     assert sheet is not None
-    known = replace(sheet, source=f"16 trials, from {sheet.source}") if fitted else sheet
+    known = replace(sheet, source=f"16 trials{how}, from {sheet.source}") if fitted else sheet
     return told(layout, Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS[accelerator]), accelerator, known).off
 
 
@@ -54,6 +54,8 @@ def test_machines_that_were_never_measured_are_in_more_doubt_until_they_are() ->
     for name in ("h200", "a100", "cpu"):
         assert off(name, fitted=True) <= off("h200")
     assert off("a100", replace(PLAIN, num_gpus=64), fitted=True) == off("a100", fitted=True)
+    sliced = off("a100", replace(PLAIN, num_gpus=64), fitted=True, how=" by slices")
+    assert sliced > off("a100", fitted=True, how=" by slices") == off("a100", fitted=True), "no network was seen"
     stated = data_sheet("h200")
     assert stated is not None
     work = Workload(PRESETS["llama3-8b"], 8192, 64, ACCELERATORS["h200"])

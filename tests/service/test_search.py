@@ -401,7 +401,7 @@ def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, to
     assert record.name == "machines-calibration"
     assert [(trial.purpose, trial.status) for trial in record.trials] == [("calibration", "ok")] * 2
     assert len({trial.label for trial in record.trials}) == 2
-    assert (done.trials, done.path) == (2, home.calibration("cpu"))
+    assert (done.trials, done.path, done.sliced) == (2, home.calibration("cpu"), False)
     fitted = load(home, Cluster(**cluster))
     assert fitted is not None
     assert "2 trials" in fitted.source
@@ -423,3 +423,27 @@ def test_a_calibration_is_run_recorded_and_kept(ray_session: Any, home: Home, to
     assert done.collectives.beside > 0
     with pytest.raises(InputError, match="is a calibration: calibrate anew"):
         resume(done.search_id)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there_is_calibrated_by_slices_where_it_may_be_explored_so(
+    ray_session: Any, home: Home, tokens: str
+) -> None:
+    cluster: dict[str, Any] = {"nodes": 16, "gpus_per_node": 8, "accelerator": "cpu", "cpus_per_worker": 2}
+    space = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": [0, 1], "precision": "fp32"}
+    changes = {"cluster": cluster, "space": space, "global_batch_size": 64, "budget": {"trials": 2}}
+    with pytest.raises(InputError, match="16 x 8 cpu workers need"):
+        calibrate(spec_of(tokens, **changes))
+    done = calibrate(spec_of(tokens, measurement=SPEC["measurement"] | {"explore": "slices"}, **changes))
+    trials = Results(home.tracking_uri).search(done.search_id).trials
+    assert [(trial.purpose, trial.status, trial.cause) for trial in trials] == [("calibration", "ok", None)] * 2
+    assert {(trial.layout.num_gpus, trial.methods["step_time_s"]) for trial in trials} == {(128, "slice")}
+    assert done.collectives is not None
+    assert {curve.ranks for curve in done.collectives.curves} == {2}, "of the machine at hand"
+    assert done.before.step_time is not None
+    assert done.after.step_time is not None
+    assert done.after.step_time < done.before.step_time
+    fitted = load(home, Cluster(**cluster))
+    assert fitted is not None
+    assert "2 trials by slices" in fitted.source
+    assert done.sliced

@@ -159,6 +159,19 @@ def test_what_is_there_is_told_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "mean of 1" in told
 
 
+def test_models_are_held_against_slices_where_nothing_was_measured_in_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foretold, sliced = tmp_path / "foretold.jsonl", tmp_path / "slices.jsonl"
+    foretold.write_text(json.dumps(row(ONE, foretold={"step_time_s": 1.2})) + "\n")
+    rows = [row(ONE, slices=result(ONE, 1.6), seconds=9.0), row(OTHER, slices=result(OTHER, None), seconds=9.0)]
+    sliced.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    main(["tell", str(foretold), str(sliced)])
+    told = capsys.readouterr().out
+    assert "-25.00%" in told
+    assert f"specs/small.yaml: {OTHER.label}: slices: oom: no room" in told
+
+
 @pytest.mark.parametrize(("text", "rows"), [("1/1", [0, 1, 2, 3, 4]), ("1/2", [0, 2, 4]), ("2/2", [1, 3])])
 def test_a_part_is_every_nth_row(text: str, rows: list[int]) -> None:
     assert list(range(5))[part(text)] == rows
