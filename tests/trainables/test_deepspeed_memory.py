@@ -120,7 +120,8 @@ def test_zero_3_gathers_as_is_replayed(
     model: ModelShape, recompute: str, run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first microbatch module by module, then ahead; in the second with what is small, in later ones without."""
-    layout = replace(deepspeed(2, zero=3, mbs=1, precision="bf16", recompute=recompute), bucket_size=AHEAD)
+    layout = deepspeed(2, zero=3, mbs=1, precision="bf16", recompute=recompute)
+    layout = replace(layout, bucket_size=AHEAD, global_batch_size=2 * 3)
     trial = request(layout, model)
     program = Gathers(**vars(trial.program), folder=str(tmp_path), most_live=MOST_LIVE, near=NEAR)
     reports(run_ranks(replace(trial, program=program)))

@@ -18,7 +18,7 @@ from trainables.training import Training
 LOGITS = ModelShape("llama", 2, 128, 4, 4, 256, 2048, 32)
 """Whose loss is the fullest moment."""
 
-BLOCKS = ModelShape("llama", 3, 128, 4, 2, 1024, 64, 512)
+BLOCKS = ModelShape("llama", 3, 64, 4, 2, 1024, 64, 256)
 """Whose blocks are."""
 
 WEIGHTS = ModelShape("llama", 4, 384, 4, 4, 1024, 64, 32)
