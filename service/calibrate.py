@@ -30,7 +30,7 @@ from service.fitting import (
 from service.home import Home
 from service.home import tracking_uri as store_uri
 from service.operators import QUICK, MeasuredOperators, measure_operators
-from service.problem import Explore, Problem
+from service.problem import Problem
 from service.queue.actor import Member
 from service.queue.admission import admit
 from service.queue.policy import read_policy
@@ -123,10 +123,9 @@ class Measured:
 def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     """Run some of the problem's layouts, on the Ray cluster of `RAY_ADDRESS` or here, and fit the cost model to them.
 
-    In full where there is room for the largest of them, else by slices if its exploring may be by these. The
-    collectives of the GPUs at hand and the operators of which the layouts consist are measured first, so that what is
-    run settles what they leave in doubt. The coefficients and what was measured are kept in the state directory, for
-    all searches on the problem's accelerator.
+    They are run as the problem explores, by gangs or by slices. The collectives of the GPUs at hand and the operators
+    of which the layouts consist are measured first, so that what is run settles what they leave in doubt. The
+    coefficients and what was measured are kept in the state directory, for all searches on the problem's accelerator.
     Raises `InputError` for an accelerator of which no data sheet is known and for whatever `service.search.run` does,
     `NoAnswerError` if no trial ended well.
     """
@@ -138,9 +137,7 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
     check_power_limits(problem, False)
     check_data(problem, read_policy().data)
     check_machine(problem.least)
-    explore: Explore = "gang" if problem.measurement.explore == "gang" else "auto"
-    measurement = replace(problem.measurement, explore=explore)
-    problem = replace(problem.located(), name=f"{problem.name[:51]}-calibration", measurement=measurement)
+    problem = replace(problem.located(), name=f"{problem.name[:51]}-calibration")
     layouts, count = problem.legal.layouts, min(TRIALS, problem.budget.trials)
     chosen = design(layouts, problem.workload, start, count)
     if not chosen:
