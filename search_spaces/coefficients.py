@@ -168,8 +168,8 @@ def is_fitted(name: str, calibration: Coefficients) -> bool:
     return sheet is None or calibration.source.split(STATED)[0].split(EXAMINED)[0] != sheet.source
 
 
-def has_met(name: str, calibration: Coefficients) -> bool:
-    """Whether ranks of trials that `calibration` is fitted to communicated with each other."""
+def is_fitted_to_gangs(name: str, calibration: Coefficients) -> bool:
+    """Whether it is fitted to trials whose ranks communicated with each other."""
     return is_fitted(name, calibration) and BY_SLICES not in calibration.source
 
 

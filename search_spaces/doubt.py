@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from search_spaces.coefficients import Coefficients, has_met, is_fitted, is_unproven
+from search_spaces.coefficients import Coefficients, is_fitted, is_fitted_to_gangs, is_unproven
 from search_spaces.cost import Prediction
 from search_spaces.engines import facts_of
 from search_spaces.layout import Layout
@@ -76,7 +76,7 @@ def doubt(layout: Layout, work: Workload, accelerator: str, calibration: Coeffic
         kinds.append(WAITING)
     if may_wait(layout, work, prediction):
         kinds.append(LAUNCHED if calibration.operators.launches else UNLAUNCHED)
-    if layout.num_gpus > work.gpus_per_node and not has_met(accelerator, calibration):
+    if layout.num_gpus > work.gpus_per_node and not is_fitted_to_gangs(accelerator, calibration):
         kinds.append(SEVERAL_NODES)
     if facts_of(layout, work).follows_router(layout):
         kinds.append(SPREAD_EXPERTS)

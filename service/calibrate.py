@@ -169,8 +169,9 @@ def calibrate(problem: Problem, tracking_uri: str | None = None) -> Calibrated:
             driver.display.say("measuring operators, for a minute or two")
             operators.append(measure_operators(bench, start, home))
             laps.end("operators")
-            agenda.change(design(layouts, problem.workload, known(), count))
-            driver.network = network_by(known(), problem.cluster)
+            measured = known()
+            agenda.change(design(layouts, problem.workload, measured, count))
+            driver.network = network_by(measured, problem.cluster)
 
         driver = Driver(problem, search_id, home, tracker, agenda, None, admission, beforehand)
         driver.run()

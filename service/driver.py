@@ -95,7 +95,7 @@ class Driver:
         beforehand: Callable[[Bench], None] | None = None,
     ) -> None:
         """`network`: as far as it is known, for slices. `beforehand` has all workers of a gang for itself, before
-        the agenda is asked for a trial."""
+        the agenda is asked for a trial, and may set `network` by what it measured."""
         self.problem, self.search_id, self.home = problem, search_id, home
         self.tracker, self.agenda, self.network = tracker, agenda, network
         self.admission, self.beforehand = admission, beforehand
