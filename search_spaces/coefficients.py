@@ -81,7 +81,7 @@ class Coefficients:
     offloaded_per_s: float = 5e8
     unlaunched_share: float = 0.5
     operators_in_step: float = 1.03
-    launches_in_step: float = 1.0
+    launches_in_step: float = 1.1
     operators: Timings = NONE_MEASURED
     collectives: Curves = NO_CURVES
 

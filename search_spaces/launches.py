@@ -22,6 +22,9 @@ ENDS = 1
 """Blocks for whose kernels the CPU needs as long as for the embedding, the head and the loss together: half of one to
 two, by models of 4 and of 8 layers (CPU, both engines)."""
 
+TABLED = 4
+"""Experts of a rank that engines have in `launched_ms`."""
+
 MORE_AGAIN = 1.5
 """Time of the CPU for what blocks of several ranks have more, where they are computed again, in that where they are
 not: forward collectives are repeated."""
@@ -57,6 +60,8 @@ def usual_s(layout: Layout, work: Workload) -> float:
     block = "experts" if model.num_experts else model.family
     once = {"gathers"} if engine.recomputes_in_graphs(layout, model) else set()
     ms = engine.launched_ms[block][layout.recompute][layout.compile]
+    if model.num_experts:
+        ms *= 1 + engine.launched_per_expert * (model.num_experts // layout.expert_parallel_size - TABLED)
     for mode in _modes(layout, engine):
         again = 1.0 if layout.recompute == "none" or mode in once else MORE_AGAIN
         ms += again * engine.launched_more_ms.get(mode, (0.0, 0.0))[layout.compile]

@@ -148,19 +148,22 @@ class EngineFacts(ABC):
     logarithms of mode and host add up; the hosts are within 10% of their mean. What neither says is 11%, as much as a
     launch differs by that is measured again (benchmarks/results/README.md)."""
 
+    launched_per_expert: ClassVar[float] = 0.0
+    """By which part of it a block takes longer for each expert of a rank beyond four, which it counts for."""
+
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
         "tensor": (4.0, 2.4),
         "sequence": (1.5, 1.5),
         "context": (2.0, 1.1),
-        "experts": (1.0, 1.9),
+        "experts": (2.9, 2.8),
         "reduces": (0.9, 1.0),
         "gathers": (3.3, 3.5),
     }
     """Milliseconds of the CPU more for a block, eager and compiled, that is tensor-parallel, with its tokens split or
     not, whose sequence or experts are spread, whose gradients are reduced with each microbatch (ZeRO-2), or whose
     parameters are gathered as well (ZeRO-3). As tiny models have it on a CPU, where these add up within 5%, times two,
-    as blocks on one GPU take the hosts of GPUs, and what tensor parallelism takes as on two hosts of H100
-    (benchmarks/results/README.md), unless an engine says otherwise."""
+    as blocks on one GPU take the hosts of GPUs, what tensor parallelism takes as on two hosts of H100, and what spread
+    experts take as 21 launches on six hosts (benchmarks/results/README.md), unless an engine says otherwise."""
 
     routes_evenly: ClassVar[bool] = False
     """Whether all experts have as many tokens, as benchmarks make routers deal them out."""

@@ -292,7 +292,7 @@ def test_gradients_are_summed_while_the_cpu_launches() -> None:
     launch = OperatorTiming(launch_of(layout, work), 10 * plain.step_time_s / 16 / (work.shape.layers + 1))
     update_s = predict(replace(layout, global_batch_size=1), work, SHEET).parts["model_states"]
     waits = predict(layout, work, with_timings(launch))
-    launched = 16 * (work.shape.layers + 1) * launch.forward_s
+    launched = SHEET.launches_in_step * 16 * (work.shape.layers + 1) * launch.forward_s
     assert launched < waits.step_time_s < launched + SHEET.step_s + update_s
     assert plain.parts["model_states"] > 2 * update_s
 
@@ -305,7 +305,8 @@ def test_a_gpu_does_nothing_while_deepspeeds_experts_make_the_cpu_wait_for_it() 
         layout = Layout(engine, 1, 16)
         computing = predict(layout, work, replace(unlimited, host_time=1e-9)).step_time_s
         block_s = predict(layout, work, unlimited).ahead * launch_s(layout, work, unlimited)  # of the GPU
-        alike = replace(unlimited, operators=Timings((OperatorTiming(launch_of(layout, work), block_s),)))
+        launch = OperatorTiming(launch_of(layout, work), block_s / unlimited.launches_in_step)
+        alike = replace(unlimited, operators=Timings((launch,)))
         longer = predict(layout, work, alike).step_time_s - computing
         rounds_s = layout.gradient_accumulation_steps * (work.shape.layers + ENDS) * block_s
         assert longer / rounds_s == pytest.approx((2 ** (1 / 3) if waits else 2**0.2) - 1)
@@ -317,7 +318,10 @@ def test_a_block_takes_the_cpu_what_its_engine_says() -> None:
     slow = replace(SHEET, host_time=2.0)
     assert launch_s(eager, plain, slow) == pytest.approx(2 * 6.2e-3)
     assert launch_s(replace(eager, compile=True), mixture, slow) == pytest.approx(2 * 8.5e-3)
-    assert launch_s(replace(eager, engine="deepspeed"), mixture, slow) == pytest.approx(2 * 16.8e-3)
+    works = [replace(mixture, model=replace(mixture.shape, num_experts=count)) for count in (4, 16)]
+    few, many = (launch_s(replace(eager, engine="deepspeed"), work, slow) for work in works)
+    assert few == pytest.approx(2 * 16.8e-3)
+    assert many == pytest.approx(1.48 * few), "one expert after the other"
 
 
 @pytest.mark.parametrize(
@@ -429,11 +433,12 @@ def test_a_host_that_is_slow_at_some_launches_is_so_at_others() -> None:
     def times(layout: Layout, c: Coefficients = known) -> float:
         return launch_s(layout, work, c) / launch_s(layout, work, SHEET)
 
-    assert [times(one) for one in layouts] == pytest.approx([3 * (by / 3) ** TRUSTED for by in slower])
+    in_step = SHEET.launches_in_step
+    assert [times(one) for one in layouts] == pytest.approx([in_step * 3 * (by / 3) ** TRUSTED for by in slower])
     other, foreign = replace(layouts[2], compile=True), replace(layouts[0], engine="deepspeed")
-    assert [times(other), times(foreign)] == pytest.approx([3, 3])
-    assert times(other, replace(known, launches_in_step=1.1)) == pytest.approx(3.3)
-    assert times(other, replace(known, host_time=2.0)) == pytest.approx(3), "slower already, not once more"
+    assert [times(other), times(foreign)] == pytest.approx([3 * in_step] * 2)
+    assert times(other, replace(known, launches_in_step=2.0)) == pytest.approx(6)
+    assert times(other, replace(known, host_time=2.0)) == pytest.approx(3 * in_step), "slower already, not once more"
     assert times(other, with_timings(FAST)) == 1
 
 
@@ -442,12 +447,13 @@ def test_a_launch_of_which_no_other_tells_is_as_it_was_measured() -> None:
     work = WORKS[0]
     split, precise = Layout("megatron", 2, 16, tensor_parallel_size=2), Layout("megatron", 1, 16, precision="fp32")
     row, one = OperatorTiming(launch_of(split, work), 0.1), OperatorTiming(launch_of(precise, work), 0.3)
-    known = with_timings(row, one)
-    assert launch_s(split, work, known) == pytest.approx(0.1)
-    assert launch_s(precise, work, known) == pytest.approx(0.3)
+    known, in_step = with_timings(row, one), SHEET.launches_in_step
+    assert launch_s(split, work, known) == pytest.approx(0.1 * in_step)
+    assert launch_s(precise, work, known) == pytest.approx(0.3 * in_step)
     usual = Layout("megatron", 1, 16)
-    both = with_timings(row, one, OperatorTiming(launch_of(usual, work), 5 * launch_s(usual, work, SHEET)))
-    assert launch_s(usual, work, both) == pytest.approx(5 * launch_s(usual, work, SHEET)), "those that are known decide"
+    slow_s = 5 * launch_s(usual, work, SHEET)
+    both = with_timings(row, one, OperatorTiming(launch_of(usual, work), slow_s))
+    assert launch_s(usual, work, both) == pytest.approx(slow_s * in_step), "those that are known decide"
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), "1", None])
