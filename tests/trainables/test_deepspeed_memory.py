@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -107,15 +108,8 @@ def in_short(told: Sequence[Sequence[tuple[str, int]]]) -> list[list[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize(
-    ("model", "recompute"),
-    [
-        (GPT, "full"),
-        pytest.param(GPT, "none", marks=pytest.mark.slow),
-        pytest.param(LLAMA, "full", marks=pytest.mark.slow),
-        pytest.param(LLAMA, "none", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "recompute"), itertools.product((GPT, LLAMA), ("full", "none")))
 def test_zero_3_gathers_as_is_replayed(
     model: ModelShape, recompute: str, run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
