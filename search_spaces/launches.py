@@ -23,7 +23,7 @@ ENDS = 1
 two, by models of 4 and of 8 layers (CPU, both engines)."""
 
 TABLED = 4
-"""Experts of a rank that engines have in `launched_ms`."""
+"""Experts of a rank for which `launched_ms` stands, though tiny models had eight: a step takes the CPU longer."""
 
 MORE_AGAIN = 1.5
 """Time of the CPU for what blocks of several ranks have more, where they are computed again, in that where they are

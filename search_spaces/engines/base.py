@@ -149,7 +149,7 @@ class EngineFacts(ABC):
     launch differs by that is measured again (benchmarks/results/README.md)."""
 
     launched_per_expert: ClassVar[float] = 0.0
-    """By which part of it a block takes longer for each expert of a rank beyond four, which it counts for."""
+    """The part of it by which a block of experts takes the CPU longer for each of a rank's beyond four."""
 
     launched_more_ms: ClassVar[Mapping[str, tuple[float, float]]] = {
         "tensor": (4.0, 2.4),
