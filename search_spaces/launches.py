@@ -61,7 +61,7 @@ def usual_s(layout: Layout, work: Workload) -> float:
     once = {"gathers"} if engine.recomputes_in_graphs(layout, model) else set()
     ms = engine.launched_ms[block][layout.recompute][layout.compile]
     if model.num_experts:
-        ms *= 1 + engine.launched_per_expert * (model.num_experts // layout.expert_parallel_size - TABLED)
+        ms *= 1 + engine.launched_per_expert * (_experts_here(layout, model) - TABLED)
     for mode in _modes(layout, engine):
         again = 1.0 if layout.recompute == "none" or mode in once else MORE_AGAIN
         ms += again * engine.launched_more_ms.get(mode, (0.0, 0.0))[layout.compile]
@@ -76,10 +76,14 @@ def is_usual(launch: Operator) -> bool:
 def launch_of(layout: Layout, work: Workload) -> Operator:
     """The launch of a block of a layout."""
     model = work.shape
-    here = model.num_experts // layout.expert_parallel_size
-    dims = (here, model.experts_per_token) if model.num_experts else ()
+    dims = (_experts_here(layout, model), model.experts_per_token) if model.num_experts else ()
     form = (layout.engine, model.family, layout.recompute, *_modes(layout, facts_of(layout, work)))
     return Operator(Kind.LAUNCH, dims, layout.precision, layout.compile, form)
+
+
+def _experts_here(layout: Layout, model: ModelShape) -> int:
+    """Those of a rank."""
+    return model.num_experts // layout.expert_parallel_size
 
 
 def _modes(layout: Layout, engine: EngineFacts) -> list[str]:

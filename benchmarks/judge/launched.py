@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks import DATA
-from benchmarks.measure.blind import IDLE, Row, layout_of, read, waited_share
+from benchmarks import DATA, text_of
+from benchmarks.measure.blind import IDLE, layout_of, read, waited_share
 from benchmarks.measure.off import errors
 from search_spaces.cost import predicted_metrics
 from search_spaces.operators import OperatorTiming, Timings
@@ -38,20 +37,13 @@ class Point:
     off: tuple[float, ...]
 
 
-def measured(run: str) -> list[Row]:
-    """Raises `SystemExit` where there is nothing."""
-    for kind in ("measured", "slices"):
-        if (file := DATA / f"{run}.{kind}.jsonl.xz").exists():
-            return read(file)
-    raise SystemExit(f"{run}: nothing is committed of what was measured")
-
-
 def points(run: str, in_step: Sequence[float]) -> list[Point]:
+    """Raises SystemExit where the run's operators are not committed, or nothing of what was measured."""
     kept = DATA / f"{run}.operators.json.xz"
-    if not kept.exists():
-        raise SystemExit(f"{run}: no operators are committed")
-    operators = Timings(tuple(map(OperatorTiming.from_dict, json.loads(lzma.decompress(kept.read_bytes())))))
-    rows, found = measured(run), []
+    rows, found = read(DATA / f"{run}.measured.jsonl.xz") or read(DATA / f"{run}.slices.jsonl.xz"), []
+    if not rows or not kept.exists():
+        raise SystemExit(f"{run}: no operators are committed, or nothing that was measured beside them")
+    operators = Timings(tuple(map(OperatorTiming.from_dict, json.loads(text_of(kept)))))
     problems = {path: load_spec(path).located() for path in dict.fromkeys(row["spec"] for row in rows)}
     for row in rows:
         problem, metrics = problems[row["spec"]], (row.get("full") or row["slices"])["metrics"]

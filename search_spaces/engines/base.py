@@ -163,7 +163,7 @@ class EngineFacts(ABC):
     not, whose sequence or experts are spread, whose gradients are reduced with each microbatch (ZeRO-2), or whose
     parameters are gathered as well (ZeRO-3). As tiny models have it on a CPU, where these add up within 5%, times two,
     as blocks on one GPU take the hosts of GPUs, what tensor parallelism takes as on two hosts of H100, and what spread
-    experts take as 21 launches on six hosts (benchmarks/results/README.md), unless an engine says otherwise."""
+    experts take as 21 launches of five runs (benchmarks/results/README.md), unless an engine says otherwise."""
 
     routes_evenly: ClassVar[bool] = False
     """Whether all experts have as many tokens, as benchmarks make routers deal them out."""

@@ -25,6 +25,7 @@ def test_launches_take_longer_in_a_step_than_in_tiny_models(capsys: pytest.Captu
     assert every.split()[1:] == row.split()[1:]
 
 
-def test_a_run_without_operators_is_refused() -> None:
-    with pytest.raises(SystemExit, match="blind9_2xh200: no operators are committed"):
-        main(["blind9_2xh200"])
+@pytest.mark.parametrize("run", ["blind9_2xh200", "blind99"])
+def test_a_run_without_operators_or_measurements_is_refused(run: str) -> None:
+    with pytest.raises(SystemExit, match=f"{run}: no operators are committed"):
+        main([run])
